@@ -1,0 +1,60 @@
+"""Every error that megascend raises on purpose.
+
+One hierarchy, so that a trainer can write ``except megascend.MegascendError``. Each class also inherits the built-in
+that a reader would expect (``ValueError``, ``ImportError``, ...), takes one message, and survives pickling between
+processes. A message says what was found, what was expected, on which rank, and what to set or install.
+"""
+
+from __future__ import annotations
+
+
+class MegascendError(Exception):
+    """Base of all megascend errors."""
+
+
+class ConfigError(MegascendError, ValueError):
+    """A setting, or a combination of settings, cannot work."""
+
+
+class TopologyError(ConfigError):
+    """The parallel layout does not fit the world size or the model."""
+
+
+class DataError(MegascendError, ValueError):
+    """A sample or a batch cannot be trained on."""
+
+
+class ImportOrderError(MegascendError, ImportError):
+    """A package that must be patched was imported before ``megascend.bootstrap()``."""
+
+
+class VersionError(MegascendError, ImportError):
+    """The installed packages are not a combination megascend supports."""
+
+
+class MissingDependencyError(MegascendError, ImportError):
+    """An optional package is needed; the message names the extra that installs it."""
+
+
+class PlatformError(MegascendError, RuntimeError):
+    """The asked-for platform, or a feature of it, is not available here."""
+
+
+class CheckpointError(MegascendError, RuntimeError):
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
+
+
+class ProcessGroupError(MegascendError, RuntimeError):
+    """A process group is missing, or not of the kind that the operation needs."""
+
+
+class CollectiveTimeoutError(MegascendError, TimeoutError):
+    """Some ranks did not arrive at a collective in time; the message names them."""
+
+
+class DistributedTestError(MegascendError, AssertionError):
+    """A rank of ``megascend.testing.run_distributed`` failed; the message carries its traceback."""
+
+
+class NonFiniteError(MegascendError, ArithmeticError):
+    """Too many steps in a row had a non-finite loss or gradient."""
