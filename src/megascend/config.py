@@ -95,6 +95,14 @@ class Recompute(Section):
     modules: tuple[str, ...] = Field(("core_attn",), description="selective: e.g. core_attn, layernorm, mlp, moe")
 
 
+class Moe(Section):
+    """Mixture of experts."""
+
+    aux_loss_coefficient: float = Field(
+        0.0, ge=0, description="load-balancing loss; off by default, as when transformers fine-tunes such a model"
+    )
+
+
 class Batching(Section):
     """How samples become micro batches."""
 
@@ -126,6 +134,7 @@ class RunConfig(Section):
     optimizer: Adam = Adam()
     schedule: Schedule = Schedule()
     recompute: Recompute = Recompute()
+    moe: Moe = Moe()
     batching: Batching = Batching()
     tensorboard: bool = False
     plot: bool = Field(True, description="draw loss, grad norm and throughput to metrics.png at the end")

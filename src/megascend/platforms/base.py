@@ -28,6 +28,7 @@ class Platform(ABC):
         backend: the ``torch.distributed`` backend of collectives on device tensors.
         must_patch_first: True if packages have to be put in place before megatron.core is imported.
         bind_device: True if ``init_process_group`` shall be given the device (eager communicator; NCCL only).
+        fuses_rope: True if Transformer Engine has a fused rotary embedding here.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
 
@@ -36,6 +37,7 @@ class Platform(ABC):
     backend: ClassVar[str]
     must_patch_first: ClassVar[bool]
     bind_device: ClassVar[bool] = False
+    fuses_rope: ClassVar[bool] = False
 
     @abstractmethod
     def unavailable_because(self) -> str | None:
@@ -48,6 +50,10 @@ class Platform(ABC):
         Raises:
             PlatformError: something is missing; the message says how to install it.
         """
+
+    @abstractmethod
+    def finish(self) -> list[str]:
+        """Whatever has to be done once megatron.core and mcore_bridge are imported; one line for every change."""
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:

@@ -1,0 +1,592 @@
+"""One and the same training work through a bare Megatron-Core loop and through ``MegatronBackend``.
+
+    python scripts/bench_train.py                                # Qwen3-1.7B shapes, 8 x 4096 tokens a step, one GPU
+    python scripts/bench_train.py --tiny --platform cpu          # the same script on a CPU, in a minute
+    python scripts/bench_train.py --run bare --run bare:fusions=rope+swiglu --run megascend:micro_batch_tokens=16384
+
+Every ``--run`` is one fresh process on the same device, one after the other: same weights (a random checkpoint in
+Hugging Face format, written to a temporary directory), same data, same optimizer settings. Warm-up steps come first,
+then every step is timed with the device idle before and after it. The table is printed last; the exit code is 1 if
+losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is never reported for different work.
+
+A run is ``bare`` or ``megascend``, with options after colons:
+    bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
+    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false
+
+The bare loop uses megatron-core, mcore-bridge and Transformer Engine only: padded [batch, sequence] micro batches,
+Transformer Engine's fused cross entropy, Megatron DDP with fp32 gradients, Megatron's optimizer (fp32 main parameters,
+TE FusedAdam) and Megatron's schedule. ``fusions`` switches on what Megatron-Core offers beside that. On a CPU there is
+no Transformer Engine at all, so there (and only there) the bare loop calls ``megascend.bootstrap()`` to get one.
+
+Model FLOPs of a step: tokens * (6 * N + 6 * layers * heads * head_dim * length), where N counts the weights that are
+multiplied with every token (tied embeddings once, as output layer) and the second term is causal attention: forward
+2 products * 2 FLOP * length / 2, times 3 for forward and backward. Recomputation is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 peak in FLOP/s by a part of the device's name."""
+
+TOLERANCE = {
+    "bf16": {"first_loss": 2e-3, "last_loss": 1e-2, "first_norm": 3e-2},
+    "fp32": {"first_loss": 1e-5, "last_loss": 1e-4, "first_norm": 1e-3},
+}
+"""Largest relative difference between two runs. The last loss has all optimizer steps between it and the first."""
+
+QWEN3_1_7B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every run does, whichever way it does it."""
+
+    shape: dict[str, int]
+    platform: str
+    precision: str
+    sequences: int
+    length: int
+    warmup: int
+    steps: int
+    lr: float
+    seed: int
+    batches: int = 2
+    """Distinct batches, used in turn, so that the loss falls and a wrong update shows."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.sequences * self.length
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one optimizer step; see the module's docstring."""
+        s = self.shape
+        attention = s["hidden_size"] * s["head_dim"] * (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"])
+        mlp = 3 * s["hidden_size"] * s["intermediate_size"]
+        weights = s["num_hidden_layers"] * (attention + mlp) + s["vocab_size"] * s["hidden_size"]
+        causal = s["num_hidden_layers"] * s["num_attention_heads"] * s["head_dim"] * self.length
+        return self.tokens * 6.0 * (weights + causal)
+
+
+@dataclass
+class Result:
+    """What one run reports. Losses and norms cover warm-up and timed steps; milliseconds the timed ones."""
+
+    run: str = ""
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    peak_gib: float = 0.0
+    reserved_gib: float = 0.0
+
+
+class Steps:
+    """A training loop to be timed: one optimizer step a call."""
+
+    def step(self, batch: torch.Tensor) -> tuple[float, float]:
+        """Train on ``batch`` [sequences, length + 1] (CPU, int64); returns loss and gradient norm."""
+        raise NotImplementedError
+
+
+class BareSteps(Steps):
+    """Megatron-Core as its own examples use it."""
+
+    def __init__(self, work: Work, model_dir: Path, options: dict[str, str]) -> None:
+        import torch
+
+        if work.platform == "cpu":
+            import megascend
+
+            megascend.bootstrap("cpu")
+        import megatron.core.parallel_state as mpu
+        import torch.distributed as dist
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        self.work = work
+        self.micro_batch = int(options.get("micro_batch", 2))
+        fusions = set(options.get("fusions", "").split("+")) - {""}
+        if unknown := fusions - {"rope", "swiglu", "wgrad"}:
+            raise SystemExit(f"bare:fusions takes rope, swiglu and wgrad, got {sorted(unknown)}")
+        if work.sequences % self.micro_batch:
+            raise SystemExit(f"{work.sequences} sequences do not divide into micro batches of {self.micro_batch}")
+        self.device = torch.device("cuda" if work.platform == "cuda" else "cpu")
+        backend = "nccl" if work.platform == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        mpu.initialize_model_parallel()
+        torch.manual_seed(work.seed)
+        model_parallel_cuda_manual_seed(work.seed)
+
+        bf16 = work.precision == "bf16"
+        model, config = build_bridge_model(
+            model_dir,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            apply_rope_fusion="rope" in fusions,
+            bias_activation_fusion="swiglu" in fusions,
+            cross_entropy_loss_fusion=work.platform == "cuda",
+            cross_entropy_fusion_impl="te",
+            **recompute_options(options),
+        )
+        if bf16:
+            from megatron.core.transformer.module import Float16Module
+
+            model = Float16Module(config, model)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        self.model = DistributedDataParallel(config, ddp, model)
+        if "wgrad" in fusions:
+            accumulate_in_main_grad(self.model)
+        adam = OptimizerConfig(
+            optimizer="adam",
+            lr=work.lr,
+            weight_decay=0.01,
+            adam_beta1=0.9,
+            adam_beta2=0.999,
+            adam_eps=1e-8,
+            clip_grad=1.0,
+            bf16=bf16,
+            params_dtype=config.params_dtype,
+        )
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+
+    def step(self, batch: torch.Tensor) -> tuple[float, float]:
+        import torch
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        length = self.work.length
+        micro_batches = iter(batch.split(self.micro_batch))
+
+        def forward(micro_batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            tokens = next(micro_batches).to(self.device, non_blocking=True)
+            position_ids = torch.arange(length, device=self.device).expand(len(tokens), -1)
+            mask = torch.ones(tokens.shape[0], length, device=self.device)
+            losses = model(
+                input_ids=tokens[:, :-1].contiguous(),
+                position_ids=position_ids,
+                attention_mask=None,
+                labels=tokens[:, 1:].contiguous(),
+            )
+
+            def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                loss = (losses.float() * mask).sum() / mask.sum()
+                return loss, {"loss": loss.detach().clone()}  # the schedule divides the loss itself, in place
+
+            return losses, loss_function
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=micro_batches,
+            model=[self.model],
+            num_microbatches=len(batch) // self.micro_batch,
+            seq_length=length,
+            micro_batch_size=self.micro_batch,
+            forward_only=False,
+        )
+        succeeded, norm, _ = self.optimizer.step()
+        if not succeeded:
+            raise RuntimeError("the optimizer skipped a step of the bare loop")
+        return torch.stack([report["loss"] for report in reports]).mean().item(), float(norm)
+
+
+class MegascendSteps(Steps):
+    """The same through the facade, as a trainer would call it."""
+
+    def __init__(self, work: Work, model_dir: Path, options: dict[str, str]) -> None:
+        import megascend
+
+        megascend.bootstrap(work.platform)
+        extra: dict[str, Any] = {}
+        if recompute := recompute_options(options):
+            modules = recompute.get("recompute_modules")
+            extra["recompute"] = (
+                megascend.Recompute(granularity="selective", modules=tuple(modules))
+                if modules
+                else megascend.Recompute(granularity="full")
+            )
+        budget = int(options.get("micro_batch_tokens", 2 * work.length))
+        self.backend = megascend.MegatronBackend(
+            model=str(model_dir),
+            parallel=megascend.Parallel(),
+            precision=work.precision,
+            optimizer=megascend.Adam(lr=work.lr, weight_decay=0.01, max_grad_norm=1.0),
+            batching=megascend.Batching(
+                micro_batch_tokens=budget, packing=options.get("packing", "true").lower() != "false"
+            ),
+            seed=work.seed,
+            **extra,
+        )
+        self.sample = megascend.Sample
+
+    def step(self, batch: torch.Tensor) -> tuple[float, float]:
+        import torch
+
+        weights = torch.ones(batch.shape[1] - 1)
+        samples = [self.sample(input_ids=row[:-1], target_ids=row[1:], weights=weights) for row in batch]
+        result = self.backend.forward_backward(samples)
+        step = self.backend.optimizer_step()
+        if step.skipped:
+            raise RuntimeError("the backend skipped a step")
+        return float(result.loss), float(step.grad_norm)
+
+
+def build_bridge_model(model_dir: Path, **settings: Any) -> tuple[torch.nn.Module, Any]:
+    """mcore-bridge's Megatron model of a Hugging Face checkpoint, with its weights, on this process's device."""
+    from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+    from transformers import AutoConfig
+
+    config = ModelConfig(**{**hf_to_mcore_config(AutoConfig.from_pretrained(model_dir)), **settings})
+    models = get_mcore_model(config)
+    config.bridge.load_weights(models, str(model_dir))
+    device = "cuda" if settings.get("cross_entropy_loss_fusion") else "cpu"
+    return models[0].to(device), models[0].config
+
+
+def accumulate_in_main_grad(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's linear layers add their weight gradients to Megatron's fp32 buffer in the GEMM.
+
+    ``gradient_accumulation_fusion`` in the config asks for apex as well, for the output layer; TE itself does not.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
+def recompute_options(options: dict[str, str]) -> dict[str, Any]:
+    """``recompute=full`` or ``recompute=layernorm+mlp`` as Megatron's settings."""
+    names = [name for name in options.get("recompute", "").split("+") if name]
+    if not names:
+        return {}
+    if names == ["full"]:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": names}
+
+
+def write_checkpoint(work: Work, directory: Path) -> None:
+    """A random Qwen3 checkpoint (normal, 0.02) under Hugging Face's names; made on the GPU if there is one."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config
+
+    s = work.shape
+    config = Qwen3Config(**s, tie_word_embeddings=True, max_position_embeddings=40960, rms_norm_eps=1e-6)
+    config.architectures = ["Qwen3ForCausalLM"]
+    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(work.seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return (torch.randn(size, generator=generator, device=device) * 0.02).to(dtype).cpu()
+
+    ones = lambda size: torch.ones(size, dtype=dtype)  # noqa: E731
+    hidden, head = s["hidden_size"], s["head_dim"]
+    tensors = {"model.embed_tokens.weight": normal(s["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
+    for layer in range(s["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        tensors |= {
+            prefix + "self_attn.q_proj.weight": normal(s["num_attention_heads"] * head, hidden),
+            prefix + "self_attn.k_proj.weight": normal(s["num_key_value_heads"] * head, hidden),
+            prefix + "self_attn.v_proj.weight": normal(s["num_key_value_heads"] * head, hidden),
+            prefix + "self_attn.o_proj.weight": normal(hidden, s["num_attention_heads"] * head),
+            prefix + "self_attn.q_norm.weight": ones(head),
+            prefix + "self_attn.k_norm.weight": ones(head),
+            prefix + "mlp.gate_proj.weight": normal(s["intermediate_size"], hidden),
+            prefix + "mlp.up_proj.weight": normal(s["intermediate_size"], hidden),
+            prefix + "mlp.down_proj.weight": normal(hidden, s["intermediate_size"]),
+            prefix + "input_layernorm.weight": ones(hidden),
+            prefix + "post_attention_layernorm.weight": ones(hidden),
+        }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_batches(work: Work) -> list[torch.Tensor]:
+    """Random tokens, [sequences, length + 1] each, small ids more frequent, so that there is something to learn."""
+    import torch
+
+    generator = torch.Generator().manual_seed(work.seed)
+    size = (work.batches, work.sequences, work.length + 1)
+    uniform = torch.rand(size, generator=generator, dtype=torch.float64)
+    return list((work.shape["vocab_size"] * uniform**3).long())
+
+
+def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Result:
+    """Do one run in this process."""
+    import torch
+
+    name, options = parse_run(run)
+    steps = {"bare": BareSteps, "megascend": MegascendSteps}[name](work, model_dir, options)
+    on_gpu = work.platform == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    batches = make_batches(work)
+    result = Result(run=run, device=torch.cuda.get_device_name() if on_gpu else "CPU", versions=versions())
+    for index in range(work.warmup + work.steps):
+        batch = batches[index % len(batches)]
+        synchronize()
+        start = time.perf_counter()
+        loss, norm = steps.step(batch)
+        synchronize()
+        elapsed = 1000 * (time.perf_counter() - start)
+        result.losses.append(loss)
+        result.norms.append(norm)
+        if index >= work.warmup:
+            result.ms.append(elapsed)
+        print(f"{run} step {index}: loss {loss:.5f} norm {norm:.4f} {elapsed:.1f} ms", flush=True)
+    if on_gpu:
+        result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        result.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
+    else:
+        import resource
+
+        result.peak_gib = result.reserved_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if profile is not None:
+        write_profile(steps, batches[0], profile / f"profile-{run.replace(':', '_').replace('=', '-')}.txt", on_gpu)
+    return result
+
+
+def write_profile(steps: Steps, batch: torch.Tensor, path: Path, on_gpu: bool) -> None:
+    """One more step under torch's profiler: kernels by device time, then operators by time spent on the host."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+    with profile(activities=activities) as trace:
+        steps.step(batch)
+    events = trace.key_averages()
+    text = ""
+    if on_gpu:
+        kernels = [event for event in events if event.self_device_time_total > 0 and event.device_type.name != "CPU"]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        total = sum(event.self_device_time_total for event in kernels)
+        text += f"device time of one step, all kernels: {total / 1000:.1f} ms\n"
+        for event in kernels[:45]:
+            share = 100 * event.self_device_time_total / total
+            text += (
+                f"{event.self_device_time_total / 1000:9.2f} ms {share:5.1f}% {event.count:6d}x  {event.key[:110]}\n"
+            )
+        text += "\n"
+    sort = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    text += events.table(sort_by=sort, row_limit=40, max_name_column_width=60)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the speed."""
+    from importlib import metadata
+
+    found = {}
+    for package in ("torch", "megatron-core", "mcore-bridge", "transformer-engine", "transformers", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def parse_run(text: str) -> tuple[str, dict[str, str]]:
+    """``bare:micro_batch=4:fusions=rope`` as name and options."""
+    name, *pairs = text.split(":")
+    options = dict(pair.partition("=")[::2] for pair in pairs)
+    allowed = {
+        "bare": {"micro_batch", "fusions", "recompute"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing"},
+    }
+    if name not in allowed or not options.keys() <= allowed[name]:
+        raise SystemExit(f"--run {text}: use one of {allowed}")
+    return name, options
+
+
+def disagreement(work: Work, reference: Result, other: Result) -> str:
+    """How far the numbers of two runs of the same work are apart, or an empty string if they agree."""
+    bounds = TOLERANCE[work.precision]
+    pairs = {
+        "first_loss": (reference.losses[0], other.losses[0]),
+        "last_loss": (reference.losses[-1], other.losses[-1]),
+        "first_norm": (reference.norms[0], other.norms[0]),
+    }
+    wrong = []
+    for name, (expected, got) in pairs.items():
+        relative = abs(got - expected) / max(abs(expected), 1e-12)
+        if not (math.isfinite(got) and relative <= bounds[name]):
+            wrong.append(f"{name} {got:.6g} against {expected:.6g} (relative {relative:.1e}, bound {bounds[name]:.0e})")
+    return "; ".join(wrong)
+
+
+def report(work: Work, results: list[Result]) -> bool:
+    """Print the table; returns whether all runs computed the same."""
+    peak = next((flops for name, flops in PEAK_BF16.items() if name in results[0].device), None)
+    print()
+    print(f"{results[0].device}; {', '.join(f'{k} {v}' for k, v in results[0].versions.items())}")
+    print(
+        f"{work.sequences} x {work.length} tokens a step, {work.precision}, "
+        f"{work.warmup} warm-up and {work.steps} timed steps, shape {work.shape}"
+    )
+    width = max(len(result.run) for result in results)
+    header = (
+        f"{'run':<{width}} {'tokens/s':>9} {'ms median':>10} {'min':>8} {'max':>8} {'GiB':>6} {'resvd':>6} {'MFU':>6}"
+    )
+    print(f"{header} {'loss first':>11} {'last':>9} {'norm':>8}")
+    for result in results:
+        median = statistics.median(result.ms)
+        mfu = f"{work.flops / (median / 1000) / peak:6.1%}" if peak else "     -"
+        print(
+            f"{result.run:<{width}} {work.tokens / median * 1000:9.0f} {median:10.1f} {min(result.ms):8.1f}"
+            f" {max(result.ms):8.1f} {result.peak_gib:6.1f} {result.reserved_gib:6.1f} {mfu}"
+            f" {result.losses[0]:11.5f} {result.losses[-1]:9.5f} {result.norms[0]:8.4f}"
+        )
+    first = results[0]
+    agree = True
+    for result in results[1:]:
+        ratio = statistics.median(first.ms) / statistics.median(result.ms)
+        difference = disagreement(work, first, result)
+        agree &= not difference
+        print(f"{result.run}: {ratio:.3f} x {first.run}; {'numbers DIFFER: ' + difference if difference else 'agrees'}")
+    return agree
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="append", help="bare or megascend, with options; default: both")
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
+    parser.add_argument("--tiny", action="store_true", help="a model and batch for a CPU, seconds a run")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--ffn", type=int)
+    parser.add_argument("--vocab", type=int)
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of one optimizer step")
+    parser.add_argument("--length", type=int, help="tokens of a sequence; default: 4096, tiny: 32")
+    parser.add_argument("--warmup", type=int, help="default: 4, tiny: 1")
+    parser.add_argument("--steps", type=int, help="timed steps; default: 12, tiny: 4")
+    parser.add_argument("--lr", type=float, help="default: 1e-5, tiny: 1e-3")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--model-dir", type=Path, help="keep (or reuse) the random checkpoint here")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--profile", type=Path, help="folder for a kernel table of one more step of every run")
+    parser.add_argument("--execute", nargs=2, metavar=("RUN", "RESULT"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def work_from(arguments: argparse.Namespace) -> Work:
+    """Defaults filled in."""
+    shape = dict(TINY if arguments.tiny else QWEN3_1_7B)
+    for option, key in {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "ffn": "intermediate_size",
+        "vocab": "vocab_size",
+    }.items():
+        if (value := getattr(arguments, option)) is not None:
+            shape[key] = value
+    tiny = arguments.tiny
+
+    def default(value: Any, usual: Any, if_tiny: Any) -> Any:
+        return value if value is not None else (if_tiny if tiny else usual)
+
+    return Work(
+        shape=shape,
+        platform=arguments.platform,
+        precision=arguments.precision or ("bf16" if arguments.platform == "cuda" else "fp32"),
+        sequences=arguments.sequences,
+        length=default(arguments.length, 4096, 32),
+        warmup=default(arguments.warmup, 4, 1),
+        steps=default(arguments.steps, 12, 4),
+        lr=default(arguments.lr, 1e-5, 1e-3),
+        seed=arguments.seed,
+    )
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    work = work_from(arguments)
+    if arguments.execute:
+        run, result_path = arguments.execute
+        if run == "checkpoint":
+            write_checkpoint(work, arguments.model_dir)
+        else:
+            result = execute(work, run, arguments.model_dir, arguments.profile)
+            Path(result_path).write_text(json.dumps(asdict(result)))
+        return 0
+    runs = arguments.run or ["bare", "megascend"]
+    for run in runs:
+        parse_run(run)
+    with tempfile.TemporaryDirectory(prefix="bench_train_") as folder:
+        model_dir = arguments.model_dir or Path(folder) / "model"
+        model_dir.mkdir(parents=True, exist_ok=True)
+
+        def child(run: str) -> Path:
+            path = Path(folder) / "result.json"
+            command = [sys.executable, __file__, *sys.argv[1:], "--execute", run, str(path)]
+            subprocess.run([*command, "--model-dir", str(model_dir)], check=True, env=environment())
+            return path
+
+        if not (model_dir / "config.json").is_file():
+            child("checkpoint")
+        results = []
+        for run in runs:
+            try:
+                results.append(Result(**json.loads(child(run).read_text())))
+            except subprocess.CalledProcessError as error:
+                print(f"{run}: failed with exit code {error.returncode}", flush=True)
+    if not results:
+        return 1
+    agree = report(work, results)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        figures = {"work": asdict(work), "model_flops": work.flops, "runs": [asdict(result) for result in results]}
+        arguments.json.write_text(json.dumps(figures, indent=1))
+    return 0 if agree and len(results) == len(runs) else 1
+
+
+def environment() -> dict[str, str]:
+    """The same for every run. Expandable segments would hide fragmentation, so they are left off for both."""
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""megascend: train Hugging Face models with the real Megatron-Core on Ascend NPUs, CUDA GPUs and plain CPUs.
+
+    import megascend
+
+    megascend.bootstrap()                       # first line of the program
+    backend = megascend.MegatronBackend(model="path/to/hf-checkpoint", parallel=megascend.Parallel(tensor=2))
+
+Importing this package imports neither torch nor Megatron; every public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "bootstrap": "megascend.bootstrap",
+    "Runtime": "megascend.bootstrap",
+    "MegatronBackend": "megascend.backend",
+    "ForwardBackwardResult": "megascend.train.results",
+    "ForwardResult": "megascend.train.results",
+    "StepResult": "megascend.train.results",
+    "Sample": "megascend.train.sample",
+    "Loss": "megascend.train.losses",
+    "Parallel": "megascend.config",
+    "Adam": "megascend.config",
+    "Schedule": "megascend.config",
+    "Recompute": "megascend.config",
+    "Moe": "megascend.config",
+    "Batching": "megascend.config",
+    "Data": "megascend.config",
+    "RunConfig": "megascend.config",
+    "load_config": "megascend.config",
+    "MegascendError": "megascend.errors",
+    "ConfigError": "megascend.errors",
+    "TopologyError": "megascend.errors",
+    "DataError": "megascend.errors",
+    "ImportOrderError": "megascend.errors",
+    "VersionError": "megascend.errors",
+    "MissingDependencyError": "megascend.errors",
+    "PlatformError": "megascend.errors",
+    "CheckpointError": "megascend.errors",
+    "ProcessGroupError": "megascend.errors",
+    "CollectiveTimeoutError": "megascend.errors",
+    "NonFiniteError": "megascend.errors",
+}
+__all__ = [*_PUBLIC, "__version__"]
+
+if TYPE_CHECKING:
+    from megascend.backend import MegatronBackend
+    from megascend.bootstrap import Runtime, bootstrap
+    from megascend.config import Adam, Batching, Data, Moe, Parallel, Recompute, RunConfig, Schedule, load_config
+    from megascend.errors import (
+        CheckpointError,
+        CollectiveTimeoutError,
+        ConfigError,
+        DataError,
+        ImportOrderError,
+        MegascendError,
+        MissingDependencyError,
+        NonFiniteError,
+        PlatformError,
+        ProcessGroupError,
+        TopologyError,
+        VersionError,
+    )
+    from megascend.train.losses import Loss
+    from megascend.train.results import ForwardBackwardResult, ForwardResult, StepResult
+    from megascend.train.sample import Sample
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'megascend' has no attribute {name!r}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

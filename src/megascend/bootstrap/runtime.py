@@ -1,0 +1,96 @@
+"""The Runtime: the one object that knows what was done to this process, and the bootstrap that makes it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megascend.bootstrap.import_order import require_clean
+from megascend.bootstrap.versions import Stack, installed_versions, require_supported
+from megascend.errors import ConfigError, ImportOrderError
+
+if TYPE_CHECKING:
+    from megascend.platforms.base import Platform
+
+
+@dataclass
+class Runtime:
+    """What the bootstrap decided and changed.
+
+    Attributes:
+        platform: the platform in use.
+        stack: the row of the version table that the installed packages match.
+        changes: one line for each change made to the process, in order.
+    """
+
+    platform: Platform
+    stack: Stack
+    changes: list[str] = field(default_factory=list)
+    _megatron_loaded: bool = False
+
+    def load_megatron(self) -> None:
+        """Import megatron.core and mcore_bridge, then let the platform finish its work on them. Idempotent."""
+        if self._megatron_loaded:
+            return
+        import mcore_bridge  # noqa: F401
+        import megatron.core  # noqa: F401
+
+        self.changes += self.platform.finish()
+        self._megatron_loaded = True
+
+
+_current: Runtime | None = None
+
+
+def bootstrap(platform: str = "auto") -> Runtime:
+    """Prepare this process for Megatron-Core. Call it first; calling it again returns the same Runtime.
+
+    It checks the version table, chooses the platform, and refuses to go on if Megatron-Core, Transformer Engine or
+    mcore-bridge were imported too early. It never reads or changes ``sys.argv``.
+
+    What it changes in the process (also in ``Runtime.changes``):
+
+    - ``cpu``: ``transformer_engine`` in ``sys.modules`` becomes :mod:`megascend.reference_te`, beside a few leaf
+      modules that upstream imports unconditionally; ``torch.cuda`` names that Megatron-Core calls act on the CPU
+      (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``; ``OMP_NUM_THREADS=1`` and one torch
+      thread a process when several processes share the machine and the variable is not set.
+    - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on).
+    - ``cuda`` with ``MEGASCEND_REFERENCE_TE=1``: the reference Transformer Engine instead of the real one.
+
+    Args:
+        platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
+
+    Raises:
+        VersionError: the installed packages are not a row of the version table.
+        ImportOrderError: something that has to be patched first is imported already.
+        PlatformError: the platform is not available here.
+        ConfigError: the process was bootstrapped for another platform before.
+    """
+    global _current
+    if _current is not None:
+        if platform not in ("auto", _current.platform.name):
+            raise ConfigError(
+                f"this process was bootstrapped for platform {_current.platform.name!r}; it cannot become {platform!r}. "
+                "Start another process."
+            )
+        return _current
+    from megascend.platforms import choose
+
+    stack = require_supported(installed_versions())
+    chosen = choose(platform)
+    if chosen.must_patch_first:
+        require_clean(sys.modules, chosen.name)
+    _current = Runtime(chosen, stack, changes=chosen.prepare())
+    return _current
+
+
+def current_runtime(needed_by: str) -> Runtime:
+    """The Runtime of this process.
+
+    Raises:
+        ImportOrderError: ``bootstrap`` has not run; ``needed_by`` is named in the message.
+    """
+    if _current is None:
+        raise ImportOrderError(f"{needed_by} needs megascend.bootstrap() to have run; make it the program's first call.")
+    return _current

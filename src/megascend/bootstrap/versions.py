@@ -1,0 +1,138 @@
+"""The version table: which packages work together, as found by running them. Everything here is pure data.
+
+A combination outside the table is refused, because what it does wrong would show hours later, in the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megascend.errors import VersionError
+
+PACKAGES = ("torch", "megatron-core", "mcore-bridge", "transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One row: versions that were seen to work together."""
+
+    name: str
+    megatron_core: str
+    mcore_bridge: str
+    mindspeed: str
+    torch: str
+    torch_npu: str
+    transformers: str
+    peft: str
+
+    def requirement(self, package: str) -> SpecifierSet:
+        """The versions of ``package`` (a name as on PyPI) that this row admits."""
+        return SpecifierSet(getattr(self, package.replace("-", "_")), prereleases=True)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{package}{self.requirement(package)}" for package in PACKAGES)
+        return f"stack {self.name}: {parts}, MindSpeed {self.mindspeed}"
+
+
+# torch_npu's minor version is torch's; MindSpeed core_r0.15.3 patches get_device_capability in a way that torch 2.13's
+# collectives do not survive, so its NPU range ends below.
+STACKS = (
+    Stack(
+        name="0.16",
+        megatron_core=">=0.16.1,<0.17",
+        mcore_bridge=">=1.6,<1.7",
+        mindspeed="core_r0.16.0",
+        torch=">=2.6,<2.14",
+        torch_npu=">=2.6,<2.14",
+        transformers=">=4.57",
+        peft=">=0.19,<0.21",
+    ),
+    Stack(
+        name="0.15",
+        megatron_core=">=0.15.3,<0.16",
+        mcore_bridge=">=1.4.3,<1.5",
+        mindspeed="core_r0.15.3",
+        torch=">=2.6,<2.14",
+        torch_npu=">=2.6,<2.13",
+        transformers=">=4.57,<5.11",
+        peft=">=0.19,<0.20",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One package held against a row of the table."""
+
+    package: str
+    found: str | None
+    wanted: str
+    level: Literal["ok", "error"]
+    message: str
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Version of every package of the table, None where it is not installed."""
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def nearest_stack(versions: dict[str, str | None]) -> Stack:
+    """The row that admits most of ``versions``; Megatron-Core's own version decides a tie."""
+
+    def score(stack: Stack) -> tuple[int, bool]:
+        admitted = [package for package in PACKAGES if _admits(stack, package, versions.get(package))]
+        return len(admitted), "megatron-core" in admitted
+
+    return max(STACKS, key=score)
+
+
+def findings(versions: dict[str, str | None]) -> list[Finding]:
+    """Every package of the table held against the nearest row."""
+    stack = nearest_stack(versions)
+    result = []
+    for package in PACKAGES:
+        found, wanted = versions.get(package), str(stack.requirement(package))
+        if found is None:
+            level, message = "error", f"{package} is not installed; stack {stack.name} needs {package}{wanted}"
+        elif _admits(stack, package, found):
+            level, message = "ok", f"{package} {found}"
+        else:
+            level, message = "error", f"{package} {found} is installed; stack {stack.name} needs {package}{wanted}"
+        result.append(Finding(package, found, wanted, level, message))
+    return result
+
+
+def check_versions() -> list[Finding]:
+    """Hold what is installed here against the table."""
+    return findings(installed_versions())
+
+
+def require_supported(versions: dict[str, str | None]) -> Stack:
+    """The row that admits ``versions``.
+
+    Raises:
+        VersionError: no row does; the message names what differs from the nearest one, and how to install it.
+    """
+    stack = nearest_stack(versions)
+    problems = [finding.message for finding in findings(versions) if finding.level == "error"]
+    if problems:
+        raise VersionError(
+            "; ".join(problems)
+            + f". Nearest supported row: {stack}. Install it with: pip install 'megascend[stack-{stack.name.replace('.', '-')}]'"
+        )
+    return stack
+
+
+def _admits(stack: Stack, package: str, version: str | None) -> bool:
+    return version is not None and Version(version) in stack.requirement(package)

@@ -1,0 +1,1 @@
+"""The ``megascend`` command. One file per command; nothing heavy is imported until a command runs."""

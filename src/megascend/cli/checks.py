@@ -1,0 +1,272 @@
+"""The checks of ``megascend doctor``. Each returns a :class:`Check`; showing them is somebody else's business.
+
+Whatever imports torch runs in a process of its own: an import that crashes or hangs is then a finding, not the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "warn", "fail", "skip"]
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: what was looked at, what was found, and what to do if that is not right."""
+
+    name: str
+    status: Status
+    found: str
+    hint: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a helper process ended: its JSON answer, or why there is none."""
+
+    answer: dict[str, Any] | None
+    problem: str = ""
+
+
+def run_checks(timeout: float) -> list[Check]:
+    """All checks, in the order in which one explains the next."""
+    checks = [check_python(), *check_versions()]
+    torch = check_torch(timeout)
+    checks += [torch, check_torch_npu(timeout)]
+    for name, check in (
+        ("platform", check_platform),
+        ("bootstrap", check_bootstrap),
+        ("collectives", check_collectives),
+    ):
+        if torch.status == "fail":
+            checks.append(Check(name, "skip", "needs torch"))
+        else:
+            checks.append(check(timeout))
+    return [*checks, check_threads(os.environ), check_memory(), check_shared_memory(), check_disk(Path.cwd())]
+
+
+def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> Outcome:
+    """Run this Python with ``arguments``; its last line of output is a JSON object."""
+    return finish([start_python(arguments, **environment)], timeout)[0]
+
+
+def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    """Start this Python with the search path of this process."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+    )
+
+
+def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[Outcome]:
+    """Wait for all ``processes`` until ``timeout`` seconds from now; those that have not ended by then are killed."""
+    deadline = time.monotonic() + timeout
+    try:
+        return [_finish(process, max(deadline - time.monotonic(), 0.01), timeout) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) -> Outcome:
+    try:
+        out, err = process.communicate(timeout=remaining)
+    except subprocess.TimeoutExpired:
+        return Outcome(None, f"no answer within {timeout:g} s")
+    if process.returncode:
+        return Outcome(None, err.strip() or f"exit code {process.returncode}")
+    return Outcome(json.loads(out.strip().splitlines()[-1]))
+
+
+def explain_import_failure(text: str) -> tuple[str, str]:
+    """A failed import's last line, and what to do about it."""
+    last = text.strip().splitlines()[-1] if text.strip() else "unknown error"
+    cann = (
+        "torch_npu is installed but cannot load Ascend's libraries: load CANN's environment (set_env.sh of the "
+        "ascend-toolkit) on an NPU host, or pip uninstall torch_npu on a machine without NPU"
+    )
+    if "Failed to load the backend extension" in text:
+        return last, cann + "; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch start without it"
+    if "libhccl" in text or "libascend" in text:
+        return last, cann
+    if "No module named" in last:
+        return last, "install it into this environment: pip install 'megascend[stack-0-16]'"
+    return last, ""
+
+
+def check_python() -> Check:
+    """The interpreter, and where it runs."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Check("python", "ok", found)
+
+
+def check_versions() -> list[Check]:
+    """Installed packages against the version table, one line each."""
+    from megascend.bootstrap.versions import check_versions as findings
+
+    return [
+        Check(
+            finding.package,
+            "ok" if finding.level == "ok" else "fail",
+            finding.found or "not installed",
+            "" if finding.level == "ok" else finding.message,
+            {"wanted": finding.wanted},
+        )
+        for finding in findings()
+    ]
+
+
+def check_torch(timeout: float) -> Check:
+    """Does torch import, and which devices does it see?"""
+    code = (
+        "import json, torch\n"
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+        "print(json.dumps({'version': torch.__version__, 'devices': names}))"
+    )
+    outcome = run_python(["-c", code], timeout)
+    if outcome.answer is None:
+        found, hint = explain_import_failure(outcome.problem)
+        return Check("torch import", "fail", found, hint)
+    devices = outcome.answer["devices"]
+    found = f"{len(devices)} x {devices[0]}" if devices else "no CUDA device"
+    return Check("torch import", "ok", found, values=outcome.answer)
+
+
+def check_torch_npu(timeout: float) -> Check:
+    """Does torch_npu import where it is installed?"""
+    if find_spec("torch_npu") is None:
+        return Check("torch_npu", "skip", "not installed")
+    code = "import json, torch_npu\nprint(json.dumps({'version': torch_npu.__version__}))"
+    outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    if outcome.answer is None:
+        found, hint = explain_import_failure(outcome.problem)
+        return Check("torch_npu", "fail", found, hint)
+    return Check("torch_npu", "ok", outcome.answer["version"], values=outcome.answer)
+
+
+def check_platform(timeout: float) -> Check:
+    """Which platform ``auto`` takes here, and why not the others."""
+    code = (
+        "import json\n"
+        "from megascend.errors import PlatformError\n"
+        "from megascend.platforms import PLATFORMS, choose\n"
+        "reasons = {}\n"
+        "for name in PLATFORMS:\n"
+        "    try: choose(name)\n"
+        "    except PlatformError as error: reasons[name] = str(error)\n"
+        "print(json.dumps({'chosen': choose().name, 'unavailable': reasons}))"
+    )
+    outcome = run_python(["-c", code], timeout)
+    if outcome.answer is None:
+        return Check("platform", "fail", *explain_import_failure(outcome.problem))
+    reasons = "; ".join(outcome.answer["unavailable"].values())
+    return Check(
+        "platform", "ok", outcome.answer["chosen"] + (f"  ({reasons})" if reasons else ""), values=outcome.answer
+    )
+
+
+def check_bootstrap(timeout: float) -> Check:
+    """The bootstrap, and the import of Megatron-Core and mcore-bridge after it."""
+    code = (
+        "import json, time\n"
+        "start = time.monotonic()\n"
+        "import megascend\n"
+        "runtime = megascend.bootstrap()\n"
+        "runtime.load_megatron()\n"
+        "answer = {'stack': runtime.stack.name, 'platform': runtime.platform.name, 'changes': runtime.changes}\n"
+        "print(json.dumps(answer | {'seconds': round(time.monotonic() - start, 2)}))"
+    )
+    outcome = run_python(["-c", code], timeout)
+    if outcome.answer is None:
+        return Check("bootstrap", "fail", *explain_import_failure(outcome.problem))
+    answer = outcome.answer
+    found = f"stack {answer['stack']} on {answer['platform']}, Megatron-Core imported in {answer['seconds']:.1f} s"
+    return Check("bootstrap", "ok", found, values=answer)
+
+
+def check_collectives(timeout: float) -> Check:
+    """All-reduce between two processes of this machine over Gloo: what every object collective relies on."""
+    with tempfile.TemporaryDirectory(prefix="megascend-doctor-") as folder:
+        arguments = ["-m", "megascend.cli.probe_collectives", str(Path(folder) / "store"), "2"]
+        ranks = [start_python([*arguments, str(rank)], OMP_NUM_THREADS="1") for rank in range(2)]
+        outcomes = finish(ranks, timeout)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.answer is None:
+            last = outcome.problem.splitlines()[-1]
+            hint = "Gloo could not connect two processes here; GLOO_SOCKET_IFNAME=lo pins it to the loopback interface"
+            return Check("collectives", "fail", f"rank {rank}: {last}", hint)
+    answer = outcomes[0].answer or {}
+    latency, bandwidth = answer["latency_us"], answer["bandwidth_gb_s"]
+    found = f"gloo, 2 ranks: {latency:.0f} us for 8 bytes, {bandwidth:.2f} GB/s for 16 MiB"
+    if latency > 20_000 or bandwidth < 0.05:
+        return Check("collectives", "warn", found, "much slower than usual: is the machine overloaded?", answer)
+    return Check("collectives", "ok", found, values=answer)
+
+
+def check_threads(environment: Any) -> Check:
+    """Cores this process may use, and the thread setting that decides how ranks share them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    setting = environment.get("OMP_NUM_THREADS")
+    found, values = (
+        f"{cores} cores, OMP_NUM_THREADS={setting or 'not set'}",
+        {"cores": cores, "omp_num_threads": setting},
+    )
+    if setting is not None and setting.isdigit() and int(setting) > cores:
+        hint = (
+            f"OMP_NUM_THREADS={setting} exceeds the {cores} cores: ranks will wait for each other; set it to 1 on CPU"
+        )
+        return Check("threads", "warn", found, hint, values)
+    return Check("threads", "ok", found, values=values)
+
+
+def check_memory() -> Check:
+    """Main memory; a rank needs about half a GiB before it holds any model."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} GiB of {memory.total / GIB:.1f} GiB free"
+    values = {"available_bytes": memory.available, "total_bytes": memory.total}
+    if memory.available < 2 * GIB:
+        return Check("memory", "warn", found, "each rank takes about 0.5 GiB before it holds a model", values)
+    return Check("memory", "ok", found, values=values)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
+    """Shared memory: NCCL, HCCL and data loaders use it; containers often get 64 MiB."""
+    if not path.is_dir():
+        return Check("shared memory", "warn", f"no {path}", "NCCL, HCCL and data loader workers need it")
+    usage = shutil.disk_usage(path)
+    found, values = f"{usage.free / GIB:.2f} GiB of {usage.total / GIB:.2f} GiB free", {"free_bytes": usage.free}
+    if usage.free < GIB:
+        hint = f"under 1 GiB in {path}: give the container more, for example docker run --shm-size=8g (or --ipc=host)"
+        return Check("shared memory", "warn", found, hint, values)
+    return Check("shared memory", "ok", found, values=values)
+
+
+def check_disk(path: Path) -> Check:
+    """Free disk where the command runs."""
+    free = shutil.disk_usage(path).free
+    found, values = f"{free / GIB:.1f} GiB free here", {"free_bytes": free}
+    if free < 5 * GIB:
+        return Check("disk", "warn", found, "a checkpoint with optimizer state takes 14 bytes a parameter", values)
+    return Check("disk", "ok", found, values=values)

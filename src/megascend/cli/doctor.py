@@ -1,0 +1,57 @@
+"""``megascend doctor``: is this machine ready to train, and if not, what to do about it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megascend.cli.checks import Check
+
+COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED, "skip": None}
+
+
+def doctor_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that any single check may take.")] = 120.0,
+) -> None:
+    """Check versions, platform, collectives, memory, threads and disk. Exits with 1 if a check fails."""
+    from megascend.cli.checks import run_checks
+
+    checks = run_checks(timeout)
+    typer.echo(render_json(checks) if as_json else render_table(checks))
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def render_json(checks: list[Check]) -> str:
+    """The checks as one JSON object."""
+    return json.dumps(
+        {
+            "ok": all(check.status != "fail" for check in checks),
+            "checks": [
+                {"name": check.name, "status": check.status, "found": check.found, "hint": check.hint} | check.values
+                for check in checks
+            ],
+        },
+        indent=2,
+    )
+
+
+def render_table(checks: list[Check]) -> str:
+    """The checks as plain text to paste into an issue; a hint stands under the line it belongs to."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        status = typer.style(f"{check.status.upper() if check.status != 'ok' else 'ok':<4}", fg=COLOURS[check.status])
+        lines.append(f"{status}  {check.name:<{width}}  {check.found}")
+        if check.hint:
+            lines += textwrap.wrap(
+                check.hint, 110, initial_indent=" " * (width + 8) + "-> ", subsequent_indent=" " * (width + 11)
+            )
+    failed = [check.name for check in checks if check.status == "fail"]
+    verdict = f"{len(failed)} failed: {', '.join(failed)}" if failed else "ready to train"
+    return "\n".join([*lines, "", verdict])

@@ -1,0 +1,124 @@
+"""Starting the ranks of a run on this machine, with torch's own elastic launcher (the one under ``torchrun``)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from megascend import errors
+from megascend.errors import MegascendError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+
+class WorkerError(MegascendError, RuntimeError):
+    """A worker process ended in a way that is not one of our own errors: an exception, a signal, an exit code."""
+
+
+def under_torchrun() -> bool:
+    """True if somebody else already started the ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
+    """Call ``function(*args)`` in ``nproc`` fresh processes that see torchrun's environment; return rank 0's result.
+
+    ``function`` must be importable by name. OMP_NUM_THREADS is 1 in the workers unless it is set, as under torchrun.
+
+    Raises:
+        MegascendError: the first error of our hierarchy that a worker raised, with the worker's message.
+        WorkerError: a worker failed in another way; the message holds its traceback or its signal.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with (
+        tempfile.TemporaryDirectory(prefix="megascend-launch-") as folder,
+        _environment_default("OMP_NUM_THREADS", "1"),
+        _quiet("torch.distributed.elastic", "torch.distributed.launcher"),
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            return elastic_launch(config, function)(*args)[0]
+        except ChildFailedError as failure:
+            cause = root_cause(failure)
+    raise cause
+
+
+def root_cause(failure: ChildFailedError) -> MegascendError:
+    """The error that started it: one of ours if any worker raised one, else the earliest failure.
+
+    A rank that dies makes its peers fail too (a closed connection, SIGTERM from the launcher), often within the same
+    second, so time alone does not tell cause from effect.
+    """
+    by_time = sorted(failure.failures.items(), key=lambda item: item[1].timestamp)
+    for _, worker in by_time:
+        ours = _our_error(_message(worker))
+        if ours is not None:
+            return ours
+    raised = [(rank, worker) for rank, worker in by_time if isinstance(worker.message, dict)]
+    rank, worker = (raised or by_time)[0]
+    if isinstance(worker.message, dict):
+        trace = worker.message.get("extraInfo", {}).get("py_callstack", "").rstrip()
+        return WorkerError(f"rank {rank} raised {_message(worker)}\n{trace}")
+    ending = worker.signal_name() if worker.exitcode < 0 else f"exit code {worker.exitcode}"
+    return WorkerError(f"rank {rank} (pid {worker.pid}) ended with {ending} and left no Python error")
+
+
+def _message(worker: ProcessFailure) -> str:
+    message: Any = worker.message
+    return str(message.get("message", "")) if isinstance(message, dict) else str(message)
+
+
+def _our_error(message: str) -> MegascendError | None:
+    """``"ConfigError: text"`` back to ``ConfigError("text")``; None if the class is not of our hierarchy."""
+    name, _, text = message.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, MegascendError):
+        return kind(text)
+    return None
+
+
+@contextmanager
+def _environment_default(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for the processes started inside, unless the user has set it."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep the launcher from logging every worker's traceback: :func:`launch` reports the one that matters."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

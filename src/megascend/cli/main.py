@@ -1,0 +1,88 @@
+"""The ``megascend`` command line: collects the commands and turns our errors into one line on stderr.
+
+Each command imports what it needs inside its function, so that ``megascend --help`` needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megascend.cli import doctor, export, new_model, show_config, train
+from megascend.errors import MegascendError
+
+EXIT_ERROR = 2
+DEBUG_VARIABLE = "MEGASCEND_DEBUG"
+
+
+class ReportingGroup(TyperGroup):
+    """Prints a :class:`MegascendError` as one red line and exits with 2; other exceptions keep their traceback."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MegascendError as error:
+            if ctx.params.get("debug"):
+                raise
+            report_error(error)
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+def report_error(error: MegascendError) -> None:
+    """Write one line for ``error`` to stderr, red on a terminal, naming the rank when there are several."""
+    rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    where = f" (rank {rank})" if rank is not None else ""
+    typer.secho(f"{type(error).__name__}{where}: {error}", fg=typer.colors.RED, err=True)
+
+
+def show_version(wanted: bool) -> None:
+    """Print the installed version and stop, if ``--version`` was given."""
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        typer.echo(f"megascend {version('megascend')}")
+    except PackageNotFoundError:
+        typer.echo("megascend (run from a source tree that is not installed)")
+    raise typer.Exit
+
+
+app = typer.Typer(
+    cls=ReportingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train Hugging Face models with Megatron-Core on Ascend NPUs, on CUDA and on a plain CPU.",
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show the full traceback of an error.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that every command shares."""
+
+
+app.command("train")(train.train_command)
+app.command("doctor")(doctor.doctor_command)
+app.command("show-config")(show_config.show_config_command)
+app.command("new-model")(new_model.new_model_command)
+app.command("export")(export.export_command)
+
+
+def main() -> None:
+    """Entry point of the ``megascend`` script."""
+    app(prog_name="megascend")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Small random Hugging Face checkpoints with a byte-level tokenizer: what ``megascend new-model`` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+IM_START, IM_END, END_OF_TEXT = SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+TOKENS = 256 + len(SPECIAL_TOKENS)
+VOCAB_MULTIPLE = 64
+"""The vocabulary is padded to a multiple of this, so that any usual tensor parallel size divides it."""
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Shape of the model to create.
+
+    Raises:
+        ConfigError: no such architecture, or the sizes do not go together.
+    """
+
+    arch: str = "qwen3"
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int | None = None
+    experts: int = 4
+    experts_per_token: int = 2
+    vocab: int | None = None
+    context: int = 2048
+    tie: bool = False
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHITECTURES:
+            raise ConfigError(f"--arch {self.arch!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
+        if self.hidden % (2 * self.heads):
+            raise ConfigError(
+                f"--hidden {self.hidden} must be a multiple of 2 x --heads ({2 * self.heads}): rotary embeddings need "
+                "an even head size"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
+        if self.experts_per_token > self.experts:
+            raise ConfigError(f"--experts-per-token {self.experts_per_token} exceeds --experts {self.experts}")
+        if self.vocab is not None and self.vocab < TOKENS:
+            raise ConfigError(
+                f"--vocab {self.vocab} is below the tokenizer's {TOKENS} (256 bytes and 3 special tokens)"
+            )
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding."""
+        return self.vocab or -(-TOKENS // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _attention_bias(_: ModelSize) -> dict[str, Any]:
+    return {"attention_bias": False}
+
+
+def _experts(size: ModelSize) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "moe_intermediate_size": size.ffn or size.hidden,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _nothing(_: ModelSize) -> dict[str, Any]:
+    return {}
+
+
+# What each architecture's config has beyond the shared keys.
+ARCHITECTURES = {"qwen3": _attention_bias, "qwen3_moe": _experts, "llama": _attention_bias, "qwen2": _nothing}
+
+
+def hf_settings(size: ModelSize) -> dict[str, Any]:
+    """Keyword arguments of the architecture's transformers config class."""
+    im_end, end_of_text = 256 + SPECIAL_TOKENS.index(IM_END), 256 + SPECIAL_TOKENS.index(END_OF_TEXT)
+    return {
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.hidden // size.heads,
+        "intermediate_size": size.ffn or 3 * size.hidden,
+        "vocab_size": size.padded_vocab,
+        "max_position_embeddings": size.context,
+        "tie_word_embeddings": size.tie,
+        "bos_token_id": None,
+        "eos_token_id": im_end,
+        "pad_token_id": end_of_text,
+    } | ARCHITECTURES[size.arch](size)
+
+
+def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
+    """One token for each byte of UTF-8 (token id = byte), then the ChatML special tokens; any text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = byte_characters()
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+def byte_characters() -> list[str]:
+    """The printable character by which byte-level BPE writes each byte (GPT-2, openai/gpt-2 src/encoder.py).
+
+    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
+    """Create the model and write it to ``out``, all of it or nothing; returns the number of parameters.
+
+    Raises:
+        ConfigError: ``out`` holds something already.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty directory; choose another one or remove it")
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(size.arch, **hf_settings(size))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+        fresh = Path(folder) / "checkpoint"
+        model.save_pretrained(fresh, safe_serialization=True)
+        byte_tokenizer(size.context).save_pretrained(fresh)
+        _name_tokenizer_class(fresh / "tokenizer_config.json")
+        os.replace(fresh, out)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _name_tokenizer_class(path: Path) -> None:
+    """transformers 5 writes a class name that transformers 4 lacks; both know this one."""
+    values = json.loads(path.read_text())
+    values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(values, indent=2) + "\n")

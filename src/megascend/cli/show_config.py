@@ -1,0 +1,43 @@
+"""``megascend show-config``: the settings of a run with every default filled in, and what they mean for N processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def show_config_command(
+    config: Annotated[Path, typer.Argument(help="YAML file with the run's settings.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Also check the parallel layout for this many processes.")
+    ] = None,
+) -> None:
+    """Print the resolved configuration as YAML; with --nproc also the ranks' layout, as YAML comments.
+
+    The output can be fed to `megascend train` again. A layout that cannot work exits with 2.
+    """
+    from megascend.cli.preflight import check_topology
+    from megascend.config import load_config
+
+    settings = load_config(config, overrides)
+    typer.echo(to_yaml(settings.model_dump(mode="json")), nl=False)
+    if nproc is None:
+        return
+    topology = check_topology(settings, nproc)
+    if topology is None:
+        typer.echo(f"# layout not checked: no config.json in {settings.model}")
+        return
+    for line in [*topology.describe().splitlines(), *topology.notes]:
+        typer.echo(f"# {line}")
+
+
+def to_yaml(values: dict) -> str:
+    """Settings as YAML in the order in which they are declared."""
+    import yaml
+
+    return yaml.safe_dump(values, sort_keys=False)

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoint directories, read without torch or Megatron."""

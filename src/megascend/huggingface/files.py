@@ -1,0 +1,114 @@
+"""Hugging Face checkpoints: checked before anything is built, loaded completely or not at all, written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+from megascend.errors import CheckpointError
+
+# Files beside the weights that make a directory loadable by transformers.
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+WEIGHT_INDEX = "model.safetensors.index.json"
+# Tensors that some checkpoints carry and no model of Megatron has: they are derived from the configuration.
+DERIVED = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """``config.json`` of a checkpoint directory.
+
+    Raises:
+        CheckpointError: the directory or the file is missing, or not JSON.
+    """
+    path = Path(model_dir) / "config.json"
+    if not Path(model_dir).is_dir():
+        raise CheckpointError(f"model: {Path(model_dir).resolve()} is not a directory; it must hold a Hugging Face checkpoint")
+    if not path.is_file():
+        raise CheckpointError(f"model: {path.resolve()} is missing; a Hugging Face checkpoint has one")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not config.get("model_type"):
+        raise CheckpointError(f"{path} names no model_type")
+    return config
+
+
+def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a safetensors checkpoint, from the files' headers alone.
+
+    Raises:
+        CheckpointError: a file is missing or truncated, or is not safetensors.
+    """
+    model_dir = Path(model_dir)
+    index = model_dir / WEIGHT_INDEX
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif (model_dir / "model.safetensors").is_file():
+        files = ["model.safetensors"]
+    else:
+        raise CheckpointError(
+            f"{model_dir} holds neither model.safetensors nor {WEIGHT_INDEX}; other weight formats have to be converted first "
+            "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in files:
+        shapes.update(_header_shapes(model_dir / name))
+    return shapes
+
+
+def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The safetensors header: 8 bytes length, JSON, then the data (huggingface.co/docs/safetensors, "Format")."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is listed in {WEIGHT_INDEX} but missing")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length + 8 > size:
+            raise CheckpointError(f"{path} is truncated or not safetensors: {size} bytes cannot hold its header")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise CheckpointError(f"{path} is not safetensors: its header is not JSON") from None
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
+    if end != size:
+        raise CheckpointError(f"{path} is truncated: {size} bytes on disk, {end} expected")
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def check_vocabulary(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    """mcore-bridge pads a short embedding with zeros, silently: hold it against the configuration first."""
+    text = config.get("text_config", config)
+    for name, shape in shapes.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2:
+            expected = (text["vocab_size"], text["hidden_size"])
+            if shape != expected:
+                raise CheckpointError(f"{name} has shape {shape}, config.json says {expected}: they are of different models")
+
+
+def copy_companions(source: Path, target: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer files beside exported weights, with the dtype that the weights now have."""
+    for path in sorted(Path(source).iterdir()):
+        if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != WEIGHT_INDEX:
+            shutil.copyfile(path, target / path.name)
+    config = json.loads((target / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def replace_directory(temporary: Path, target: Path) -> None:
+    """Put a finished directory in the place of ``target``, so that no half-written one is ever seen there."""
+    if target.exists():
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
+        os.replace(temporary, target)
+        shutil.rmtree(old)
+    else:
+        os.replace(temporary, target)

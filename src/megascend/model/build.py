@@ -1,0 +1,177 @@
+"""Building a model through mcore-bridge, and what has to be set right around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from transformers import AutoConfig
+
+from megascend.config import Moe, Precision, Recompute
+from megascend.errors import CheckpointError, ConfigError
+from megascend.parallel.topology import Topology
+from megascend.platforms.base import Platform
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def build_config(
+    model_dir: Path, topology: Topology, precision: Precision, recompute: Recompute, moe: Moe, platform: Platform
+) -> ModelConfig:
+    """mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
+
+    Raises:
+        CheckpointError: mcore-bridge does not know the architecture.
+        ConfigError: a combination of settings that Megatron-Core would get wrong.
+    """
+    hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    arguments = hf_to_mcore_config(hf_config)
+    if not arguments.get("hf_model_type"):
+        raise CheckpointError(f"{model_dir}/config.json names no model_type")
+    arguments.update(parallel_arguments(topology))
+    arguments.update(precision_arguments(precision))
+    arguments.update(recompute_arguments(recompute))
+    if arguments.get("num_moe_experts"):
+        arguments.update(moe_arguments(moe, topology))
+    arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
+    if platform.fuses_rope and not arguments.get("multi_latent_attention"):
+        arguments["apply_rope_fusion"] = True
+    config = ModelConfig(**arguments)
+    if config.model_meta is None:
+        raise CheckpointError(f"mcore-bridge has no model for architecture {arguments['hf_model_type']!r}")
+    check_dropout(config)
+    return config
+
+
+def parallel_arguments(topology: Topology) -> dict[str, Any]:
+    """TransformerConfig's parallel settings for ``topology``."""
+    return {
+        "tensor_model_parallel_size": topology.tensor,
+        "pipeline_model_parallel_size": topology.pipeline,
+        "virtual_pipeline_model_parallel_size": topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
+        "context_parallel_size": topology.context,
+        "expert_model_parallel_size": topology.expert,
+        "expert_tensor_parallel_size": topology.expert_tensor,
+        "sequence_parallel": topology.sequence_parallel,
+        # Interleaved at PP 2, the schedule without overlap is silently wrong; not interleaved, Megatron refuses overlap.
+        "overlap_p2p_comm": topology.virtual_pipeline > 1,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # allgather cannot have micro batches of different length
+    }
+
+
+def precision_arguments(precision: Precision) -> dict[str, Any]:
+    """TransformerConfig's dtype settings: parameters, pipeline messages and flags agree."""
+    dtype = DTYPES[precision]
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "fp16": precision == "fp16",
+        "bf16": precision == "bf16",
+        # Megatron scales q by the layer number in fp16 by default, which changes the model that was loaded.
+        "apply_query_key_layer_scaling": False,
+    }
+
+
+def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
+    """TransformerConfig's activation recomputation settings."""
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": recompute.layers,
+        }
+    return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+
+
+def moe_arguments(moe: Moe, topology: Topology) -> dict[str, Any]:
+    """TransformerConfig's mixture-of-experts settings."""
+    if moe.aux_loss_coefficient == 0:
+        return {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    return {"moe_aux_loss_coeff": moe.aux_loss_coefficient * aux_loss_correction(topology)}
+
+
+def aux_loss_correction(topology: Topology) -> float:
+    """Factor that makes the auxiliary loss weigh the same in every layout.
+
+    Each context parallel rank holds its part of the loss and DDP divides gradients by DP x CP. Megatron-Core 0.16
+    multiplies the part by CP to make up for it (pipeline_parallel/schedules.py, forward_step_calc_loss); 0.15 does not.
+    """
+    import megatron.core
+    from packaging.version import Version
+
+    return 1.0 if Version(megatron.core.__version__) >= Version("0.16") else float(topology.context)
+
+
+def check_dropout(config: ModelConfig) -> None:
+    """Refuse the one combination whose recomputed dropout masks differ from the first ones (megatron-core 0.16.1)."""
+    if (
+        config.sequence_parallel
+        and config.tensor_model_parallel_size > 1
+        and config.recompute_granularity is not None
+        and config.hidden_dropout > 0
+        and config.attention_dropout > 0
+    ):
+        raise ConfigError(
+            "sequence parallelism with recomputation and both hidden and attention dropout draws other dropout masks when "
+            "it recomputes (seen in megatron-core 0.16.1); set recompute.granularity: none, parallel.sequence: false, or "
+            "one of the model's dropouts to 0"
+        )
+
+
+@contextlib.contextmanager
+def preserved_rope_functions() -> Iterator[None]:
+    """Undo mcore-bridge's change to transformers' table of RoPE initialisers.
+
+    Building any of its models replaces the ``default`` entry with a function that transformers' own configurations do
+    not satisfy, so that every Hugging Face model made later in the process fails.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    before = dict(ROPE_INIT_FUNCTIONS)
+    try:
+        yield
+    finally:
+        ROPE_INIT_FUNCTIONS.clear()
+        ROPE_INIT_FUNCTIONS.update(before)
+
+
+def build_chunks(config: ModelConfig) -> list[Any]:
+    """The model chunks of this rank (one, or one per virtual pipeline stage), weights not loaded yet."""
+    with preserved_rope_functions():
+        chunks = get_mcore_model(config)
+    for chunk in chunks:
+        mark_tensor_parallel(chunk)
+    return chunks
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Set the attributes by which Megatron's gradient norm knows sharded parameters.
+
+    Megatron sets them while it initialises weights, which mcore-bridge skips (``perform_initialization=False``); without
+    them the norm leaves out every rank's embedding and output shard but the first's.
+    """
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return
+    dims = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
+        weight = getattr(module, "weight", None)
+        if dim is None or weight is None or getattr(weight, "tensor_model_parallel", False):
+            continue
+        weight.tensor_model_parallel = True
+        weight.partition_dim = dim
+        weight.partition_stride = 1
+        bias = getattr(module, "bias", None)
+        if bias is not None and dim == 0:
+            bias.tensor_model_parallel = True
+            bias.partition_dim = 0
+            bias.partition_stride = 1

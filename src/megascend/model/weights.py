@@ -1,0 +1,102 @@
+"""Moving weights between a Hugging Face directory and the model's shards, with nothing left out on the way."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascend.errors import CheckpointError
+from megascend.huggingface.files import DERIVED, copy_companions, replace_directory
+from megascend.parallel.objects import all_reduce_numbers, barrier, gather_objects
+from megascend.parallel.process_groups import ProcessGroups
+
+
+class _Tracked:
+    """A lazy tensor of mcore-bridge that remembers having been read."""
+
+    def __init__(self, lazy: Any, name: str, used: set[str]) -> None:
+        self._lazy, self._name, self._used = lazy, name, used
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in ("load", "load_slice"):
+            self._used.add(self._name)
+        return getattr(self._lazy, attribute)
+
+
+def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], groups: ProcessGroups) -> None:
+    """Fill ``chunks`` from ``model_dir``; every parameter is written and every tensor of the checkpoint used.
+
+    mcore-bridge passes over what it does not find (an untied output layer keeps whatever was in memory), so parameters
+    start out as NaN here, and any that is still NaN afterwards is an error on every rank.
+
+    Raises:
+        CheckpointError: on all ranks alike, naming what is missing, left over, or has the wrong shape.
+    """
+    used: set[str] = set()
+    problem = None
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    try:
+        bridge.load_weights(chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used)))
+    except KeyError as error:
+        problem = f"the checkpoint has no tensor {error}"
+    except (RuntimeError, ValueError, AssertionError) as error:
+        problem = f"a tensor does not fit the model of config.json: {error}"
+    if problem is None:
+        empty = [name for chunk in chunks for name, p in chunk.named_parameters() if bool(torch.isnan(p).any())]
+        if empty:
+            problem = f"nothing was loaded into {_some(empty)} (or the checkpoint holds NaN there)"
+    _raise_together(problem, model_dir, groups)
+
+    counts = all_reduce_numbers([float(name in used) for name in names], "world", groups, "max")
+    left = [n for n, count in zip(names, counts, strict=True) if not count and not n.endswith(DERIVED)]
+    left = [name for name in left if not (name == "lm_head.weight" and _tied(chunks))]
+    left = [name for name in left if ".mtp." not in f".{name}"]
+    if left:
+        raise CheckpointError(
+            f"{model_dir} holds tensors that this architecture has no place for: {_some(left)}. config.json and weights "
+            "are of different models"
+        )
+
+
+def export(chunks: list[Any], bridge: Any, source: Path, target: Path, dtype: str, groups: ProcessGroups) -> None:
+    """Write ``chunks`` as a Hugging Face directory; ``target`` appears only when it is complete.
+
+    Raises:
+        CheckpointError: ``target`` exists and is not a Hugging Face directory (it would be replaced).
+    """
+    refusal = None
+    if groups.rank == 0 and target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
+        refusal = f"export: {target} exists and is no Hugging Face checkpoint; choose another directory"
+    _raise_together(refusal, None, groups)
+    temporary = target.with_name(f".{target.name}.writing")
+    if groups.rank == 0:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    barrier(groups, label="export")
+    bridge.save_weights(chunks, str(temporary))
+    if groups.rank == 0:
+        copy_companions(source, temporary, dtype)
+        replace_directory(temporary, target)
+    barrier(groups, label="export")
+
+
+def _raise_together(problem: str | None, where: Path | None, groups: ProcessGroups) -> None:
+    """Raise on every rank what went wrong on any, so that none waits for one that has given up."""
+    found = [(rank, text) for rank, text in enumerate(gather_objects(problem, "world", groups)) if text is not None]
+    if found:
+        rank, text = found[0]
+        raise CheckpointError(f"{where}: {text} (rank {rank})" if where else text)
+
+
+def _tied(chunks: list[Any]) -> bool:
+    return not chunks[0].config.untie_embeddings_and_output_weights
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,82 @@
+"""Who came, told through the store: works when collectives do not, which is when it is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megascend.errors import CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+class Arrivals:
+    """One counter a rank and place, in a store all ranks share.
+
+    A rank announces that it is about to enter the n-th collective of a place (``"dp_cp"``, ``"start"``); when a
+    collective fails, the ranks whose counter is behind are those that did not come. One small write a collective.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._counts: dict[str, int] = {}
+
+    def announce(self, place: str) -> int:
+        """Say that this rank enters its next collective of ``place``; returns the collective's number, from 1."""
+        count = self._counts.get(place, 0) + 1
+        self._counts[place] = count
+        self._store.set(_key(place, self._rank), str(count))
+        return count
+
+    def missing(self, place: str, count: int, ranks: Iterable[int]) -> list[int]:
+        """Which of ``ranks`` have not announced number ``count`` yet. Does not wait."""
+        late = []
+        for rank in ranks:
+            key = _key(place, rank)
+            if not self._store.check([key]) or int(self._store.get(key)) < count:
+                late.append(rank)
+        return late
+
+    def wait(self, place: str, count: int, ranks: Iterable[int], timeout_s: float, label: str) -> None:
+        """Wait until all ``ranks`` have announced number ``count``.
+
+        Raises:
+            CollectiveTimeoutError: some did not within ``timeout_s``; the message names them.
+        """
+        ranks = list(ranks)
+        deadline = time.monotonic() + timeout_s
+        while late := self.missing(place, count, ranks):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CollectiveTimeoutError(did_not_arrive(self._rank, label, late, len(ranks), timeout_s))
+            self._doze(_key(place, late[0]), min(left, 1.0))
+
+    def _doze(self, key: str, seconds: float) -> None:
+        """Sleep until the key exists (woken by the store) or, where it exists already, for a moment."""
+        if self._store.check([key]):
+            time.sleep(min(seconds, 0.02))
+            return
+        from torch.distributed import DistStoreError
+
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+        except DistStoreError:
+            return  # not there yet; the caller looks at the clock
+
+
+def did_not_arrive(rank: int, label: str, late: list[int], expected: int, timeout_s: float) -> str:
+    """The message of every error about ranks that did not come."""
+    names = ", ".join(str(number) for number in late)
+    return (
+        f"rank {rank}: {len(late)} of {expected} ranks did not arrive at {label} within {timeout_s:g} s: "
+        f"{'rank' if len(late) == 1 else 'ranks'} {names}. Look at the first error in their logs; if they are only "
+        "slow, raise timeout_s"
+    )
+
+
+def _key(place: str, rank: int) -> str:
+    return f"arrived/{place}/{rank}"

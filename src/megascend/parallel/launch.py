@@ -1,0 +1,116 @@
+"""How this process was started: its rank, the world size, and the store where the ranks meet.
+
+The one place that reads the launcher's environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megascend.errors import CollectiveTimeoutError, ProcessGroupError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Rank and world size, and the means to meet the other ranks.
+
+    Attributes:
+        store_path: file of a ``FileStore`` (``MEGASCEND_STORE``, as set by ``megascend.testing.run_distributed``).
+        master: host and port of the TCP store (torchrun's ``MASTER_ADDR`` and ``MASTER_PORT``).
+        agent_store: True if the launcher serves the TCP store, so that rank 0 need not.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    store_path: str | None = None
+    master: tuple[str, int] | None = None
+    agent_store: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
+        """Read what torchrun or ``run_distributed`` set; nothing set at all is a world of one process.
+
+        Raises:
+            ProcessGroupError: only some of the variables are set, or one is not a number.
+        """
+        environment = os.environ if environment is None else environment
+        found = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
+        if not found:
+            return cls()
+        if len(found) < 2:
+            raise ProcessGroupError(
+                f"of RANK and WORLD_SIZE only {next(iter(found))} is set; start with torchrun, which sets both, "
+                "or unset it to run as a single process"
+            )
+        rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        if not 0 <= rank < world_size:
+            raise ProcessGroupError(f"RANK={rank} is outside WORLD_SIZE={world_size}")
+        local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
+        store_path = environment.get("MEGASCEND_STORE")
+        master = None
+        if world_size > 1 and not store_path:
+            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+            if missing:
+                raise ProcessGroupError(
+                    f"WORLD_SIZE={world_size}, but {' and '.join(missing)} is not set, so the ranks cannot meet; "
+                    "start with torchrun"
+                )
+            master = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
+        return cls(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            store_path=store_path,
+            master=master,
+            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    def store(self, timeout_s: float) -> Store:
+        """Open the store. Does not wait for other ranks, except for the one that serves it.
+
+        Raises:
+            CollectiveTimeoutError: the TCP store does not answer within ``timeout_s``.
+        """
+        import torch.distributed as dist
+
+        if self.store_path:
+            store: Store = dist.FileStore(self.store_path, self.world_size)
+        elif self.master is None:
+            store = dist.HashStore()
+        else:
+            host, port = self.master
+            serves = self.rank == 0 and not self.agent_store
+            try:
+                store = dist.TCPStore(
+                    host,
+                    port,
+                    self.world_size,
+                    is_master=serves,
+                    timeout=timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+            except dist.DistError as error:
+                if serves:
+                    raise ProcessGroupError(f"rank 0 cannot serve the store at {host}:{port}: {error}") from error
+                raise CollectiveTimeoutError(
+                    f"rank {self.rank}: no store answers at {host}:{port} (MASTER_ADDR:MASTER_PORT) within "
+                    f"{timeout_s:g} s; rank 0 has not started, or the address is wrong: {error}"
+                ) from error
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise ProcessGroupError(f"{name}={environment[name]!r} is not a whole number") from None

@@ -1,0 +1,291 @@
+"""The process groups of a run: torch's default group, Megatron's groups, and a Gloo twin for those that carry objects.
+
+Creating them is collective: every rank calls :func:`initialize` with the same topology.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megascend.errors import ProcessGroupError, TopologyError
+from megascend.parallel.arrivals import Arrivals
+from megascend.parallel.launch import Launch
+from megascend.parallel.topology import ATTENTION_AXES, Coordinates, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from megascend.platforms.base import Platform
+
+GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "world": ATTENTION_AXES,
+    "tp": ("tensor",),
+    "pp": ("pipeline",),
+    "cp": ("context",),
+    "dp": ("data",),
+    "dp_cp": ("data", "context"),
+    "tp_cp": ("tensor", "context"),
+    "tp_dp_cp": ("tensor", "data", "context"),
+    "mp": ("tensor", "pipeline"),
+    "ep": ("expert",),
+    "etp": ("expert_tensor",),
+    "etp_ep": ("expert_tensor", "expert"),
+    "edp": ("expert_data",),
+}
+"""Name of every group, and the axes of the topology it spans (``edp``: expert data parallel)."""
+
+TWINNED = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
+"""Groups that have a Gloo twin, in the order in which every rank creates them."""
+
+
+@dataclass
+class ProcessGroups:
+    """The groups of one rank. Owned by whoever called :func:`initialize`, who also calls :meth:`destroy`.
+
+    Attributes:
+        device: where this rank's tensors live.
+        timeout_s: after which a collective gives up, in seconds.
+        arrivals: who came to which object collective, for error messages.
+    """
+
+    topology: Topology
+    launch: Launch
+    device: torch.device
+    timeout_s: float
+    arrivals: Arrivals
+    owns_default: bool
+    _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    _twins: dict[str, ProcessGroup] = field(default_factory=dict)
+    _created: list[ProcessGroup] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on every axis."""
+        return self.topology.coordinates(self.rank)
+
+    def ranks(self, name: str) -> list[int]:
+        """Global ranks of this rank's group ``name``, in group order."""
+        return self.topology.group_of(self.rank, *_axes(name))
+
+    def device_group(self, name: str) -> ProcessGroup:
+        """The group on the device backend: tensors only, never objects.
+
+        Raises:
+            ProcessGroupError: there is no group of this name, or the groups were destroyed.
+        """
+        return _look_up(self._device_groups, name, "process group")
+
+    def gloo(self, name: str) -> ProcessGroup:
+        """The group on Gloo, for Python objects and CPU tensors. Never a device group.
+
+        Raises:
+            ProcessGroupError: the group has no Gloo twin, or the groups were destroyed.
+        """
+        return _look_up(self._twins, name, "Gloo twin")
+
+    def destroy(self) -> None:
+        """Destroy Megatron's groups, the twins and, if :func:`initialize` created it, the default group."""
+        if not self._device_groups:
+            return
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        self._device_groups.clear()
+        self._twins.clear()
+        if self.owns_default:
+            dist.destroy_process_group()
+        else:
+            for group in self._created:
+                dist.destroy_process_group(group)
+        self._created.clear()
+
+
+def initialize(
+    topology: Topology, platform: Platform, timeout_s: float = 600, launch: Launch | None = None
+) -> ProcessGroups:
+    """Create and verify all groups of ``topology`` on the platform's backend.
+
+    A process without launcher variables is a world of one and needs no network. A default group that the trainer
+    created already is used, and left alone by :meth:`ProcessGroups.destroy`.
+
+    Args:
+        timeout_s: for the start-up, and for every collective afterwards, in seconds.
+        launch: how this process was started; default: from the environment.
+
+    Raises:
+        TopologyError: the world that was started is not the topology's; nothing has been created.
+        CollectiveTimeoutError: ranks did not arrive in time; the message names them.
+        ProcessGroupError: groups exist already, or Megatron's are not those of the topology.
+    """
+    from megatron.core import parallel_state
+
+    launch = _adopted_launch() if dist.is_initialized() else launch or Launch.from_environment()
+    if launch.world_size != topology.world_size:
+        raise TopologyError(
+            f"rank {launch.rank}: the topology is for {topology.world_size} ranks, but {launch.world_size} "
+            f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
+        )
+    if parallel_state.is_initialized():
+        raise ProcessGroupError("Megatron's process groups exist already; destroy() the previous ProcessGroups first")
+    device = platform.device(launch.local_rank)
+    owns_default = not dist.is_initialized()
+    store = _join(launch, platform, device, timeout_s) if owns_default else _adopt(platform)
+    groups = ProcessGroups(topology, launch, device, timeout_s, Arrivals(store, launch.rank), owns_default)
+    try:
+        _create_megatron_groups(topology, timeout_s)
+        groups._device_groups = _megatron_groups()
+        _verify(groups)
+        _create_twins(groups)
+    except BaseException:
+        parallel_state.destroy_model_parallel()
+        if owns_default:
+            dist.destroy_process_group()
+        raise
+    return groups
+
+
+def _join(launch: Launch, platform: Platform, device: torch.device, timeout_s: float) -> dist.Store:
+    """Wait for all ranks at the store, then create the default group. Returns the store."""
+    opened = launch.store(timeout_s)
+    # Keys of an earlier group in the same store (after destroy()) would confuse a new one: count the times.
+    times = opened.add(f"megascend/times/{launch.rank}", 1)
+    store = dist.PrefixStore(f"megascend/{times}", opened)
+    arrivals = Arrivals(store, launch.rank)
+    arrivals.wait("start", arrivals.announce("start"), range(launch.world_size), timeout_s, "start-up")
+    dist.init_process_group(
+        platform.backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        # Eager NCCL communicators only. Gloo subgroups of an HCCL group would inherit the device and fail.
+        device_id=device if platform.bind_device else None,
+    )
+    _check_binding(platform)
+    return store
+
+
+def _adopted_launch() -> Launch:
+    from_launcher = Launch.from_environment()
+    rank = dist.get_rank()
+    local_rank = from_launcher.local_rank if from_launcher.world_size == dist.get_world_size() else rank
+    return Launch(rank=rank, local_rank=local_rank, world_size=dist.get_world_size())
+
+
+def _adopt(platform: Platform) -> dist.Store:
+    backend = dist.get_backend()
+    if backend != platform.backend:
+        raise ProcessGroupError(
+            f"the default process group that exists already is on {backend}, but platform {platform.name} "
+            f"communicates over {platform.backend}; let megascend create it, or create it with {platform.backend}"
+        )
+    _check_binding(platform)
+    return dist.PrefixStore("megascend/adopted", dist.distributed_c10d._get_default_store())
+
+
+def _check_binding(platform: Platform) -> None:
+    bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
+    if bound is not None and not platform.bind_device:
+        raise ProcessGroupError(
+            f"the default process group is bound to {bound}, which Gloo groups on platform {platform.name} would "
+            "inherit; call init_process_group without device_id"
+        )
+
+
+def _create_megatron_groups(topology: Topology, timeout_s: float) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tensor,
+        pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
+        context_parallel_size=topology.context,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=topology.expert_tensor,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=True,
+    )
+
+
+def _megatron_groups() -> dict[str, ProcessGroup]:
+    from megatron.core import parallel_state as state
+
+    return {
+        "world": dist.distributed_c10d._get_default_group(),
+        "tp": state.get_tensor_model_parallel_group(),
+        "pp": state.get_pipeline_model_parallel_group(),
+        "cp": state.get_context_parallel_group(),
+        "dp": state.get_data_parallel_group(),
+        "dp_cp": state.get_data_parallel_group(with_context_parallel=True),
+        "tp_cp": state.get_tensor_and_context_parallel_group(),
+        "tp_dp_cp": state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        "mp": state.get_model_parallel_group(),
+        "ep": state.get_expert_model_parallel_group(),
+        "etp": state.get_expert_tensor_parallel_group(),
+        "etp_ep": state.get_expert_tensor_and_model_parallel_group(),
+        "edp": state.get_expert_data_parallel_group(),
+    }
+
+
+def _verify(groups: ProcessGroups) -> None:
+    for name, group in groups._device_groups.items():
+        found, expected = dist.get_process_group_ranks(group), groups.ranks(name)
+        if found != expected:
+            raise ProcessGroupError(
+                f"rank {groups.rank}: Megatron's group {name} has ranks {found}, the topology {expected}; "
+                "the installed megatron-core, or a patch to it, orders ranks in a way megascend does not know"
+            )
+
+
+def _create_twins(groups: ProcessGroups) -> None:
+    """All ranks create all twins in the same order, which ``new_group`` requires."""
+    from megatron.core import parallel_state as state
+
+    timeout = timedelta(seconds=groups.timeout_s)
+    made_by_megatron = {
+        "dp": state.get_data_parallel_group_gloo(),
+        "dp_cp": state.get_data_parallel_group_gloo(with_context_parallel=True),
+        "edp": state.get_expert_data_parallel_group_gloo(),
+    }
+    dist.distributed_c10d._set_pg_timeout(timeout, made_by_megatron["edp"])  # Megatron leaves torch's 30 minutes
+    for name in TWINNED:
+        device_group = groups._device_groups[name]
+        if name in made_by_megatron:
+            groups._twins[name] = made_by_megatron[name]
+        elif dist.get_backend(device_group) == "gloo":
+            groups._twins[name] = device_group
+        else:
+            for ranks in groups.topology.groups(*_axes(name)):
+                group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_GLOO")
+                if groups.rank in ranks:
+                    groups._twins[name] = group
+                    groups._created.append(group)
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    if name not in GROUP_AXES:
+        raise ProcessGroupError(f"no process group {name!r}; there are {', '.join(GROUP_AXES)}")
+    return GROUP_AXES[name]
+
+
+def _look_up(groups: dict[str, ProcessGroup], name: str, kind: str) -> ProcessGroup:
+    _axes(name)
+    if not groups:
+        raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed")
+    if name not in groups:
+        raise ProcessGroupError(f"group {name!r} has no {kind}; those that have: {', '.join(groups)}")
+    return groups[name]

@@ -1,0 +1,78 @@
+"""NVIDIA GPUs: NCCL and the real Transformer Engine."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import ClassVar
+
+from megascend.errors import PlatformError
+from megascend.platforms.base import MemoryFigures, Platform
+
+# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40": 181e12}
+
+
+class CudaPlatform(Platform):
+    name: ClassVar[str] = "cuda"
+    device_type: ClassVar[str] = "cuda"
+    backend: ClassVar[str] = "nccl"
+    must_patch_first: ClassVar[bool] = False
+    bind_device: ClassVar[bool] = True
+    fuses_rope: ClassVar[bool] = True
+
+    def unavailable_because(self) -> str | None:
+        import torch
+
+        return None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
+
+    def prepare(self) -> list[str]:
+        changes = []
+        if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+            changes.append("CUDA_DEVICE_MAX_CONNECTIONS=1")
+        if os.environ.get("MEGASCEND_REFERENCE_TE") == "1":
+            from megascend import reference_te
+
+            return changes + reference_te.install(force=True)
+        if find_spec("transformer_engine") is None:
+            raise PlatformError(
+                "platform 'cuda' needs Transformer Engine: pip install --no-build-isolation "
+                "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "
+                "set MEGASCEND_REFERENCE_TE=1."
+            )
+        return changes
+
+    def finish(self) -> list[str]:
+        return []
+
+    def device(self, local_rank: int):
+        import torch
+
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise PlatformError(f"local rank {local_rank} has no GPU of its own: this host shows {count}")
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def memory(self) -> MemoryFigures:
+        import torch
+
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return MemoryFigures(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), total)
+
+    def reset_peak_memory(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_flops(self) -> float | None:
+        import torch
+
+        name = torch.cuda.get_device_name()
+        return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,268 @@
+"""The names of ``torch.cuda`` that megatron-core uses, acting on the CPU. For processes without any accelerator.
+
+``torch.cuda.is_available()`` stays False and ``device_count()`` stays 0: whoever asks gets the truth. Only code that
+does not ask, and says "cuda" anyway, is sent to the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from megascend.errors import ImportOrderError, PlatformError
+
+CPU = torch.device("cpu")
+MOE_MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.token_dispatcher")
+MOE_FUNCTION = "maybe_move_tensor_to_cpu"
+
+# (owner, name, what was there before) of every patch in place, newest last; _ABSENT where there was nothing.
+_undo: list[tuple[Any, str, Any]] = []
+_ABSENT = object()
+
+
+class Stream:
+    """A CUDA stream's interface. The CPU runs everything in program order, so there is nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """A CUDA event's interface; remembers when it was recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to ``end``."""
+        if self._seconds is None or end._seconds is None:
+            raise PlatformError("elapsed_time needs both events to be recorded")
+        return (end._seconds - self._seconds) * 1e3
+
+
+class _Generators:
+    """``torch.cuda.default_generators``: whatever the index, the CPU's generator."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def install() -> list[str]:
+    """Redirect; a second call does nothing. Returns one line for each group of changes.
+
+    Raises:
+        PlatformError: CUDA is available here.
+    """
+    if _undo:
+        return []
+    if torch.cuda.is_available():
+        raise PlatformError("torch.cuda is real on this machine and is not redirected to the CPU")
+    # torch caches the set of factory functions on its first use. It must hold the originals: a wrapped factory would
+    # not be recognised inside ``with torch.device("meta")``, and a rotary table built there would be garbage.
+    factories = _device_constructors()
+    names = sorted(name for name, value in vars(torch).items() if _is_in(value, factories))
+    for name in names:
+        _patch(torch, name, _factory(getattr(torch, name)))
+    _patch_runtime()
+    _patch_random()
+    _patch_tensor()
+    return [
+        f"torch.{{{', '.join(names)}}}: device='cuda' means the CPU; pin_memory is ignored",
+        "torch.Tensor.{to, cuda, pin_memory, record_stream}: stay on the CPU; type() of a CPU tensor says torch.cuda",
+        "torch.cuda: current_device, set_device, synchronize, streams, events and random state act on the CPU",
+    ]
+
+
+def uninstall() -> None:
+    """Put everything back, :func:`patch_moe_device_checks` included. For tests."""
+    while _undo:
+        owner, name, before = _undo.pop()
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def patch_moe_device_checks() -> list[str]:
+    """Let megatron-core's MoE dispatcher turn its token counts into numpy on the CPU too.
+
+    Its ``maybe_move_tensor_to_cpu(tensor, as_numpy=True)`` converts only tensors that are on CUDA, and the all-to-all
+    is then given a tensor where it wants integers. Call after megatron.core is imported; idempotent.
+
+    Raises:
+        ImportOrderError: the MoE modules are not imported yet.
+    """
+    missing = [name for name in MOE_MODULES if name not in sys.modules]
+    if missing:
+        raise ImportOrderError(f"import megatron.core first; not imported: {', '.join(missing)}")
+    changes = []
+    for name in MOE_MODULES:
+        module = sys.modules[name]
+        if not hasattr(getattr(module, MOE_FUNCTION), "__megascend__"):
+            _patch(module, MOE_FUNCTION, _moe_move())
+            changes.append(f"{name}.{MOE_FUNCTION}: also converts tensors that are on the CPU already")
+    return changes
+
+
+def _is_in(value: Any, functions: set[Any]) -> bool:
+    return callable(value) and getattr(value, "__hash__", None) is not None and value in functions
+
+
+def _patch(owner: Any, name: str, value: Any) -> None:
+    _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+    setattr(owner, name, value)
+
+
+def on_cpu(device: Any) -> Any:
+    """``device`` with every way to say CUDA ("cuda", "cuda:1", an index, a torch.device) turned into the CPU."""
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int):
+        return CPU
+    if isinstance(device, torch.device):
+        return CPU if device.type == "cuda" else device
+    if isinstance(device, str) and (device == "cuda" or device.startswith("cuda:")):
+        return CPU
+    return device
+
+
+def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # without CUDA there is no allocator of pinned memory
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    """A new function for each name: torch.compile refuses one function object under two names."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return function
+
+
+def _patch_runtime() -> None:
+    @contextmanager
+    def stream(stream: Any = None) -> Iterator[None]:
+        yield
+
+    current = Stream()
+    replacements = {
+        # A torch.device rather than an index: torch's C++ side takes it wherever a device is wanted.
+        "current_device": _returning(CPU),
+        "set_device": _returning(None),
+        "synchronize": _returning(None),
+        "empty_cache": _returning(None),
+        "_lazy_init": _returning(None),
+        "_lazy_call": lambda callback, **kwargs: callback(),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "current_stream": _returning(current),
+        "default_stream": _returning(current),
+        "set_stream": _returning(None),
+    }
+    for name, value in replacements.items():
+        _patch(torch.cuda, name, value)
+
+
+def _patch_random() -> None:
+    for owner in (torch.cuda, torch.cuda.random):
+        # Fresh functions for each module, see _returning.
+        def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+            return torch.default_generator.get_state()
+
+        def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+            torch.default_generator.set_state(new_state)
+
+        def manual_seed(seed: int) -> None:
+            torch.default_generator.manual_seed(int(seed))
+
+        def manual_seed_all(seed: int) -> None:
+            torch.default_generator.manual_seed(int(seed))
+
+        for function in (get_rng_state, set_rng_state, manual_seed, manual_seed_all):
+            _patch(owner, function.__name__, function)
+    _patch(torch.cuda, "default_generators", _Generators())
+
+
+def _patch_tensor() -> None:
+    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+
+    @functools.wraps(tensor_to)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (on_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return tensor_to(self, *args, **kwargs)
+
+    @functools.wraps(tensor_type)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = tensor_type(self, *args, **kwargs)
+        # megatron-core's optimizers accept parameters by this string: torch.cuda.FloatTensor and its half brothers.
+        if not args and not kwargs and self.device == CPU and isinstance(name, str):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    def record_stream(self: torch.Tensor, stream: Any) -> None: ...
+
+    replacements = {"to": to, "type": type_, "cuda": cuda, "pin_memory": pin_memory, "record_stream": record_stream}
+    for name, value in replacements.items():
+        _patch(torch.Tensor, name, value)
+
+
+def _moe_move() -> Callable[..., Any]:
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if not torch.is_tensor(tensor):
+            return tensor
+        return tensor.cpu().numpy() if as_numpy else tensor.cpu()
+
+    maybe_move_tensor_to_cpu.__megascend__ = True  # type: ignore[attr-defined]
+    return maybe_move_tensor_to_cpu

@@ -1,0 +1,134 @@
+"""Softmax attention of one block of queries, and the arithmetic of the zigzag context-parallel layout.
+
+With context parallelism a sequence is cut into ``2 * size`` equal chunks, and rank ``r`` holds chunks ``r`` and
+``2 * size - 1 - r``: with a causal mask every rank then has the same amount of work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Window = tuple[int, int]
+UNLIMITED: Window = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which keys a query may see, by position in its sequence.
+
+    Attributes:
+        causal: a query sees no key after its own position.
+        window: how many positions to the left and to the right it sees; -1 is no limit.
+        bottom_right: the last query is level with the last key (else: the first with the first).
+    """
+
+    causal: bool
+    window: Window = UNLIMITED
+    bottom_right: bool = False
+
+    @property
+    def reach(self) -> Window:
+        """The window with causality folded in."""
+        left, right = self.window
+        return (left, 0) if self.causal else (left, right)
+
+
+def visible(rule: Rule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
+    """Boolean ``[queries, keys]``, True where a query sees a key; None if it sees every key.
+
+    Args:
+        offset: position of the first query; the first key has position 0.
+    """
+    left, right = rule.reach
+    last = offset + queries - 1
+    if (left < 0 or last <= left) and (right < 0 or offset + right >= keys - 1):
+        return None
+    distance = torch.arange(keys, device=device) - torch.arange(offset, offset + queries, device=device)[:, None]
+    keep = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        keep &= distance >= -left
+    if right >= 0:
+        keep &= distance <= right
+    return keep
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: Rule,
+    scale: float,
+    dropout: float = 0.0,
+    offset: int = 0,
+    keep: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention with an fp32 softmax; K and V heads are shared by groups of query heads.
+
+    Args:
+        query: ``[batch, heads, queries, dim]``.
+        key, value: ``[batch, kv_heads, keys, dim]`` and ``[batch, kv_heads, keys, value_dim]``; their first row is
+            position 0 of the sequence.
+        offset: position of the first query.
+        keep: boolean, broadcastable to ``[batch, heads, queries, keys]``, True where allowed; on top of ``rule``.
+        bias: added to the scaled scores, broadcastable likewise.
+
+    Returns:
+        ``[batch, heads, queries, value_dim]`` in the dtype of ``value``. A query that sees no key gets zeros.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if keys == 0:
+        return query.new_zeros(*query.shape[:3], value.shape[3])
+    kwargs = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    aligned = offset == 0 and queries == keys
+    if rule.reach == (-1, 0) and aligned and keep is None and bias is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **kwargs)
+    by_position = visible(rule, queries, keys, offset, query.device)
+    if by_position is not None:
+        keep = by_position if keep is None else keep & by_position
+    sighted = None
+    if keep is not None:
+        # A row without any key would be 0 / 0: let it look everywhere, then blank its output (and its gradient).
+        sighted = keep.any(dim=-1, keepdim=True)
+        keep = keep | ~sighted
+    mask = keep
+    if bias is not None:
+        mask = bias.to(query.dtype)
+        if keep is not None:
+            mask = mask.masked_fill(~keep, float("-inf"))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **kwargs)
+    return out if sighted is None else out.masked_fill(~sighted, 0.0)
+
+
+def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """``(position of the first token, tokens)`` of the pieces of a sequence that a rank holds, in local order.
+
+    Args:
+        length: tokens of the whole sequence; divisible by ``2 * size`` if ``size > 1``.
+    """
+    if size == 1:
+        return [(0, length)]
+    chunk = length // (2 * size)
+    return [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
+
+
+def unzigzag(gathered: Tensor, start: int, local: int) -> Tensor:
+    """Whole sequence in order, from the local slices of all ranks.
+
+    Args:
+        gathered: ``[size, local_total, ...]``, dim 1 in local order.
+        start, local: where the sequence lies in dim 1.
+
+    Returns:
+        ``[size * local, ...]``.
+    """
+    size, half = gathered.shape[0], local // 2
+    if size == 1:
+        return gathered[0, start : start + local]
+    first = [gathered[rank, start : start + half] for rank in range(size)]
+    second = [gathered[rank, start + half : start + local] for rank in reversed(range(size))]
+    return torch.cat(first + second)

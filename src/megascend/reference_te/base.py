@@ -1,0 +1,121 @@
+"""What every stand-in layer shares: the tensor parallel group, extra state, parameters and their marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megascend.errors import ConfigError, ProcessGroupError
+from megascend.reference_te.refusals import refuse
+
+Initializer = Callable[[Tensor], Any]
+TrackerGetter = Callable[[], Any]
+
+DEFAULT_INIT_STD = 0.023  # Transformer Engine's default: normal(0, 0.023)
+MEGATRON_NAMES = {
+    "fuse_wgrad_accumulation": "gradient_accumulation_fusion",
+    "delay_wgrad_compute": "delay_wgrad_compute",
+    "ub_overlap_ag": "tp_comm_overlap",
+    "ub_overlap_rs": "tp_comm_overlap",
+    "ub_overlap_rs_dgrad": "tp_comm_overlap",
+    "ub_bulk_dgrad": "tp_comm_overlap",
+    "ub_bulk_wgrad": "tp_comm_overlap",
+}
+
+
+class ReferenceModule(torch.nn.Module):
+    """Base of the layers.
+
+    Keeps the attributes that megatron-core and mcore-bridge read on Transformer Engine's base class: ``tp_group``,
+    ``tp_size``, ``fp8``, ``fp8_calibration``, ``fp8_meta``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8 = False
+        self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
+        self.tp_group: dist.ProcessGroup | None = None
+        self.tp_size = 1
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Nothing to prepare: fp8 is never on."""
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Set the group of the layer's collectives; may be called after construction."""
+        self.tp_group = tp_group
+
+    def backward_dw(self) -> None:
+        refuse("a delayed weight gradient", "switch delay_wgrad_compute off")
+
+    def get_extra_state(self) -> Tensor:
+        """An empty uint8 tensor: what Transformer Engine saves when fp8 is off."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Accept the empty state; a state with fp8 scales in it is refused."""
+        if state is not None and state.numel() > 0:
+            refuse("fp8 state in a checkpoint", "load it on CUDA with transformer-engine")
+
+    def _set_tp(self, tp_group: dist.ProcessGroup | None, tp_size: int) -> None:
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.set_tensor_parallel_group(tp_group)
+
+    def _tp_group_for(self, what: str) -> dist.ProcessGroup:
+        if self.tp_group is None:
+            raise ProcessGroupError(
+                f"{type(self).__name__} with tp_size={self.tp_size} needs a tensor parallel group for its {what}: "
+                "call set_tensor_parallel_group() first"
+            )
+        return self.tp_group
+
+    def _add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        init: Initializer,
+        dtype: torch.dtype,
+        device: torch.device | str | int | None,
+        get_rng_state_tracker: TrackerGetter | None = None,
+        rng_tracker_name: str | None = None,
+    ) -> Parameter:
+        """Register and initialise a parameter; under megatron-core's random tracker where one is given.
+
+        On the meta device nothing is initialised: whoever materialises the parameters fills them.
+        """
+        parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.register_parameter(name, parameter)
+        if parameter.is_meta:
+            return parameter
+        with torch.no_grad():
+            if get_rng_state_tracker is None:
+                init(parameter)
+            else:
+                fork_args = (rng_tracker_name,) if rng_tracker_name else ()
+                with get_rng_state_tracker().fork(*fork_args):
+                    init(parameter)
+        return parameter
+
+
+def default_init(weight: Tensor) -> None:
+    """Transformer Engine's initialisation where no ``init_method`` is given."""
+    torch.nn.init.normal_(weight, mean=0.0, std=DEFAULT_INIT_STD)
+
+
+def mark_tensor_parallel(parameter: Parameter, is_parallel: bool, dim: int) -> None:
+    """Set the attributes by which megatron-core tells shards from copies (gradient norm, checkpoints)."""
+    parameter.tensor_model_parallel = is_parallel  # type: ignore[attr-defined]
+    parameter.partition_dim = dim if is_parallel else -1  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
+
+
+def divide_exactly(size: int, parts: int, what: str) -> int:
+    """``size / parts``, or ConfigError if it does not divide."""
+    if size % parts:
+        raise ConfigError(f"{what}={size} does not divide over a tensor parallel size of {parts}")
+    return size // parts

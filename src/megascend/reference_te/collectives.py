@@ -1,0 +1,96 @@
+"""The collectives of tensor and context parallelism, with gradients.
+
+Each is paired with its transpose in the backward pass: identity / all-reduce, all-gather / reduce-scatter.
+All act on the first dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[n, ...]`` of every rank -> ``[size * n, ...]`` in rank order."""
+    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[size * n, ...]`` of every rank -> the sum's slice ``[n, ...]`` of this rank."""
+    scattered = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(scattered, x.contiguous(), group=group)
+    return scattered
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_reduce(grad, ctx.group), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _GatherFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _SumAndScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.group), None
+
+
+def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Identity; the gradients of all ranks are summed."""
+    return _CopyToRanks.apply(x, group)  # type: ignore[return-value]
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce; the gradient passes through."""
+    return _SumOverRanks.apply(x, group)  # type: ignore[return-value]
+
+
+def gather_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather ``[n, ...]`` -> ``[size * n, ...]``; gradients are reduce-scattered."""
+    return _GatherFromRanks.apply(x, group)  # type: ignore[return-value]
+
+
+def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Reduce-scatter ``[size * n, ...]`` -> ``[n, ...]``; gradients are all-gathered."""
+    return _SumAndScatter.apply(x, group)  # type: ignore[return-value]

@@ -1,0 +1,285 @@
+"""Linear and LayerNormLinear, plain or tensor parallel, with or without sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megascend.errors import ConfigError
+from megascend.reference_te.base import (
+    MEGATRON_NAMES,
+    Initializer,
+    ReferenceModule,
+    TrackerGetter,
+    default_init,
+    divide_exactly,
+    mark_tensor_parallel,
+)
+from megascend.reference_te.collectives import copy_to_ranks, gather_from_ranks, sum_and_scatter, sum_over_ranks
+from megascend.reference_te.norms import layer_norm, rms_norm
+from megascend.reference_te.refusals import refuse, refuse_settings
+
+PARALLEL_MODES = (None, "column", "row")
+# megatron-core hides the mode 'duplicated' from Transformer Engine, but asks it for this tracker only then.
+DUPLICATED_TRACKER = "data-parallel-rng"
+
+
+class _LinearBase(ReferenceModule):
+    """Weight ``[out, in]``, bias ``[out]`` and the collectives around the product.
+
+    ``parallel_mode`` is read at every forward, not fixed at construction: megatron-core and mcore-bridge set it to
+    None on layers whose collectives they drive themselves (overlapped shared experts).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        get_rng_state_tracker: TrackerGetter | None,
+        rng_tracker_name: str | None,
+        init_method: Initializer | None,
+        bias: bool,
+        return_bias: bool,
+        params_dtype: torch.dtype | None,
+        parallel_mode: str | None,
+        device: torch.device | str | int | None,
+        refused: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        refuse_settings(type(self).__name__, refused, MEGATRON_NAMES)
+        if parallel_mode not in PARALLEL_MODES:
+            raise ConfigError(f"parallel_mode must be one of {PARALLEL_MODES}, got {parallel_mode!r}")
+        self._set_tp(tp_group, tp_size)
+        self.parallel_mode = parallel_mode
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.in_features = in_features
+        self.out_features = out_features
+        if parallel_mode == "column":
+            self.out_features = divide_exactly(out_features, self.tp_size, "out_features")
+        elif parallel_mode == "row":
+            self.in_features = divide_exactly(in_features, self.tp_size, "in_features")
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.ub_name: str | None = None
+        self.save_original_input = False  # a memory hint of Transformer Engine's fp8 path; autograd always saves it
+        dtype = params_dtype or torch.get_default_dtype()
+        weight = self._add_parameter(
+            "weight",
+            (self.out_features, self.in_features),
+            init_method or default_init,
+            dtype,
+            device,
+            get_rng_state_tracker,
+            rng_tracker_name,
+        )
+        is_parallel = not (parallel_mode is None and rng_tracker_name == DUPLICATED_TRACKER)
+        mark_tensor_parallel(weight, is_parallel, 1 if parallel_mode == "row" else 0)
+        if bias:
+            parameter = self._add_parameter("bias", (self.out_features,), torch.nn.init.zeros_, dtype, device)
+            if parallel_mode == "row":
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            elif parallel_mode == "column":
+                mark_tensor_parallel(parameter, True, 0)
+        else:
+            self.bias = torch.empty(0, dtype=dtype, device=device)  # Transformer Engine has an empty tensor here too
+
+    def _product(self, x: Tensor) -> Tensor:
+        """``x @ weight.T`` (+ bias) with the collectives of ``parallel_mode``; ``x`` is ``[..., in]``."""
+        communicates = self.tp_size > 1 and self.parallel_mode is not None
+        if communicates and self.parallel_mode == "column":
+            group = self._tp_group_for("input")
+            x = gather_from_ranks(x, group) if self.sequence_parallel else copy_to_ranks(x, group)
+        bias = self.bias.to(x.dtype) if self.apply_bias else None
+        weight = self.weight.to(x.dtype)
+        if not (communicates and self.parallel_mode == "row"):
+            return F.linear(x, weight, bias)
+        group = self._tp_group_for("output")
+        partial = F.linear(x, weight)
+        out = sum_and_scatter(partial, group) if self.sequence_parallel else sum_over_ranks(partial, group)
+        return out if bias is None else out + bias  # added once, after the sum over ranks
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"parallel_mode={self.parallel_mode}, tp_size={self.tp_size}"
+        )
+
+
+class Linear(_LinearBase):
+    """``[..., in] -> [..., out]`` (per-rank sizes under tensor parallelism).
+
+    ``parallel_mode="column"`` splits ``out`` over ranks and takes the whole input (under sequence parallelism: its
+    slice of dim 0, gathered here). ``"row"`` splits ``in`` and sums the outputs (under sequence parallelism: scatters
+    the sum along dim 0). Returns ``out``, or ``(out, bias)`` with the bias not added if ``return_bias``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: TrackerGetter | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Initializer | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: torch.device | str | int | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            init_method=init_method,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            parallel_mode=parallel_mode,
+            device=device,
+            refused={
+                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+                "parameters_split": parameters_split,
+                "ub_overlap_ag": ub_overlap_ag,
+                "ub_overlap_rs": ub_overlap_rs,
+                "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+                "ub_bulk_dgrad": ub_bulk_dgrad,
+                "ub_bulk_wgrad": ub_bulk_wgrad,
+                "delay_wgrad_compute": delay_wgrad_compute,
+                "symmetric_ar_type": symmetric_ar_type,
+            },
+        )
+        self.ub_name = ub_name
+        self.save_original_input = save_original_input
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        out = self._product(inp)
+        return (out, self.bias.to(inp.dtype)) if self.return_bias else out
+
+
+class LayerNormLinear(_LinearBase):
+    """A norm and the linear layer after it: ``[..., in] -> [..., out]``, as in :class:`Linear`.
+
+    Returns ``out``, then the bias if ``return_bias``, then the norm's output if ``return_layernorm_output``: that
+    of this rank's tokens, not gathered under sequence parallelism (LoRA feeds it to its own parallel layers).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: TrackerGetter | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Initializer | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            init_method=init_method,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            parallel_mode=parallel_mode,
+            device=device,
+            refused={
+                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+                "return_layernorm_output_gathered": return_layernorm_output_gathered,
+                "parameters_split": parameters_split,
+                "ub_overlap_ag": ub_overlap_ag,
+                "ub_overlap_rs": ub_overlap_rs,
+                "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+                "ub_bulk_dgrad": ub_bulk_dgrad,
+                "ub_bulk_wgrad": ub_bulk_wgrad,
+                "delay_wgrad_compute": delay_wgrad_compute,
+                "symmetric_ar_type": symmetric_ar_type,
+            },
+        )
+        if parallel_mode == "row":
+            refuse("LayerNormLinear(parallel_mode='row')", "a norm needs the whole hidden dimension: use 'column'")
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ConfigError(f"normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}")
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.ub_name = ub_name
+        first = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self.layer_norm_weight = self._norm_parameter("layer_norm_weight", first, device)
+        self.layer_norm_bias = (
+            self._norm_parameter("layer_norm_bias", torch.nn.init.zeros_, device)
+            if normalization == "LayerNorm"
+            else None
+        )
+
+    def _norm_parameter(self, name: str, init: Any, device: torch.device | str | int | None) -> torch.nn.Parameter:
+        parameter = self._add_parameter(name, (self.in_features,), init, self.weight.dtype, device)
+        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        return parameter
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        if self.layer_norm_bias is None:
+            normed = rms_norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        else:
+            normed = layer_norm(inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
+        results = [self._product(normed)]
+        if self.return_bias:
+            results.append(self.bias.to(inp.dtype))
+        if self.return_layernorm_output:
+            results.append(normed)
+        return results[0] if len(results) == 1 else tuple(results)

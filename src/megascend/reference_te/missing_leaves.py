@@ -1,0 +1,78 @@
+"""Modules that megatron-core and mcore-bridge import without a guard, though only some machines can.
+
+Each is a leaf: a file of triton kernels, or one function of another project. Where the requirement is missing, the
+leaf is put into ``sys.modules`` beforehand with functions that raise when called. The requirement itself (triton,
+swift) is never faked: other packages ask for it and change their behaviour if they find it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from megascend.reference_te.refusals import unavailable
+
+KERNEL_LEAVES = (
+    # (top package, path inside it)
+    ("mcore_bridge", "model/modules/kernels/qsa_block_sparse_attn"),
+    ("megatron", "core/inference/contexts/attention_context/triton/tensor_ops"),
+)
+
+
+def install_missing_leaves() -> list[str]:
+    """Put the leaves that could not be imported here into ``sys.modules``; returns one line for each."""
+    changes = []
+    if not _importable("triton"):
+        for package, inner in KERNEL_LEAVES:
+            name = ".".join([package, *inner.split("/")])
+            file = _locate(package, f"{inner}.py")
+            if file is not None and name not in sys.modules:
+                functions = public_functions(file)
+                _insert(
+                    name, {each: unavailable(f"{name}.{each}", "the feature that needs triton") for each in functions}
+                )
+                changes.append(f"{name}: {len(functions)} functions that raise (triton is not installed)")
+    gemma = _locate("mcore_bridge", "model/mm_gpts/gemma4.py")
+    wants_swift = gemma is not None and "from swift.utils import get_logger" in gemma.read_text()
+    if wants_swift and not _importable("swift"):
+        # ``swift`` itself is put in place only because a submodule cannot be imported without its parent.
+        _insert("swift", {}, is_package=True)
+        _insert("swift.utils", {"get_logger": logging.getLogger})
+        changes.append("swift.utils: get_logger only (mcore-bridge's gemma4.py imports it; ms-swift is not installed)")
+    return changes
+
+
+def public_functions(file: Path) -> list[str]:
+    """Names of the functions defined at the top level of a Python file, without those that start with ``_``."""
+    tree = ast.parse(file.read_text())
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def _importable(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def _locate(package: str, inner: str) -> Path | None:
+    """The file ``inner`` of an installed ``package``, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+        if (Path(folder) / inner).is_file():
+            return Path(folder) / inner
+    return None
+
+
+def _insert(name: str, contents: dict[str, object], is_package: bool = False) -> None:
+    module = ModuleType(name, "put here by megascend.reference_te")
+    module.__spec__ = ModuleSpec(name, loader=None, origin="megascend.reference_te", is_package=is_package)
+    if is_package:
+        module.__path__ = []  # type: ignore[attr-defined]
+    module.__dict__.update(contents)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, module)

@@ -1,0 +1,176 @@
+"""FusedAdam, FusedSGD and the multi-tensor functions that megatron-core's optimizer calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.errors import ConfigError
+from megascend.reference_te.refusals import refuse_settings
+
+MEGATRON_NAMES = {
+    "master_weights": "use_precision_aware_optimizer",
+    "use_decoupled_grad": "use_precision_aware_optimizer",
+    "exp_avg_dtype": "exp_avg_dtype (use fp32)",
+    "exp_avg_sq_dtype": "exp_avg_sq_dtype (use fp32)",
+}
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with fp32 moments and one ``step`` counter for each parameter group.
+
+    The counter is where megatron-core's distributed optimizer saves it and looks for it; ``torch.optim.AdamW`` has
+    one for each parameter instead. Parameters may be fp32, fp16 or bf16; the arithmetic is fp32.
+
+    Args:
+        adam_w_mode: True for decoupled weight decay (AdamW), False for L2 regularisation (Adam).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+    ) -> None:
+        refused = {
+            "amsgrad": amsgrad,
+            "capturable": capturable,
+            "master_weights": master_weights,
+            "use_decoupled_grad": use_decoupled_grad,
+            "exp_avg_dtype": exp_avg_dtype if exp_avg_dtype != torch.float32 else None,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype if exp_avg_sq_dtype != torch.float32 else None,
+        }
+        refuse_settings("FusedAdam", refused, MEGATRON_NAMES)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+        """Zero fp32 moments for ``param``."""
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update. Empty groups count the step too, so that ranks stay in step with each other."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if "exp_avg" not in state:
+            self.initialize_state(param)
+        assert param.grad is not None
+        grad, wide = param.grad.float(), param.float()
+        decay = group["weight_decay"]
+        if decay and not self.adam_w_mode:
+            grad = grad.add(wide, alpha=decay)
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(beta1).add_(grad, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        correction1 = correction2 = 1.0
+        if group["bias_correction"]:
+            correction1 = 1 - beta1 ** group["step"]
+            correction2 = 1 - beta2 ** group["step"]
+        update = mean / (square.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])).mul_(correction1)
+        if decay and self.adam_w_mode:
+            update.add_(wide, alpha=decay)
+        # For fp32 parameters ``wide`` is the parameter itself, and this is in place.
+        param.copy_(wide.add_(update, alpha=-group["lr"]))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the moments stay fp32 where torch would cast them to the parameter's dtype."""
+        super().load_state_dict(state_dict)
+        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for name, param in zip(names, self._all_params(), strict=True):
+            for key, value in state_dict["state"].get(name, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
+
+    def _all_params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+
+class FusedSGD(torch.optim.SGD):
+    """SGD with momentum; weight decay is added to the gradient before the momentum."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        refuse_settings("FusedSGD", {"wd_after_momentum": wd_after_momentum})
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+
+
+def multi_tensor_applier(
+    op: Callable[..., Any], noop_flag: Tensor | None, tensor_lists: list[list[Tensor]], *args: Any
+) -> Any:
+    """Call ``op(chunk_size, noop_flag, tensor_lists, *args)``; the lists must be equally long."""
+    counts = [len(tensors) for tensors in tensor_lists]
+    if len(set(counts)) > 1:
+        raise ConfigError(f"multi_tensor_applier needs lists of equal length, got {counts}")
+    return op(2048 * 32, noop_flag, tensor_lists, *args)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: list[list[Tensor]], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """fp32 norm over all tensors of the first list, ``[1]``, and of each tensor, ``[n]`` (empty if not asked for)."""
+    tensors = tensor_lists[0]
+    if not tensors:
+        return torch.zeros(1), torch.zeros(0)
+    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
+    return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms[:0]
+
+
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: list[list[Tensor]], scale: float | Tensor
+) -> None:
+    """Write ``scale * source`` to the destinations; ``noop_flag`` becomes 1 if a source is not finite."""
+    sources, destinations = tensor_lists
+    for source, destination in zip(sources, destinations, strict=True):
+        if noop_flag is not None:
+            flawed = torch.isfinite(source).all().logical_not().to(noop_flag.dtype)
+            noop_flag.copy_(torch.maximum(noop_flag, flawed.to(noop_flag.device)))
+        destination.copy_(source.float() * scale if source is not destination else source.mul_(scale))

@@ -1,0 +1,1 @@
+"""How model, process groups and optimizer are made to work together on one topology."""

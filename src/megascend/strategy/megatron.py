@@ -1,0 +1,160 @@
+"""The Megatron strategy: world, model, DDP and optimizer, built in that order and owned here."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.module import Float16Module
+
+from megascend.bootstrap import Runtime
+from megascend.config import Adam, Batching, Moe, Precision, Recompute, Schedule
+from megascend.errors import DataError
+from megascend.model import weights
+from megascend.model.build import build_chunks, build_config
+from megascend.model.output_head import OutputHead
+from megascend.parallel.process_groups import ProcessGroups
+from megascend.parallel.topology import ModelShape, Topology
+from megascend.train.micro_batch import MicroBatch
+from megascend.train.optimizer import Optimizer
+from megascend.train.sample import Sample
+
+
+class MegatronStrategy:
+    """A model sharded over a topology, ready to train.
+
+    Attributes:
+        chunks: this rank's model chunks, wrapped in Megatron's DDP.
+        config: mcore-bridge's ModelConfig.
+        head: the output head on the last pipeline stage, else None.
+        optimizer: steps all chunks.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        topology: Topology,
+        groups: ProcessGroups,
+        shape: ModelShape,
+        model_dir: Path,
+        tensor_names: list[str],
+        *,
+        precision: Precision,
+        adam: Adam,
+        schedule: Schedule,
+        recompute: Recompute,
+        moe: Moe,
+        batching: Batching,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.runtime, self.topology, self.groups, self.shape = runtime, topology, groups, shape
+        self.precision, self.batching, self.device, self.adam = precision, batching, device, adam
+        self.max_length = min(batching.max_length or shape.max_position, shape.max_position)
+        seed_everything(seed)
+        self.config = build_config(model_dir, topology, precision, recompute, moe, runtime.platform)
+        self.bare_chunks = build_chunks(self.config)
+        weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
+        last = self.bare_chunks[-1]
+        self.head = OutputHead(last, shape.vocab_size) if last.post_process else None
+        self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
+        self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups)
+        self._connect_schedule()
+
+    def _wrap(self, chunk: Any, index: int) -> DistributedDataParallel:
+        wrapped = chunk if self.precision == "fp32" else Float16Module(self.config, chunk)
+        overlap = self.adam.overlap_grad_reduce
+        return DistributedDataParallel(
+            config=self.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=self.adam.overlap_param_gather,
+                use_distributed_optimizer=self.adam.distributed,
+                # Megatron-LM's default: large enough for full bandwidth, small enough to overlap.
+                bucket_size=max(40_000_000, 1_000_000 * self.topology.data * self.topology.context) if overlap else None,
+            ),
+            module=wrapped,
+            # Only the first chunk's bucket boundaries let its reduction start before the backward pass has ended.
+            disable_bucketing=index > 0,
+        )
+
+    def _connect_schedule(self) -> None:
+        """Tell Megatron's schedules how to scale the loss and when to reduce gradients."""
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        if self.adam.overlap_grad_reduce:
+            functions = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = functions if len(functions) > 1 else functions[0]
+            self.config.finalize_model_grads_func = finalize_model_grads
+        else:
+            # Reduced once, in optimizer_step, so that forward_backward may be called several times before it.
+            self.config.finalize_model_grads_func = None
+
+    @property
+    def reduces_while_running(self) -> bool:
+        """True if a forward_backward leaves gradients that are reduced over data parallel ranks already."""
+        return self.adam.overlap_grad_reduce
+
+    def forward_chunk(self, chunk: DistributedDataParallel, batch: MicroBatch) -> torch.Tensor:
+        """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""
+        options = {} if self.precision == "fp32" else {"fp32_output": False}
+        return chunk(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=batch.packed,
+            **options,
+        )
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Dropout off, parameters complete, until the block ends."""
+        self.finish_param_gather()
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.train()
+
+    def finish_param_gather(self) -> None:
+        """Wait for parameters that ``overlap_param_gather`` is still bringing in; a no-op otherwise."""
+        if self.adam.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def check_samples(self, samples: Sequence[Sample]) -> None:
+        """Raise DataError for samples that the model cannot take."""
+        for index, sample in enumerate(samples):
+            if len(sample) > self.max_length:
+                raise DataError(
+                    f"sample {index} has {len(sample)} tokens, over the limit of {self.max_length} (the model's "
+                    f"max_position_embeddings is {self.shape.max_position}; batching.max_length="
+                    f"{self.batching.max_length}); shorten or split it"
+                )
+            for name in ("input_ids", "target_ids"):
+                ids = getattr(sample, name)
+                low, high = int(ids.min()), int(ids.max())
+                if low < 0 or high >= self.shape.vocab_size:
+                    raise DataError(
+                        f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
+                        f"[0, {self.shape.vocab_size}); does the tokenizer belong to this model?"
+                    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator of this process; tensor parallel ranks get their own dropout stream."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,48 @@
+"""``python -m megascend.testing._build_tiny PATH < recipe``: the transformers side of ``write_tiny_checkpoint``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def build(path: str, config: dict[str, Any], seed: int) -> None:
+    """Create the model that ``config`` describes, fill it with random weights, save it to ``path``."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model = model.to(getattr(torch, config["torch_dtype"]))
+    randomise(model, seed)
+    model.save_pretrained(path, safe_serialization=True)
+
+
+def randomise(model: Any, seed: int) -> None:
+    """Draw every parameter: norm weights around 1, biases around 0, matrices so that activations keep their scale.
+
+    Embeddings and the output layer get a standard deviation of 0.2 (at hidden size 64: logits of about 1.6), routers
+    twice the usual scale so that the choice of experts is not a coin toss.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("bias"):
+                value = 0.1 * noise
+            elif parameter.ndim == 1:
+                value = 1.0 + 0.2 * noise
+            elif "embed_tokens" in name or "lm_head" in name:
+                value = 0.2 * noise
+            else:
+                gain = 2.0 if name.endswith("mlp.gate.weight") else 1.0
+                value = gain * noise / parameter.shape[-1] ** 0.5
+            parameter.copy_(value.to(parameter.dtype))
+
+
+if __name__ == "__main__":
+    recipe = json.load(sys.stdin)
+    build(sys.argv[1], recipe["config"], recipe["seed"])

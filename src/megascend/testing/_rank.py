@@ -1,0 +1,158 @@
+"""The forked side of :func:`megascend.testing.run_distributed`: one rank, from the fork to its ``os._exit``."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+STORE_VARIABLE = "MEGASCEND_STORE"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """Where one rank leaves what its parent reads."""
+
+    folder: Path
+    rank: int
+
+    @property
+    def outcome(self) -> Path:
+        return self.folder / f"rank-{self.rank}.outcome"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / f"rank-{self.rank}.output"
+
+    @property
+    def stack(self) -> Path:
+        return self.folder / f"rank-{self.rank}.stack"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank's function ended. ``at`` is ``time.monotonic()``, which all processes of a machine share.
+
+    Exactly one of ``result`` (pickled) and ``failure`` (a formatted traceback) is meaningful; ``error`` is the pickled
+    exception where it can be pickled.
+    """
+
+    at: float
+    result: bytes = b""
+    failure: str = ""
+    error: bytes = b""
+
+
+def run_rank(
+    call: Callable[[], Any],
+    files: RankFiles,
+    world_size: int,
+    backend: str | None,
+    timeout_s: float,
+    parent: int,
+    release: int,
+) -> NoReturn:
+    """Be rank ``files.rank``: run ``call``, leave its outcome in a file, wait for the others, exit. Never returns.
+
+    Args:
+        backend: of the default group to create, or None to leave that to ``call``.
+        parent: process id of the process that forked this one.
+        release: descriptor that reads end-of-file when every rank has finished. A rank waits for it, since a peer may
+            still be reading from this rank's sockets.
+    """
+    try:
+        _die_with(parent)
+        os.setpgid(0, 0)  # so that whatever this rank starts can be ended together with it
+        _capture_output(files.output)
+        with open(files.stack, "w") as stack:
+            faulthandler.enable(sys.stderr)  # a crash shows its stack in this rank's output
+            faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+            outcome = _outcome_of(call, files, world_size, backend, timeout_s)
+            _write_atomically(files.outcome, pickle.dumps(outcome))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.read(release, 1)
+        os._exit(0)
+    finally:
+        os._exit(70)  # EX_SOFTWARE: reached only if the lines above failed
+
+
+def _outcome_of(
+    call: Callable[[], Any], files: RankFiles, world_size: int, backend: str | None, timeout_s: float
+) -> Outcome:
+    try:
+        _set_environment(files, world_size)
+        _set_up_torch(files, world_size, backend, timeout_s)
+        return Outcome(result=pickle.dumps(call()), at=time.monotonic())
+    except BaseException as error:  # noqa: BLE001  SystemExit and pytest's outcomes are failures of the rank too
+        at = time.monotonic()
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # noqa: BLE001  an exception that cannot travel: its traceback does
+            pickled = b""
+        return Outcome(failure=traceback.format_exc(), error=pickled, at=at)
+
+
+def _set_environment(files: RankFiles, world_size: int) -> None:
+    for stale in ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(stale, None)
+    os.environ.update(
+        RANK=str(files.rank),
+        LOCAL_RANK=str(files.rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    os.environ[STORE_VARIABLE] = str(files.folder / "store")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
+
+
+def _set_up_torch(files: RankFiles, world_size: int, backend: str | None, timeout_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if backend is not None:
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(str(files.folder / "store"), world_size),
+            rank=files.rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the parent dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _capture_output(path: Path) -> None:
+    """Send this process's output, Python's and C++'s, to ``path``."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    os.replace(part, path)

@@ -1,0 +1,246 @@
+"""Run a function on N real ranks of this machine: forked processes, real collectives, and a deadline.
+
+The ranks are forked from the running process, so whatever is imported already (torch, Megatron: seconds) is paid for
+once, and the function may be a closure. Meeting through a file store, they need no port.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megascend.errors import DistributedTestError, ProcessGroupError
+from megascend.testing._rank import Outcome, RankFiles, run_rank
+
+T = TypeVar("T")
+
+POLL_S = 0.005
+GRACE_S = 0.3  # after the first failure: time for failures that explain each other to arrive
+STACK_S = 1.0  # after the deadline: time for hanging ranks to write their stacks
+OUTPUT_TAIL = 4000  # characters of a rank's output shown in an error
+
+
+def run_distributed(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    backend: str = "gloo",
+    init: bool = True,
+    **kwargs: Any,
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks and return their results in rank order.
+
+    Every rank has ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` set, one torch thread, and starts
+    with a copy of the caller's memory (random states included). Import what ``fn`` needs before the call: it is then
+    imported once instead of on every rank. Results come back pickled, tensors by value; they have to be on the CPU.
+
+    Args:
+        fn: any callable, closures included; nothing but its result is pickled.
+        timeout_s: deadline of the whole call, in seconds.
+        backend: of the default process group.
+        init: create the default process group. With False, ``fn`` creates it itself; the environment variable
+            ``MEGASCEND_STORE`` then holds the path for a ``torch.distributed.FileStore``, as
+            :func:`megascend.parallel.process_groups.initialize` expects.
+
+    Raises:
+        DistributedTestError: a rank raised, died or did not finish in time. The message holds, for each such rank, its
+            traceback, signal or exit code, or Python stack, and the end of its output. Where a rank's exception can be
+            pickled, it is the error's ``__cause__``. No rank survives the call.
+        ProcessGroupError: the caller has a default process group or an initialised GPU, which a fork cannot share.
+    """
+    _check_forkable(world_size)
+    with tempfile.TemporaryDirectory(prefix="megascend-ranks-") as folder:
+        ranks = [Rank(RankFiles(Path(folder), rank)) for rank in range(world_size)]
+        release_read, release_write = os.pipe()
+        try:
+            for rank in ranks:
+                rank.pid = _fork(
+                    functools.partial(fn, *args, **kwargs),
+                    rank.files,
+                    world_size,
+                    backend if init else None,
+                    timeout_s,
+                    (release_read, release_write),
+                )
+            _wait(ranks, time.monotonic() + timeout_s, timeout_s)
+            os.close(release_write)
+            release_write = -1
+            results = [pickle.loads(rank.outcome.result) for rank in ranks if rank.outcome]
+            _let_exit(ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+            os.close(release_read)
+            if release_write >= 0:
+                os.close(release_write)
+    return results
+
+
+@dataclass
+class Rank:
+    """The parent's view of one rank."""
+
+    files: RankFiles
+    pid: int = 0
+    status: int | None = None  # exit code, or minus the signal; None while it runs
+    ended_at: float = 0.0
+    outcome: Outcome | None = None
+
+    def look(self) -> None:
+        """Take note of an outcome file, and of the end of the process."""
+        if self.status is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is not None:
+                self._reap()
+        if self.outcome is None and self.files.outcome.exists():
+            self.outcome = pickle.loads(self.files.outcome.read_bytes())
+
+    def kill(self) -> None:
+        """End the process and everything it started. Harmless if it is gone."""
+        if self.pid and self.status is None:
+            self._kill_group()
+            self._reap()
+
+    def _kill_group(self) -> None:
+        for kill in (os.killpg, os.kill):  # right after the fork the process is not yet a group of its own
+            try:
+                kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _reap(self) -> None:
+        if self.status is None:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self._kill_group()  # before reaping, while the id cannot belong to anybody else
+            _, status = os.waitpid(self.pid, 0)
+            self.status = os.waitstatus_to_exitcode(status)
+            self.ended_at = time.monotonic() - 2 * POLL_S
+
+    @property
+    def failed_at(self) -> float | None:
+        """When this rank failed, or None. A death counts a little earlier, being noticed late."""
+        if self.outcome is not None:
+            return self.outcome.at if self.outcome.failure else None
+        return self.ended_at if self.status is not None else None
+
+    def report(self) -> str:
+        """What went wrong on this rank, with all that is known about it."""
+        rank = f"rank {self.files.rank}"
+        if self.outcome is not None and self.outcome.failure:
+            text = f"{rank} raised:\n{self.outcome.failure.rstrip()}"
+        elif self.status is not None and self.status < 0:
+            text = f"{rank} died by signal {-self.status} ({signal.Signals(-self.status).name})"
+        elif self.status is not None:
+            text = f"{rank} exited with code {self.status} before its function returned"
+        else:
+            stack = self.files.stack.read_text(errors="replace").rstrip() if self.files.stack.exists() else ""
+            text = f"{rank} did not finish; its Python stack:\n{stack or '(none: it did not answer SIGUSR1)'}"
+        output = self.files.output.read_text(errors="replace") if self.files.output.exists() else ""
+        return f"{text}\n--- output of {rank} ---\n{output[-OUTPUT_TAIL:].rstrip()}" if output.strip() else text
+
+
+def _check_forkable(world_size: int) -> None:
+    if world_size < 1:
+        raise ProcessGroupError(f"run_distributed needs world_size >= 1, got {world_size}")
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        raise ProcessGroupError(
+            "run_distributed forks ranks, and the calling process already has a default process group: "
+            "call torch.distributed.destroy_process_group() first"
+        )
+    if torch.cuda.is_initialized():
+        raise ProcessGroupError(
+            "run_distributed forks ranks, and the calling process has already used CUDA, which does not survive a "
+            "fork: keep GPU work inside the function that the ranks run"
+        )
+
+
+def _fork(
+    call: Callable[[], Any],
+    files: RankFiles,
+    world_size: int,
+    backend: str | None,
+    timeout_s: float,
+    release: tuple[int, int],
+) -> int:
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12+: a fork of a process with threads
+        pid = os.fork()
+    if pid == 0:
+        os.close(release[1])
+        run_rank(call, files, world_size, backend, timeout_s, parent, release[0])
+    return pid
+
+
+def _wait(ranks: list[Rank], deadline: float, timeout_s: float) -> None:
+    """Return when every rank has a result; raise on the first failure or at the deadline."""
+    while True:
+        for rank in ranks:
+            rank.look()
+        if any(rank.failed_at is not None for rank in ranks):
+            raise _failure(ranks)
+        if all(rank.outcome is not None for rank in ranks):
+            return
+        if time.monotonic() > deadline:
+            raise _hang(ranks, timeout_s)
+        time.sleep(POLL_S)
+
+
+def _failure(ranks: list[Rank]) -> DistributedTestError:
+    """Name the rank that failed first, then those that failed right after it, often because of it."""
+    until = time.monotonic() + GRACE_S
+    while time.monotonic() < until:
+        time.sleep(POLL_S)
+        for rank in ranks:
+            rank.look()
+    failed = sorted((rank for rank in ranks if rank.failed_at is not None), key=lambda rank: rank.failed_at or 0.0)
+    first, others = failed[0], failed[1:]
+    message = f"{first.report()}\n(world size {len(ranks)}; the other ranks were killed)"
+    for rank in others:
+        message += f"\n\nlater, {rank.report()}"
+    error = DistributedTestError(message)
+    if first.outcome is not None and first.outcome.error:
+        error.__cause__ = pickle.loads(first.outcome.error)
+    return error
+
+
+def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
+    hanging = [rank for rank in ranks if rank.outcome is None]
+    for rank in hanging:
+        os.kill(rank.pid, signal.SIGUSR1)  # not reaped yet, so the id is still this rank's
+    until = time.monotonic() + STACK_S
+    while time.monotonic() < until and not all(
+        rank.files.stack.exists() and rank.files.stack.stat().st_size for rank in hanging
+    ):
+        time.sleep(POLL_S)
+    time.sleep(0.05)  # let the writers reach the end of their stacks
+    numbers = ", ".join(str(rank.files.rank) for rank in hanging)
+    reports = "\n\n".join(rank.report() for rank in hanging)
+    return DistributedTestError(
+        f"ranks {numbers} of {len(ranks)} did not finish within {timeout_s:g} s and were killed\n\n{reports}"
+    )
+
+
+def _let_exit(ranks: list[Rank], patience_s: float = 2.0) -> None:
+    """Give finished ranks a moment to exit by themselves."""
+    until = time.monotonic() + patience_s
+    while any(rank.status is None for rank in ranks) and time.monotonic() < until:
+        for rank in ranks:
+            rank.look()
+        time.sleep(POLL_S)

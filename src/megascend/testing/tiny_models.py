@@ -1,0 +1,141 @@
+"""Hugging Face checkpoints small enough for a test of a second, with weights that let mistakes show.
+
+A freshly initialised model is a poor test subject: norms are all ones, biases all zeros, logits nearly flat, so a layer
+that is skipped or a shard that is swapped hardly changes the loss. Here every parameter is random at a scale that
+matters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megascend.errors import ConfigError, DistributedTestError
+
+_CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+ARCHITECTURES = tuple(_CLASSES)
+"""The ``arch`` values that this module knows."""
+
+MARKER = "tiny_checkpoint.json"
+"""File beside the weights that records what they were made from."""
+
+
+def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
+    """The Hugging Face ``config.json`` of a tiny model: 4 layers, hidden 64, 4 heads in 2 query groups, 320 tokens.
+
+    Args:
+        arch: one of :data:`ARCHITECTURES`.
+        overrides: any key of the config, e.g. ``tie_word_embeddings=True`` or ``num_hidden_layers=8``.
+
+    Raises:
+        ConfigError: the architecture is not known.
+    """
+    if arch not in _CLASSES:
+        raise ConfigError(f"no tiny model of architecture {arch!r}; known: {', '.join(ARCHITECTURES)}")
+    config: dict[str, Any] = {
+        "model_type": arch,
+        "architectures": [_CLASSES[arch]],
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+    if arch in ("llama", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = False
+    if arch == "llama":
+        config["mlp_bias"] = False
+    if arch == "qwen3_moe":
+        config |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
+    return config | overrides
+
+
+def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a loadable checkpoint (``config.json`` and safetensors) of a tiny random model to directory ``path``.
+
+    The model is built by transformers in a process of its own, because building an mcore-bridge model in this one
+    changes what transformers builds afterwards. A directory that already holds the checkpoint of the same arguments
+    is left as it is, so a session-wide fixture costs one build (about 4 s).
+
+    Args:
+        path: the checkpoint directory; created if missing.
+        arch: one of :data:`ARCHITECTURES`.
+        seed: of the weights.
+        overrides: as for :func:`tiny_config`.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConfigError: the directory holds files that this function did not write.
+        DistributedTestError: transformers could not build the model; the message holds its output.
+    """
+    path = Path(path)
+    recipe = json.dumps({"config": tiny_config(arch, **overrides), "seed": seed}, sort_keys=True)
+    if _holds(path, recipe):
+        return path
+    if path.exists() and any(path.iterdir()) and not (path / MARKER).exists():
+        raise ConfigError(f"{path} holds files that are no tiny checkpoint; give write_tiny_checkpoint a new directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        fresh = Path(folder) / "checkpoint"
+        _build(fresh, recipe)
+        (fresh / MARKER).write_text(recipe)
+        shutil.rmtree(path, ignore_errors=True)
+        try:
+            os.replace(fresh, path)
+        except OSError:
+            if not _holds(path, recipe):  # else another process was faster with the same checkpoint
+                raise
+    return path
+
+
+def _holds(path: Path, recipe: str) -> bool:
+    marker = path / MARKER
+    return marker.is_file() and marker.read_text() == recipe
+
+
+def _build(path: Path, recipe: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megascend.testing._build_tiny", str(path)],
+        input=recipe,
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")

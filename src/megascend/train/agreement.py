@@ -1,0 +1,102 @@
+"""What the ranks tell each other before a step: one small Gloo exchange, so that all of them run it or none does."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megascend.errors import DataError
+from megascend.parallel.objects import gather_objects
+from megascend.parallel.process_groups import ProcessGroups
+from megascend.parallel.topology import Topology
+from megascend.train.sample import Sample
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's view of its own samples.
+
+    Attributes:
+        problem: why they cannot be trained on, or None.
+        micro_batches: how many it planned.
+        weight: sum of the target weights.
+        pairs: preference pairs.
+        trained: targets with a weight above 0.
+        tokens: input tokens.
+        checksum: of the token ids, equal on ranks that were given the same samples.
+    """
+
+    problem: str | None
+    micro_batches: int = 0
+    weight: float = 0.0
+    pairs: int = 0
+    trained: int = 0
+    tokens: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Sums over data parallel ranks, and the number of micro batches that every rank runs."""
+
+    micro_batches: int
+    weight: float
+    pairs: int
+    trained: int
+    tokens: int
+
+
+def report(samples: Sequence[Sample], micro_batches: int, pairs: int) -> Report:
+    """The :class:`Report` of samples that are in order."""
+    checksum = 0
+    for sample in samples:
+        checksum = zlib.crc32(sample.input_ids.numpy().tobytes(), checksum)
+    return Report(
+        problem=None,
+        micro_batches=micro_batches,
+        weight=float(sum(sample.weights.sum(dtype=sample.weights.double().dtype) for sample in samples)),
+        pairs=pairs,
+        trained=int(sum((sample.weights > 0).sum() for sample in samples)),
+        tokens=sum(len(sample) for sample in samples),
+        checksum=checksum,
+    )
+
+
+def exchange(mine: Report, topology: Topology, groups: ProcessGroups) -> Agreement:
+    """Tell all ranks, hear from all ranks, and reach the same verdict everywhere."""
+    return settle(gather_objects(mine, "world", groups), topology)
+
+
+def settle(reports: Sequence[Report], topology: Topology) -> Agreement:
+    """The verdict on the reports of all ranks. Pure.
+
+    Raises:
+        DataError: some rank has a problem, ranks that must pass the same samples did not, or there is nothing to do.
+    """
+    problems = [(rank, entry.problem) for rank, entry in enumerate(reports) if entry.problem is not None]
+    if problems:
+        rank, problem = problems[0]
+        more = f" ({len(problems)} ranks have problems)" if len(problems) > 1 else ""
+        raise DataError(f"rank {rank}: {problem}{more}")
+    leaders: dict[int, int] = {}
+    for rank, entry in enumerate(reports):
+        leader = leaders.setdefault(topology.coordinates(rank).data, rank)
+        if reports[leader].checksum != entry.checksum:
+            raise DataError(
+                f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but were given different "
+                "samples; pass the same list on both (backend.shard picks a data parallel rank's share of a global list)"
+            )
+    shares = [reports[rank] for rank in leaders.values()]
+    if not any(share.tokens for share in shares):
+        raise DataError("the batch is empty on every rank")
+    count = max(share.micro_batches for share in shares)
+    if topology.virtual_pipeline > 1:  # the interleaved schedule works in rounds of one micro batch per stage
+        count = -(-count // topology.pipeline) * topology.pipeline
+    return Agreement(
+        micro_batches=count,
+        weight=sum(share.weight for share in shares),
+        pairs=sum(share.pairs for share in shares),
+        trained=sum(share.trained for share in shares),
+        tokens=sum(share.tokens for share in shares),
+    )

@@ -1,0 +1,149 @@
+"""Loss functions: plain callables on (log-probs, inputs), and the four that are known by name.
+
+A loss returns one value per token, or one per preference pair, *unreduced*; the step weights, normalises and sums over
+micro batches, data and context parallel ranks, so a loss never depends on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megascend.errors import ConfigError, DataError
+
+
+@dataclass
+class LossInputs:
+    """What a loss function sees of this rank's part of one micro batch; n tokens, padding included with weight 0.
+
+    Attributes:
+        targets: int64 [n].
+        weights: float32 [n].
+        entropy: float32 [n] with gradient, or None unless the loss asks for it.
+        advantages, old_logprobs, ref_logprobs: float32 [n] or None.
+        extra: further float32 [n] fields.
+        sample: int64 [n], which sample of the micro batch a token belongs to.
+        sample_count: samples in the micro batch.
+        pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
+        reduce_context: sums a tensor over context parallel ranks, differentiably.
+    """
+
+    targets: Tensor
+    weights: Tensor
+    sample: Tensor
+    sample_count: int
+    pairs: Tensor
+    reduce_context: Callable[[Tensor], Tensor]
+    entropy: Tensor | None = None
+    advantages: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    extra: dict[str, Tensor] | None = None
+
+    def sum_per_sample(self, values: Tensor) -> Tensor:
+        """Weighted sum of per-token ``values`` [n] over each whole sample, context parallel parts included: [samples]."""
+        totals = values.new_zeros(self.sample_count).index_add(0, self.sample, values * self.weights)
+        return self.reduce_context(totals)
+
+
+LossFunction = Callable[[Tensor, LossInputs], Any]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function and what it needs.
+
+    Attributes:
+        name: for messages and metrics.
+        function: ``(logprobs [n], LossInputs) -> values`` or ``-> (values, {metric: values})``; values and metrics have
+            shape [n] for ``per="token"`` and [pairs] for ``per="pair"``.
+        per: what is averaged: tokens by their weights, or preference pairs, each counting once.
+        requires: per-token fields of :class:`megascend.Sample` that must be set.
+        entropy: True if ``inputs.entropy`` is needed.
+    """
+
+    name: str
+    function: LossFunction
+    per: Literal["token", "pair"] = "token"
+    requires: tuple[str, ...] = ()
+    entropy: bool = False
+
+
+def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> Tensor:
+    """Negative log-likelihood of the targets."""
+    return -logprobs
+
+
+def importance_sampling(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient with importance weights: -(pi / pi_old) * advantage, as in Tinker's ``importance_sampling``."""
+    ratio = torch.exp(logprobs - inputs.old_logprobs)
+    return -ratio * inputs.advantages, {"ratio": ratio.detach()}
+
+
+def ppo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2):
+    """Clipped surrogate objective (Schulman et al. 2017, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A)."""
+    log_ratio = logprobs - inputs.old_logprobs
+    ratio = torch.exp(log_ratio)
+    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    surrogate = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
+    was_clipped = (clipped * inputs.advantages < ratio * inputs.advantages).float()
+    # k3 estimator of KL(old || new), Schulman 2020: always positive, unbiased.
+    kl = torch.exp(log_ratio) - 1 - log_ratio
+    return -surrogate, {"ratio": ratio.detach(), "clip_fraction": was_clipped, "kl": kl.detach()}
+
+
+def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
+    """Direct preference optimisation (Rafailov et al. 2023, eq. 7); needs ``ref_logprobs`` and complete pairs."""
+    margins = inputs.sum_per_sample(logprobs - inputs.ref_logprobs)
+    chosen, rejected = margins[inputs.pairs[:, 0]], margins[inputs.pairs[:, 1]]
+    logits = beta * (chosen - rejected)
+    return -F.logsigmoid(logits), {
+        "accuracy": (logits > 0).float(),
+        "reward_chosen": beta * chosen.detach(),
+        "reward_rejected": beta * rejected.detach(),
+    }
+
+
+BUILT_IN = {
+    "cross_entropy": Loss("cross_entropy", cross_entropy),
+    "importance_sampling": Loss("importance_sampling", importance_sampling, requires=("old_logprobs", "advantages")),
+    "ppo": Loss("ppo", ppo, requires=("old_logprobs", "advantages")),
+    "dpo": Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
+}
+
+
+def resolve(loss: str | Loss | LossFunction) -> Loss:
+    """The :class:`Loss` for a name, a Loss, or a plain per-token callable.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if isinstance(loss, str):
+        if loss not in BUILT_IN:
+            raise ConfigError(f"unknown loss {loss!r}; known by name: {', '.join(BUILT_IN)}. Or pass a callable.")
+        return BUILT_IN[loss]
+    if callable(loss):
+        return Loss(getattr(loss, "__name__", type(loss).__name__), loss)
+    raise ConfigError(f"a loss is a name, a megascend.Loss or a callable, got {type(loss).__name__}")
+
+
+def split_output(loss: Loss, output: Any, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Take a loss function's return value apart and check its shapes.
+
+    Raises:
+        DataError: the values do not have one entry per token (or pair).
+    """
+    values, metrics = output if isinstance(output, tuple) else (output, {})
+    for name, tensor in {"loss": values, **metrics}.items():
+        if tuple(tensor.shape) != (count,):
+            raise DataError(
+                f"loss {loss.name!r} returned {name} of shape {tuple(tensor.shape)}; per={loss.per!r} needs ({count},)"
+            )
+    return values, metrics

@@ -1,0 +1,178 @@
+"""What a run leaves behind while it goes on: metrics.jsonl, a TensorBoard log, and a progress display. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+PLAIN_LINES = 20
+"""How many progress lines a run prints where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl. ``loss`` and ``grad_norm`` are null where they are not finite.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the trained tokens of the step, before the update.
+        grad_norm: global norm before clipping.
+        lr: learning rate of the update.
+        tokens: tokens of the step that carry loss, over all ranks.
+        total_tokens: input tokens of the step, over all ranks.
+        tokens_per_s: ``total_tokens`` over the step's time.
+        skipped: True if a non-finite gradient made all ranks skip the update.
+        epoch: how often the data has been gone through after this step.
+        peak_memory_bytes: device memory of rank 0 since the run began; 0 where the platform cannot tell.
+        seconds: time since the first step began.
+        mfu: model-FLOPs utilisation, or None where the model's or the device's figure is not known.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    total_tokens: int
+    tokens_per_s: float
+    skipped: bool
+    epoch: float
+    peak_memory_bytes: int
+    seconds: float
+    mfu: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON can hold it: rounded to six digits, null for numbers that are not finite."""
+        values = dict(vars(self))
+        for key, value in values.items():
+            if isinstance(value, float):
+                values[key] = float(f"{value:.6g}") if math.isfinite(value) else None
+        return values
+
+
+class RunLog:
+    """Context manager over the outputs of a run; a display is closed and a file flushed however the run ends."""
+
+    def __init__(self, output: Path, steps: int, tensorboard: bool, enabled: bool = True) -> None:
+        """With ``enabled`` False, as on every rank but the first, nothing is written or shown."""
+        self._output = output
+        self._enabled = enabled
+        self._use_tensorboard = tensorboard
+        self._display = make_display(steps)
+        self._file: IO[str] | None = None
+        self._tensorboard: Any = None
+        self.rows: list[dict[str, Any]] = []
+
+    def __enter__(self) -> RunLog:
+        if self._enabled:
+            self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            self._display.stop()
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def write(self, record: StepRecord) -> None:
+        """Record one step. The files are created with the first one: a run that fails to start leaves none."""
+        if not self._enabled:
+            return
+        row = record.to_dict()
+        self.rows.append(row)
+        if self._file is None:
+            self._file = self._open()
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
+                if row[key] is not None:
+                    self._tensorboard.add_scalar(f"train/{key}", row[key], record.step)
+        self._display.show(record)
+
+    def _open(self) -> IO[str]:
+        self._output.mkdir(parents=True, exist_ok=True)
+        if self._use_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self._output / "tensorboard"))
+        return (self._output / "metrics.jsonl").open("w")
+
+
+class PlainDisplay:
+    """A line every few steps, for log files and pipes."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._every = max(1, steps // PLAIN_LINES)
+
+    def start(self) -> None:
+        """Nothing to set up."""
+
+    def stop(self) -> None:
+        """Nothing to take down."""
+
+    def show(self, record: StepRecord) -> None:
+        """Print the step if it is the first, the last, skipped, or due."""
+        if record.step in (1, self._steps) or record.skipped or record.step % self._every == 0:
+            remaining = record.seconds / record.step * (self._steps - record.step)
+            print(f"step {record.step}/{self._steps}  {summary(record)}  ETA {clock(remaining)}", flush=True)
+
+
+class BarDisplay:
+    """A rich progress bar."""
+
+    def __init__(self, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[summary]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("train", total=steps, summary="waiting for the first step")
+
+    def start(self) -> None:
+        """Show the bar."""
+        self._progress.start()
+
+    def stop(self) -> None:
+        """Leave the bar as it stands and give the terminal back."""
+        self._progress.stop()
+
+    def show(self, record: StepRecord) -> None:
+        """Move the bar to the step."""
+        self._progress.update(self._task, completed=record.step, summary=summary(record))
+        if record.skipped:
+            self._progress.console.print(f"step {record.step}: non-finite gradients, skipped on all ranks", style="red")
+
+
+def make_display(steps: int) -> BarDisplay | PlainDisplay:
+    """A bar on a terminal, else lines."""
+    return BarDisplay(steps) if sys.stdout.isatty() else PlainDisplay(steps)
+
+
+def summary(record: StepRecord) -> str:
+    """The figures of a step in one short line."""
+    skipped = "  SKIPPED" if record.skipped else ""
+    return f"loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  {record.tokens_per_s:,.0f} tokens/s{skipped}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,105 @@
+"""A training sample: tokens with their targets already aligned, so that SFT, distillation and RL are one format."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.errors import DataError
+
+TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs")
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sequence. Every per-token field has shape [length] and may be given as a list or a tensor.
+
+    Attributes:
+        input_ids: int64, what the model reads.
+        target_ids: int64, what it shall predict at each position (for causal models the next token).
+        weights: float32, each target's weight in the loss; a mask is 0 / 1.
+        advantages: float32, for policy losses.
+        old_logprobs: float32, log-probabilities of the targets under the policy that sampled them.
+        ref_logprobs: float32, log-probabilities of the targets under a reference model.
+        extra: further float32 fields for loss functions of your own, reached as ``inputs.extra[name]``.
+        pair: samples with the same value form one preference pair and stay in one micro batch.
+        chosen: within a pair, True for the preferred sample.
+    """
+
+    input_ids: Any
+    target_ids: Any
+    weights: Any
+    advantages: Any = None
+    old_logprobs: Any = None
+    ref_logprobs: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    pair: Hashable | None = None
+    chosen: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
+        self.target_ids = _vector(self.target_ids, "target_ids", torch.int64)
+        self.weights = _vector(self.weights, "weights", torch.float32)
+        for name in TOKEN_FIELDS:
+            if getattr(self, name) is not None:
+                setattr(self, name, _vector(getattr(self, name), name, torch.float32))
+        self.extra = {name: _vector(value, f"extra[{name!r}]", torch.float32) for name, value in self.extra.items()}
+        lengths = {name: len(value) for name, value in self.token_fields().items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
+        if len(self) == 0:
+            raise DataError("a sample must hold at least one token")
+        if bool((self.weights < 0).any()):
+            raise DataError(f"weights must not be negative, got {float(self.weights.min())}")
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def token_fields(self) -> dict[str, Tensor]:
+        """All per-token fields that are set, by name (``extra`` fields under their own names)."""
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        return tensors | self.extra
+
+    @classmethod
+    def causal(
+        cls, token_ids: Sequence[int] | Tensor, prompt_length: int = 0, weights: Sequence[float] | Tensor | None = None
+    ) -> Sample:
+        """A sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
+
+        Args:
+            token_ids: the whole sequence, prompt first.
+            prompt_length: targets inside the first ``prompt_length`` tokens get weight 0.
+            weights: [n + 1], the weight of predicting each token (the first is never predicted); default 1.
+        """
+        tokens = _vector(token_ids, "token_ids", torch.int64)
+        if len(tokens) < 2:
+            raise DataError(f"a causal sample needs at least 2 tokens, got {len(tokens)}")
+        if not 0 <= prompt_length < len(tokens):
+            raise DataError(f"prompt_length must lie in [0, {len(tokens)}), got {prompt_length}: no token would be trained")
+        target_weights = torch.ones(len(tokens)) if weights is None else _vector(weights, "weights", torch.float32).clone()
+        if len(target_weights) != len(tokens):
+            raise DataError(f"weights must have one entry per token ({len(tokens)}), got {len(target_weights)}")
+        target_weights[:prompt_length] = 0
+        return cls(input_ids=tokens[:-1], target_ids=tokens[1:], weights=target_weights[1:])
+
+
+def _vector(values: Any, name: str, dtype: torch.dtype) -> Tensor:
+    """``values`` as a one-dimensional CPU tensor; floats must be finite."""
+    try:
+        tensor = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} cannot become a tensor: {error}") from None
+    if tensor.dim() != 1:
+        raise DataError(f"{name} must be one-dimensional, got shape {tuple(tensor.shape)}")
+    if dtype == torch.int64 and tensor.is_floating_point():
+        raise DataError(f"{name} must hold integers, got {tensor.dtype}")
+    tensor = tensor.detach().to(dtype)
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        where = int((~torch.isfinite(tensor)).nonzero()[0])
+        raise DataError(f"{name}[{where}] is {float(tensor[where])}; all values must be finite")
+    return tensor

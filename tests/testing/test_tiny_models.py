@@ -1,0 +1,78 @@
+"""Tiny checkpoints: transformers loads them, they are reproducible, and nothing in them is trivial."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from megascend.errors import ConfigError
+from megascend.testing import ARCHITECTURES, tiny_config, write_tiny_checkpoint
+
+# Run apart, as a test before this one may have built an mcore-bridge model in this process.
+LOADS = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+for path in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    with torch.no_grad():
+        logits = model(torch.arange(16)[None] * 7 % 320).logits
+    keys = sorted(list(info["missing_keys"]) + list(info["unexpected_keys"]))
+    print(json.dumps([list(logits.shape), logits.std().item(), logits.dtype == torch.float32, keys]))
+"""
+
+
+def test_transformers_loads_them_and_their_logits_are_not_flat(tmp_path: Path) -> None:
+    paths = [str(write_tiny_checkpoint(tmp_path / arch, arch)) for arch in ARCHITECTURES]
+    done = subprocess.run([sys.executable, "-c", LOADS, *paths], capture_output=True, text=True, check=True)
+    for line, arch in zip(done.stdout.splitlines()[-len(paths) :], ARCHITECTURES, strict=True):
+        shape, spread, is_float32, keys = json.loads(line)
+        assert shape == [1, 16, 320]
+        assert 0.8 < spread < 4.0
+        assert is_float32
+        assert keys == []
+
+        weights = load_file(tmp_path / arch / "model.safetensors")
+        for name, value in weights.items():
+            assert value.std() > 0.01, f"{name} is constant"
+        assert "lm_head.weight" in weights
+        assert weights["model.layers.3.self_attn.q_proj.weight"].shape == (64, 64)
+        assert weights["model.layers.3.self_attn.k_proj.weight"].shape == (32, 64)
+        assert ("model.layers.0.self_attn.q_proj.bias" in weights) == (arch == "qwen2")
+        assert ("model.layers.0.mlp.experts.3.down_proj.weight" in weights) == (arch == "qwen3_moe")
+
+
+def test_same_arguments_same_weights_and_no_second_build(tmp_path: Path) -> None:
+    settings = {"tie_word_embeddings": True, "num_hidden_layers": 2, "vocab_size": 128}
+    first = write_tiny_checkpoint(tmp_path / "a", "qwen3", seed=3, **settings)
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    write_tiny_checkpoint(tmp_path / "a", "qwen3", seed=3, **settings)
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    config = json.loads((first / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["vocab_size"], config["hidden_size"]) == (2, 128, 64)
+
+    second = write_tiny_checkpoint(tmp_path / "b", "qwen3", seed=3, **settings)
+    left, right = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert left.keys() == right.keys()
+    assert all((left[name] == right[name]).all() for name in left)
+    assert "lm_head.weight" not in left
+
+    write_tiny_checkpoint(tmp_path / "b", "qwen3", seed=4, **settings)
+    other = load_file(tmp_path / "b" / "model.safetensors")
+    assert not any((left[name] == other[name]).all() for name in left)
+
+
+def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="no tiny checkpoint"):
+        write_tiny_checkpoint(tmp_path, "llama")
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(ConfigError, match="'gpt9'; known: qwen2"):
+        tiny_config("gpt9")
