@@ -164,8 +164,9 @@ if triton is not None:
         q2 = tl.zeros([HALF], tl.float32)
         k1 = tl.zeros([HALF], tl.float32)
         k2 = tl.zeros([HALF], tl.float32)
-        for index in range(program, tokens, tl.num_programs(0)):
-            token = index.to(tl.int64)
+        programs = tl.num_programs(0)
+        for turn in range(tl.cdiv(tokens - program, programs)):
+            token = (program + turn * programs).to(tl.int64)
             position = (token // batch) % length
             cos = tl.load(cosines + position * HALF + column)[None, :]
             sin = tl.load(sines + position * HALF + column)[None, :]

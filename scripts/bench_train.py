@@ -29,6 +29,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -133,7 +134,7 @@ class BareSteps(Steps):
         if work.platform == "cpu":
             import megascend
 
-            megascend.bootstrap("cpu")
+            megascend.bootstrap("cpu").load_megatron()
         import megatron.core.parallel_state as mpu
         import torch.distributed as dist
         from megatron.core.distributed import (
@@ -385,7 +386,7 @@ def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Resu
 
         result.peak_gib = result.reserved_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if profile is not None:
-        write_profile(steps, batches[0], profile / f"profile-{run.replace(':', '_').replace('=', '-')}.txt", on_gpu)
+        write_profile(steps, batches[0], profile / f"profile-{re.sub('[^a-z0-9]+', '-', run)}.txt", on_gpu)
     return result
 
 

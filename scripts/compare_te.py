@@ -2,7 +2,7 @@
 
     python scripts/compare_te.py layers                  # every layer, forward and gradients, fp32 and bf16; attributes
     python scripts/compare_te.py model                   # tiny Qwen3 and Qwen3-MoE through mcore-bridge, one GPU
-    python scripts/compare_te.py model --nproc 2         # the same with TP 2, TP 2 + sequence parallel, EP 2
+    python scripts/compare_te.py model --ranks 2         # the same with TP 2, TP 2 + sequence parallel, EP 2
     python scripts/compare_te.py layers --self --device cpu      # the reference with itself: checks this script
 
 ``layers`` puts both implementations into one process: same weights, same input, same output gradient. ``model`` starts
@@ -383,7 +383,7 @@ def model_rank(arguments: argparse.Namespace) -> None:
     """One rank of one side: run every case and save losses and gradients."""
     import megascend
 
-    megascend.bootstrap(arguments.device)
+    megascend.bootstrap(arguments.device).load_megatron()
     import megatron.core.parallel_state as mpu
     import torch
     import torch.distributed as dist
@@ -403,7 +403,7 @@ def model_rank(arguments: argparse.Namespace) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     results = {}
-    for name, arch, layout, precision in model_cases(arguments.nproc):
+    for name, arch, layout, precision in model_cases(arguments.ranks):
         tp, ep = layout.get("tp", 1), layout.get("ep", 1)
         etp = 1 if ep > 1 else tp
         mpu.initialize_model_parallel(
@@ -449,9 +449,9 @@ def model_rank(arguments: argparse.Namespace) -> None:
 def start_side(arguments: argparse.Namespace, side: str, work: Path) -> int:
     """All ranks of one side, with torchrun for more than one; returns the exit code."""
     command = [sys.executable]
-    if arguments.nproc > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.nproc}"]
-    command += [__file__, "model", "--device", arguments.device, "--nproc", str(arguments.nproc)]
+    if arguments.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+    command += [__file__, "model", "--device", arguments.device, "--ranks", str(arguments.ranks)]
     command += ["--work", str(work), "--side", side]
     environment = dict(os.environ)
     if side == "reference":
@@ -482,9 +482,9 @@ def compare_model(table: Table, arguments: argparse.Namespace) -> None:
             if code := start_side(arguments, side, work):
                 table.failed(f"model, {side} side", f"exit code {code}")
                 return
-        for rank in range(arguments.nproc):
+        for rank in range(arguments.ranks):
             real, reference = (torch.load(work / f"{side}-{rank}.pt") for side in ("real", "reference"))
-            for name, arch, _, precision in model_cases(arguments.nproc):
+            for name, arch, _, precision in model_cases(arguments.ranks):
                 bound = BOUNDS["moe" if arch == "qwen3_moe" else "model", precision]
                 what = f"{name} rank {rank}"
                 losses = [{"losses": side[name]["losses"]} for side in (reference, real)]
@@ -502,7 +502,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("layers", "model"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nproc", type=int, choices=tuple(LAYOUTS), default=1, help="model: processes, one GPU each")
+    parser.add_argument("--ranks", type=int, choices=tuple(LAYOUTS), default=1, help="model: processes, one GPU each")
     parser.add_argument("--self", action="store_true", dest="with_itself", help="layers: compare with itself")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=("real", "reference"), help=argparse.SUPPRESS)

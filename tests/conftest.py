@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 
 from megascend.bootstrap.runtime import Runtime, bootstrap
@@ -17,3 +20,19 @@ def runtime() -> Runtime:
     from megatron.core import parallel_state  # noqa: F401
 
     return runtime
+
+
+@pytest.fixture(scope="session")
+def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny checkpoints and Hugging Face references are kept for all tests of the session."""
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="session")
+def megatron_imported() -> Runtime:
+    """Import Megatron once, in this process; ranks are forked from it."""
+    loaded = bootstrap("cpu")
+    loaded.load_megatron()
+    for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.train.step"):
+        import_module(module)
+    return loaded

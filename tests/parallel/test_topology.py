@@ -147,7 +147,7 @@ def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
             {"tensor": 2},
             3,
             DENSE,
-            r"world size 3 is not a multiple of parallel.tensor=2 .* = 2; start 2 or 4 processes",
+            r"world size 3 is not a multiple of parallel.tensor=2 .* = 2; start 2 or 4",
         ),
         ({"context": 2, "pipeline": 2}, 2, DENSE, r"x parallel.context=2 = 4; start 4 processes"),
         ({"expert": 2}, 3, MOE, r"world size 3 .* parallel.expert=2 x parallel.pipeline=1 = 2; start 2 or 4"),
@@ -175,7 +175,7 @@ def test_layouts_that_cannot_work(parallel: dict[str, Any], world: int, model: M
         (
             {"intermediate_size": 129},
             {"tensor": 2},
-            "does not divide the 129 columns of the MLP .*; use 1, 3, 43 or 129",
+            "does not divide the 129 columns of the MLP .*; use 1, 3, 43",
         ),
         ({"num_experts": 4, "moe_intermediate_size": 9}, {"expert": 2, "expert_tensor": 2}, "9 columns of an expert"),
         (
@@ -220,9 +220,7 @@ def test_sequence_lengths() -> None:
     assert length_multiple(plan(Parallel(tensor=4, sequence=True), 4, DENSE)) == 4
     check_sequence_length(7, alone)
     check_sequence_length(16, both)
-    message = (
-        r"length 17 is not a positive multiple of 8 \(2 x parallel.context=2 times parallel.tensor=2 .*; pad to 24"
-    )
+    message = r"length 17 is not a positive multiple of 8 \(2 x parallel.context=2 times parallel.tensor=2 .*pad to 24"
     with pytest.raises(TopologyError, match=message):
         check_sequence_length(17, both)
     with pytest.raises(TopologyError, match="length 0 is not a positive multiple of 1; pad to 1"):

@@ -213,7 +213,7 @@ def check_collectives(timeout: float) -> Check:
     for rank, outcome in enumerate(outcomes):
         if outcome.answer is None:
             last = outcome.problem.splitlines()[-1]
-            hint = "Gloo could not connect two processes here; GLOO_SOCKET_IFNAME=lo pins it to the loopback interface"
+            hint = "could Gloo not connect two processes? GLOO_SOCKET_IFNAME=lo pins it to the loopback interface"
             return Check("collectives", "fail", f"rank {rank}: {last}", hint)
     answer = outcomes[0].answer or {}
     latency, bandwidth = answer["latency_us"], answer["bandwidth_gb_s"]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend import errors
 from megascend.errors import MegascendError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 class WorkerError(MegascendError, RuntimeError):
@@ -42,7 +44,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     with (
         tempfile.TemporaryDirectory(prefix="megascend-launch-") as folder,
         _environment_default("OMP_NUM_THREADS", "1"),
-        _quiet("torch.distributed.elastic", "torch.distributed.launcher"),
+        _quiet("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -59,33 +61,31 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
         try:
             return elastic_launch(config, function)(*args)[0]
         except ChildFailedError as failure:
-            cause = root_cause(failure)
+            cause = root_cause(failure, Path(folder))
     raise cause
 
 
-def root_cause(failure: ChildFailedError) -> MegascendError:
-    """The error that started it: one of ours if any worker raised one, else the earliest failure.
+def root_cause(failure: ChildFailedError, folder: Path) -> MegascendError:
+    """The error that started it: one of ours if any worker recorded one, else the failure that the launcher saw first.
 
     A rank that dies makes its peers fail too (a closed connection, SIGTERM from the launcher), often within the same
-    second, so time alone does not tell cause from effect.
+    moment, and the launcher reports a single one; what each worker recorded lies in ``folder``.
     """
-    by_time = sorted(failure.failures.items(), key=lambda item: item[1].timestamp)
-    for _, worker in by_time:
-        ours = _our_error(_message(worker))
+    for path in sorted(folder.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
+        ours = _our_error(_message(json.loads(path.read_text())["message"]))
         if ours is not None:
             return ours
-    raised = [(rank, worker) for rank, worker in by_time if isinstance(worker.message, dict)]
-    rank, worker = (raised or by_time)[0]
-    if isinstance(worker.message, dict):
-        trace = worker.message.get("extraInfo", {}).get("py_callstack", "").rstrip()
-        return WorkerError(f"rank {rank} raised {_message(worker)}\n{trace}")
+    rank, worker = failure.get_first_failure()
+    message: Any = worker.message  # what the worker recorded, or a sentence of the launcher's if it recorded nothing
+    if isinstance(message, dict):
+        trace = message.get("extraInfo", {}).get("py_callstack", "").rstrip()
+        return WorkerError(f"rank {rank} raised {_message(message)}\n{trace}")
     ending = worker.signal_name() if worker.exitcode < 0 else f"exit code {worker.exitcode}"
     return WorkerError(f"rank {rank} (pid {worker.pid}) ended with {ending} and left no Python error")
 
 
-def _message(worker: ProcessFailure) -> str:
-    message: Any = worker.message
-    return str(message.get("message", "")) if isinstance(message, dict) else str(message)
+def _message(recorded: Any) -> str:
+    return str(recorded.get("message", "")) if isinstance(recorded, dict) else str(recorded)
 
 
 def _our_error(message: str) -> MegascendError | None:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
-
-from megascend.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megascend.config import RunConfig
     from megascend.parallel.topology import Topology
 
 
-def check_topology(config: RunConfig, world_size: int) -> Topology | None:
-    """The layout of ``world_size`` ranks for this run's model; None if the model is not there (yet) to be checked.
+def check_topology(config: RunConfig, world_size: int) -> Topology:
+    """The layout of ``world_size`` ranks for this run's model.
 
     Raises:
         TopologyError: the layout fits neither the world size nor the model.
-        CheckpointError: the model's config.json is not JSON.
+        CheckpointError: the model is missing, incomplete or damaged, as far as file headers tell.
     """
-    from megascend.parallel.topology import ModelShape, plan
+    from megascend.huggingface.info import inspect_checkpoint
+    from megascend.parallel.topology import plan
 
-    path = config.model / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        hf_config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): the checkpoint is damaged or incomplete") from None
-    return plan(config.parallel, world_size, ModelShape.from_hf_config(hf_config))
+    return plan(config.parallel, world_size, inspect_checkpoint(config.model).shape)
+
+
+def check_run(config: RunConfig, world_size: int, overwrite: bool) -> None:
+    """Everything about a run that needs no torch: layout, checkpoint files, output directory, packages, data files.
+
+    Raises:
+        MegascendError: whatever the first rank would have raised a few seconds later.
+    """
+    from megascend.train.data import read_documents
+    from megascend.train.loop import check_output, check_packages
+
+    check_output(config.output, overwrite)
+    check_packages(config)
+    check_topology(config, world_size)
+    read_documents(config.data.path)

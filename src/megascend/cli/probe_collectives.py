@@ -20,11 +20,10 @@ def probe(store: str, world_size: int, rank: int) -> dict[str, float]:
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
 
     dist.init_process_group(
         "gloo",
-        store=FileStore(store, world_size),
+        store=dist.FileStore(store, world_size),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=30),

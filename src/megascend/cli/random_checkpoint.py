@@ -155,6 +155,7 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(size.arch, **hf_settings(size))
@@ -163,6 +164,7 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
         do_sample=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     out.parent.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()  # one file, written in milliseconds
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         fresh = Path(folder) / "checkpoint"
         model.save_pretrained(fresh, safe_serialization=True)

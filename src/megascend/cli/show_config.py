@@ -28,10 +28,10 @@ def show_config_command(
     typer.echo(to_yaml(settings.model_dump(mode="json")), nl=False)
     if nproc is None:
         return
-    topology = check_topology(settings, nproc)
-    if topology is None:
-        typer.echo(f"# layout not checked: no config.json in {settings.model}")
+    if not settings.model.exists():
+        typer.echo(f"# layout not checked: there is no {settings.model} yet")
         return
+    topology = check_topology(settings, nproc)
     for line in [*topology.describe().splitlines(), *topology.notes]:
         typer.echo(f"# {line}")
 

@@ -25,7 +25,7 @@ def train_command(
     Runs one process, or --nproc processes, or as one rank of torchrun. An error exits with 2.
     """
     from megascend.cli.launch import launch, under_torchrun
-    from megascend.cli.preflight import check_topology
+    from megascend.cli.preflight import check_run
     from megascend.config import load_config
     from megascend.errors import ConfigError
 
@@ -37,7 +37,7 @@ def train_command(
             )
         train_rank(config, overrides, overwrite)
         return
-    check_topology(settings, nproc or 1)
+    check_run(settings, nproc or 1, overwrite)
     try:
         if (nproc or 1) == 1:
             train_rank(config, overrides, overwrite)
@@ -50,7 +50,11 @@ def train_command(
 
 def train_rank(config: Path, overrides: list[str] | None, overwrite: bool) -> None:
     """One rank of the run. Takes what pickles cheaply, so that a worker needs no torch to receive it."""
+    import warnings
+
     from megascend.config import load_config
     from megascend.train.loop import train
 
+    # Deprecations inside these packages are nothing that a user of this command could act on.
+    warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
     train(load_config(config, overrides), overwrite=overwrite)

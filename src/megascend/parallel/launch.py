@@ -82,7 +82,9 @@ class Launch:
         import torch.distributed as dist
 
         if self.store_path:
-            store: Store = dist.FileStore(self.store_path, self.world_size)
+            # Without a world size the file stays: its owner removes it. Else whoever closes a first set of groups
+            # last would delete it under the ranks that have opened it again already.
+            store: Store = dist.FileStore(self.store_path, -1)
         elif self.master is None:
             store = dist.HashStore()
         else:

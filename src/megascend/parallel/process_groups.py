@@ -100,9 +100,7 @@ class ProcessGroups:
         """Destroy Megatron's groups, the twins and, if :func:`initialize` created it, the default group."""
         if not self._device_groups:
             return
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        _forget_megatron_groups()
         self._device_groups.clear()
         self._twins.clear()
         if self.owns_default:
@@ -150,7 +148,7 @@ def initialize(
         _verify(groups)
         _create_twins(groups)
     except BaseException:
-        parallel_state.destroy_model_parallel()
+        _forget_megatron_groups()
         if owns_default:
             dist.destroy_process_group()
         raise
@@ -219,6 +217,17 @@ def _create_megatron_groups(topology: Topology, timeout_s: float) -> None:
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=True,
     )
+
+
+def _forget_megatron_groups() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    # It forgets to forget some (_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP, ...). A group that lingers is destructed at
+    # the next initialize, and in a process forked meanwhile that waits for ever for threads which only the parent has.
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
 
 
 def _megatron_groups() -> dict[str, ProcessGroup]:

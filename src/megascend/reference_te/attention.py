@@ -168,7 +168,8 @@ class DotProductAttention(ReferenceModule):
         if layout == "bshd":
             query_layer, key_layer, value_layer = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))
         keep = _keep(attention_mask, mask_type)
-        out = self._dense(query_layer, key_layer, value_layer, rule, keep, bias)  # [s, b, h, e]
+        padding = "padding" in mask_type
+        out = self._dense(query_layer, key_layer, value_layer, rule, keep, bias, padding)  # [s, b, h, e]
         return (out.transpose(0, 1) if layout == "bshd" else out).flatten(2)
 
     def _rule(self, mask_type: str | None, window: Window | None, bottom_right: bool | None) -> tuple[Rule, str]:
@@ -200,7 +201,14 @@ class DotProductAttention(ReferenceModule):
         return self.attention_dropout, nullcontext() if self._tracker is None else self._tracker().fork()
 
     def _dense(
-        self, query: Tensor, key: Tensor, value: Tensor, rule: Rule, keep: Tensor | None, bias: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: Rule,
+        keep: Tensor | None,
+        bias: Tensor | None,
+        padding: bool,
     ) -> Tensor:
         """``[s, b, heads, dim]`` each -> ``[s, b, h, e]``; every sample of the batch is one sequence."""
         rank, size = self._cp()
@@ -214,8 +222,9 @@ class DotProductAttention(ReferenceModule):
                 raise DataError(f"{query.shape[0]} tokens per context parallel rank must be even (two zigzag chunks)")
         local = key.shape[0]
         key, value = (unzigzag(x, 0, local) for x in self._gather(key, value))
-        if rule.bottom_right and keep is not None and query.shape[0] != key.shape[0] and size == 1:
-            _refuse_ragged_corner(rule)
+        limited = rule.causal or rule.window != (-1, -1)
+        if limited and rule.bottom_right and padding and query.shape[0] != key.shape[0]:
+            refuse("a bottom-right mask with padding between different query and key lengths", "pack the samples (thd)")
         start = key.shape[0] - query.shape[0] * size if rule.bottom_right else 0
         return self._chunks(query, key, value, rule, start, keep, bias, chunk_starts(query.shape[0] * size, rank, size))
 
@@ -304,11 +313,6 @@ class DotProductAttention(ReferenceModule):
         if done < query.shape[0]:
             pieces.append(query.new_zeros(query.shape[0] - done, 1, query.shape[1], value.shape[-1]))
         return torch.cat(pieces).flatten(1)
-
-
-def _refuse_ragged_corner(rule: Rule) -> None:
-    if rule.causal or rule.window != (-1, -1):
-        refuse("a bottom-right mask with padding between different query and key lengths", "pack the samples (thd)")
 
 
 def _keep(mask: Tensor | tuple[Tensor, Tensor] | None, mask_type: str) -> Tensor | None:

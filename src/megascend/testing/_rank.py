@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -73,6 +74,7 @@ def run_rank(
     """
     try:
         _die_with(parent)
+        gc.freeze()  # what the parent left to collect may own threads (process groups), which a fork does not copy
         os.setpgid(0, 0)  # so that whatever this rank starts can be ended together with it
         _capture_output(files.output)
         with open(files.stack, "w") as stack:

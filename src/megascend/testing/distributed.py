@@ -144,10 +144,20 @@ class Rank:
         elif self.status is not None:
             text = f"{rank} exited with code {self.status} before its function returned"
         else:
-            stack = self.files.stack.read_text(errors="replace").rstrip() if self.files.stack.exists() else ""
+            stack = _from_function(self.files.stack.read_text(errors="replace")) if self.files.stack.exists() else ""
             text = f"{rank} did not finish; its Python stack:\n{stack or '(none: it did not answer SIGUSR1)'}"
         output = self.files.output.read_text(errors="replace") if self.files.output.exists() else ""
         return f"{text}\n--- output of {rank} ---\n{output[-OUTPUT_TAIL:].rstrip()}" if output.strip() else text
+
+
+def _from_function(stack: str) -> str:
+    """A faulthandler stack without the frames below the rank's function: the caller's own, copied by the fork."""
+    kept, below = [], False
+    for line in stack.splitlines():
+        below = (below or "in _outcome_of" in line) and line.startswith(" ")
+        if not below:
+            kept.append(line)
+    return "\n".join(kept).rstrip()
 
 
 def _check_forkable(world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.backend import MegatronBackend
+    from megascend.train.sample import Sample
 
 RUN_FILES = ("metrics.jsonl", "config.yaml", "metrics.png", "hf", "tensorboard")
 """Everything a run writes into its output directory."""
@@ -61,10 +63,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
     """
     # What can be refused is refused here, in the first second and on every rank alike.
     check_output(config.output, overwrite)
-    if config.plot:
-        require_extra("matplotlib", "plot")
-    if config.tensorboard:
-        require_extra("tensorboard", "tensorboard")
+    check_packages(config)
 
     # World: the process is made ready before anything imports Megatron.
     import megascend
@@ -86,6 +85,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         optimizer=config.optimizer,
         schedule=config.schedule,
         recompute=config.recompute,
+        moe=config.moe,
         batching=config.batching,
         platform=config.platform,
         seed=config.seed,
@@ -107,7 +107,8 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         start = before = time.perf_counter()
         with RunLog(config.output, config.steps, config.tensorboard, enabled=main_rank) as log:
             for number in range(1, config.steps + 1):
-                result = backend.forward_backward(backend.shard(next(stream)), loss="cross_entropy")
+                batch = next(stream)
+                result = backend.forward_backward(backend.shard(batch), loss="cross_entropy")
                 step = backend.optimizer_step()
                 now = time.perf_counter()
                 loss, speed = result.loss, result.total_tokens / (now - before)
@@ -124,7 +125,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
                         epoch=stream.epochs,
                         peak_memory_bytes=backend.platform.memory().peak,
                         seconds=now - start,
-                        mfu=utilisation(speed, backend),
+                        mfu=utilisation(speed, batch, backend),
                     )
                 )
                 before = now
@@ -172,6 +173,18 @@ def check_output(output: Path, overwrite: bool) -> None:
         )
 
 
+def check_packages(config: RunConfig) -> None:
+    """Find out before training that a package which the settings need at the end of it is missing.
+
+    Raises:
+        MissingDependencyError: one is; the message names the extra that installs it.
+    """
+    if config.plot:
+        require_extra("matplotlib", "plot")
+    if config.tensorboard:
+        require_extra("tensorboard", "tensorboard")
+
+
 def clear_output(output: Path) -> None:
     """Remove what an earlier run left in ``output``, and nothing else."""
     for name in RUN_FILES:
@@ -208,12 +221,14 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{model}: transformers cannot load the tokenizer (tokenizer.json): {error}") from error
 
 
-def utilisation(tokens_per_s: float, backend: MegatronBackend) -> float | None:
-    """Model FLOP/s over the peak of all devices, or None where one of the figures is not known."""
+def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: MegatronBackend) -> float | None:
+    """Model FLOP/s over the bf16 peak of all devices, or None where that is not known."""
     peak = backend.platform.peak_flops()
-    if backend.flops_per_token is None or peak is None:
+    if peak is None:
         return None
-    return tokens_per_s * backend.flops_per_token / (peak * backend.world_size)
+    # A token's attention costs as much as its sequence is long, so the mean length is that over tokens, not samples.
+    length = sum(len(sample) ** 2 for sample in batch) / sum(len(sample) for sample in batch)
+    return tokens_per_s * backend.flops_per_token(round(length)) / (peak * backend.world_size)
 
 
 def start_line(config: RunConfig, backend: MegatronBackend, samples: int) -> str:

@@ -96,7 +96,7 @@ def _vector(values: Any, name: str, dtype: torch.dtype) -> Tensor:
         raise DataError(f"{name} cannot become a tensor: {error}") from None
     if tensor.dim() != 1:
         raise DataError(f"{name} must be one-dimensional, got shape {tuple(tensor.shape)}")
-    if dtype == torch.int64 and tensor.is_floating_point():
+    if dtype == torch.int64 and tensor.is_floating_point() and len(tensor):
         raise DataError(f"{name} must hold integers, got {tensor.dtype}")
     tensor = tensor.detach().to(dtype)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

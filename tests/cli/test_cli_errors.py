@@ -1,0 +1,113 @@
+"""What is wrong with a run is one line on stderr, exit code 2, in seconds, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+QUESTION = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]}
+
+
+@pytest.fixture
+def run_file(small_model: Path, tmp_path: Path) -> Path:
+    """A run that would work."""
+    (tmp_path / "data.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    path = tmp_path / "run.yaml"
+    settings = {"model": str(small_model), "output": "out", "data": {"path": "data.jsonl"}, "steps": 1, "platform": "cpu"}
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+# Overrides or number of processes -> the error's class, and what its line must name.
+BAD_RUNS = {
+    "unknown key": (["--set", "optimizer.learning_rate=1"], "ConfigError", ["optimizer.learning_rate", "unknown"]),
+    "bad value": (["--set", "steps=0"], "ConfigError", ["steps", "0"]),
+    "no override": (["--set", "steps"], "ConfigError", ["KEY=VALUE", "steps"]),
+    "world size": (["--nproc", "3", "--set", "parallel.tensor=2"], "TopologyError", ["3", "parallel.tensor=2"]),
+    "heads": (["--nproc", "8", "--set", "parallel.tensor=8"], "TopologyError", ["8", "parallel.tensor"]),
+    "no model": (["--set", "model=nowhere"], "CheckpointError", ["nowhere"]),
+    "no data": (["--set", "data.path=nowhere.jsonl"], "DataError", ["nowhere.jsonl", "data.path"]),
+    "too long": (["--set", "batching.max_length=5"], "DataError", ["data.jsonl:1", "limit is 5", "batching.max_length"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_a_bad_run_is_one_line(megascend, run_file: Path, name: str) -> None:
+    arguments, kind, named = BAD_RUNS[name]
+    start = time.monotonic()
+    done = megascend("train", run_file, *arguments, cwd=run_file.parent)
+    assert done.returncode == 2, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith(kind)]
+    assert all(word in line for word in named), line
+    assert "Traceback" not in done.stderr
+    assert not (run_file.parent / "out").exists()
+    assert time.monotonic() - start < 20  # ten on a machine that does nothing else
+
+
+def test_a_damaged_checkpoint_is_found_before_processes_start(megascend, run_file: Path, small_model: Path) -> None:
+    damaged = run_file.parent / "damaged"
+    shutil.copytree(small_model, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    done = megascend("train", run_file, "--nproc", "2", "--set", f"model={damaged}", cwd=run_file.parent)
+    assert done.returncode == 2
+    assert done.stderr.startswith("CheckpointError")
+    assert "model.safetensors" in done.stderr
+
+
+def test_an_earlier_run_is_not_overwritten(megascend, run_file: Path) -> None:
+    earlier = run_file.parent / "out" / "metrics.jsonl"
+    earlier.parent.mkdir()
+    earlier.write_text("precious\n")
+    done = megascend("train", run_file, cwd=run_file.parent)
+    assert done.returncode == 2
+    assert "metrics.jsonl" in done.stderr
+    assert "--overwrite" in done.stderr
+    assert earlier.read_text() == "precious\n"
+
+
+def test_debug_shows_the_traceback(megascend, run_file: Path) -> None:
+    for done in (
+        megascend("--debug", "show-config", run_file, "--set", "steps=0"),
+        megascend("show-config", run_file, "--set", "steps=0", MEGASCEND_DEBUG="1"),
+    ):
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
+        assert "ConfigError" in done.stderr
+
+
+def test_show_config_prints_what_train_reads(megascend, run_file: Path) -> None:
+    done = megascend("show-config", run_file, "--nproc", "2", "--set", "parallel.tensor=2", cwd=run_file.parent)
+    assert done.returncode == 0, done.stderr
+    shown = yaml.safe_load(done.stdout)
+    assert shown["parallel"]["tensor"] == 2
+    assert shown["optimizer"]["max_grad_norm"] == 1.0
+    assert "# 2 ranks" in done.stdout
+    again = run_file.parent / "again.yaml"
+    again.write_text(done.stdout)
+    assert yaml.safe_load(megascend("show-config", again).stdout) == shown
+
+
+def test_show_config_without_a_model_says_so(megascend, run_file: Path) -> None:
+    done = megascend("show-config", run_file, "--nproc", "2", "--set", "model=later", cwd=run_file.parent)
+    assert done.returncode == 0
+    assert "# layout not checked" in done.stdout
+
+
+def test_export_says_what_it_found_instead(megascend, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    for model, word in ((run, "run directory"), (tmp_path, "config.json"), (tmp_path / "no", "does not exist")):
+        done = megascend("export", model, tmp_path / "exported")
+        assert done.returncode == 2
+        assert done.stderr.startswith("CheckpointError")
+        assert word in done.stderr
+    done = megascend("export", run, run)
+    assert done.returncode == 2
+    assert "not an empty directory" in done.stderr

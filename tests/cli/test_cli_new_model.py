@@ -1,0 +1,136 @@
+"""``megascend new-model``: plain transformers loads what it writes, and its tokenizer is byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascend.cli.random_checkpoint import ARCHITECTURES, ModelSize, byte_characters, byte_tokenizer, hf_settings
+from megascend.errors import ConfigError
+
+TEXT = "Héllo,  \n\tworld 你好 <b>{}</b> don't"
+
+# Runs with nothing of megascend in sight.
+LOAD = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+answers = {}
+for path in sys.argv[2:]:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    chat = [{"role": "user", "content": sys.argv[1]}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer(sys.argv[1])["input_ids"]
+    answers[path] = {
+        "class": type(model).__name__, "ids": ids, "text": tokenizer.decode(ids),
+        "prompt": tokenizer.decode(prompt["input_ids"][0]), "vocab": model.get_input_embeddings().weight.shape[0],
+        "generated": model.generate(**prompt, max_new_tokens=3, eos_token_id=None).shape[1] - prompt["input_ids"].shape[1],
+        "eos": [tokenizer.eos_token_id, model.generation_config.eos_token_id], "dtype": str(model.dtype),
+    }
+assert "megascend" not in sys.modules
+print(json.dumps(answers))
+"""
+
+
+# One process for many checkpoints: importing transformers takes longer than writing them.
+WRITE = """
+import json, sys
+from pathlib import Path
+from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+for path, seed, size in json.loads(sys.argv[1]):
+    write_checkpoint(Path(path), ModelSize(**size), seed)
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+
+
+def write(*checkpoints: tuple[Path, int, dict]) -> None:
+    """Write checkpoints given as (directory, seed, size)."""
+    done = run(WRITE, json.dumps([(str(path), seed, size) for path, seed, size in checkpoints]))
+    assert done.returncode == 0, done.stderr
+
+
+def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
+    paths = [tmp_path / arch for arch in ARCHITECTURES]
+    write(*((path, 0, {"arch": path.name, "hidden": 32, "layers": 1}) for path in paths))
+    done = run(LOAD, TEXT, *map(str, paths))
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    classes = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"]
+    assert [answers[str(path)]["class"] for path in paths] == classes
+    for answer in answers.values():
+        assert answer["ids"] == list(TEXT.encode())
+        assert answer["text"] == TEXT
+        assert answer["prompt"] == f"<|im_start|>user\n{TEXT}<|im_end|>\n<|im_start|>assistant\n"
+        assert answer["vocab"] == 320
+        assert answer["generated"] == 3
+        assert answer["eos"] == [257, 257]
+        assert answer["dtype"] == "torch.float32"
+
+
+def test_the_command(small_model: Path) -> None:
+    config = json.loads((small_model / "config.json").read_text())
+    sizes = [config[key] for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings")]
+    assert sizes == [32, 2, 256]
+    assert {path.name for path in small_model.iterdir()} >= {"model.safetensors", "tokenizer.json", "generation_config.json"}
+
+
+def test_every_byte_has_its_own_token() -> None:
+    characters = byte_characters()
+    assert len(set(characters)) == 256
+    assert characters[ord("a")] == "a"
+    assert characters[ord(" ")] == "Ġ"  # as in every byte-level vocabulary since GPT-2
+    assert characters[ord("\n")] == "Ċ"
+    tokenizer = byte_tokenizer(128)
+    everything = "".join(map(chr, range(0x20, 0x800)))
+    assert tokenizer(everything)["input_ids"] == list(everything.encode())
+
+
+def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
+    size = {"hidden": 16, "layers": 1, "heads": 2}
+    write((tmp_path / "a", 1, size), (tmp_path / "b", 1, size), (tmp_path / "c", 2, size))
+    first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert first == again
+    assert first != other
+
+
+def test_a_directory_in_use_is_left_alone(megascend, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("mine")
+    done = megascend("new-model", tmp_path)
+    assert done.returncode == 2
+    assert "not an empty directory" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"arch": "gpt2"}, "gpt2"),
+        ({"hidden": 100, "heads": 8}, "--hidden 100"),
+        ({"heads": 4, "kv_heads": 3}, "--kv-heads 3"),
+        ({"arch": "qwen3_moe", "experts": 2, "experts_per_token": 4}, "--experts 2"),
+        ({"vocab": 100}, "--vocab 100"),
+    ],
+)
+def test_impossible_sizes(wrong: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ModelSize(**wrong)
+
+
+def test_the_vocabulary_is_padded_for_tensor_parallelism() -> None:
+    assert hf_settings(ModelSize())["vocab_size"] == 320
+    assert hf_settings(ModelSize(vocab=300))["vocab_size"] == 300

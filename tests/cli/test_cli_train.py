@@ -1,0 +1,149 @@
+"""``megascend train`` from a YAML file to a model that plain transformers loads, on one process and on two."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+STEPS = 12
+CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
+
+# The loss of the exported model on what it was taught, computed by plain transformers.
+SCORE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained(sys.argv[1]).float(), AutoTokenizer.from_pretrained(sys.argv[1])
+total = count = 0
+for line in open(sys.argv[2]):
+    messages = json.loads(line)["messages"]
+    head = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    answer = messages[1]["content"] + tokenizer.eos_token
+    ids = torch.tensor([tokenizer(head + answer, add_special_tokens=False)["input_ids"]])
+    start = len(tokenizer(head, add_special_tokens=False)["input_ids"])
+    with torch.no_grad():
+        logits = model(ids).logits[0, start - 1 : -1]
+    total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
+    count += len(ids[0]) - start
+print(total / count)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with data and run files."""
+    folder = tmp_path_factory.mktemp("train")
+    lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "model": str(small_model),
+        "output": "out",
+        "data": {"path": "chat.jsonl", "global_batch_size": 4},
+        "steps": STEPS,
+        "platform": "cpu",
+        "precision": "fp32",
+        "optimizer": {"lr": 0.01},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def score(model: Path, data: Path) -> float:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCORE, str(model), str(data)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=True,
+    )
+    return float(done.stdout.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def single(megascend, folder: Path) -> Path:
+    """The run on one process."""
+    done = megascend("train", "run.yaml", "--set", "output=single", "--set", "tensorboard=true", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"step {STEPS}/{STEPS}" in done.stdout
+    return folder / "single"
+
+
+def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path) -> None:
+    rows = metrics(single)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[0]["loss"] == pytest.approx(math.log(320), abs=0.1)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
+    assert all(row["lr"] == 0.01 and not row["skipped"] and row["tokens_per_s"] > 0 for row in rows)
+    assert rows[-1]["epoch"] == STEPS
+    names = ["config.yaml", "hf", "metrics.jsonl", "metrics.png", "tensorboard"]
+    assert sorted(path.name for path in single.iterdir()) == names
+    assert yaml.safe_load((single / "config.yaml").read_text())["optimizer"]["lr"] == 0.01
+    # The update of the last step comes after its loss, so the export must be at least that good.
+    assert score(single / "hf", folder / "chat.jsonl") < rows[-1]["loss"]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "data"])
+def test_two_processes_learn_the_same(megascend, single: Path, folder: Path, axis: str) -> None:
+    layout = ["--set", "parallel.tensor=2"] if axis == "tensor" else []
+    done = megascend("train", "run.yaml", "--nproc", "2", "--set", f"output={axis}", *layout, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows, reference = metrics(folder / axis), metrics(single)
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in reference], rel=2e-4)
+    assert [row["total_tokens"] for row in rows] == [row["total_tokens"] for row in reference]
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in reference]
+    assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1
+
+
+@pytest.mark.torchrun
+def test_under_torchrun(megascend, single: Path, folder: Path) -> None:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    command = ["--nproc-per-node", "2", "--standalone", "-m", "megascend.cli.main", "train", "run.yaml"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command, "--set", "output=torchrun", "--set", "export=false"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=180,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = metrics(folder / "torchrun")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in metrics(single)], rel=2e-4)
+    assert not (folder / "torchrun" / "hf").exists()
+
+
+def test_gradients_that_stay_non_finite_end_the_run_on_all_ranks(megascend, folder: Path) -> None:
+    arguments = ["--set", "optimizer.lr=1e38", "--set", "max_skipped_steps=2", "--set", "output=diverged"]
+    done = megascend("train", "run.yaml", "--nproc", "2", *arguments, cwd=folder)
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("NonFiniteError")]
+    assert "3 steps in a row" in line
+    assert "max_skipped_steps: 2" in line
+    rows = metrics(folder / "diverged")
+    assert [row["skipped"] for row in rows[-3:]] == [True] * 3
+    assert not (folder / "diverged" / "hf").exists()
+
+
+def test_a_run_can_be_replaced_and_exported_again(megascend, single: Path, folder: Path) -> None:
+    arguments = ("--set", "steps=1", "--set", "plot=false", "--set", "output=again")
+    for extra in ((), ("--overwrite",)):
+        assert megascend("train", "run.yaml", *arguments, *extra, cwd=folder).returncode == 0
+    assert len(metrics(folder / "again")) == 1
+    done = megascend("export", "single", "exported", "--dtype", "fp32", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    data = folder / "chat.jsonl"
+    assert score(folder / "exported", data) == pytest.approx(score(single / "hf", data), abs=1e-5)

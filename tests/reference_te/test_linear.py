@@ -1,0 +1,230 @@
+"""Linear, LayerNormLinear, GroupedLinear and the norms against torch.nn.functional."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megascend.errors import ConfigError, PlatformError, ProcessGroupError
+from megascend.reference_te.grouped_linear import GroupedLinear
+from megascend.reference_te.linear import LayerNormLinear, Linear
+from megascend.reference_te.norms import LayerNorm, RMSNorm
+
+EPS = 1e-5
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def randomised(module: torch.nn.Module) -> Any:
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(leaf(*parameter.shape, seed=100 + index))
+    return module
+
+
+def rms_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * weight
+
+
+def assert_same_gradients(mine: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:
+    """Both outputs, differentiated against the same leaves with the same weighting."""
+    weighting = torch.cos(torch.arange(wanted.numel(), dtype=wanted.dtype)).view_as(wanted)
+    got = torch.autograd.grad((mine * weighting).sum(), leaves, retain_graph=True)
+    want = torch.autograd.grad((wanted * weighting).sum(), leaves, retain_graph=True)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_matches_functional(bias: bool) -> None:
+    layer = randomised(Linear(6, 4, bias=bias))
+    x = leaf(3, 2, 6)
+    wanted = F.linear(x, layer.weight, layer.bias if bias else None)
+    torch.testing.assert_close(layer(x), wanted)
+    assert_same_gradients(layer(x), wanted, [x, *layer.parameters()])
+
+
+def test_return_bias_leaves_it_out_of_the_product() -> None:
+    layer = randomised(Linear(6, 4, return_bias=True))
+    x = leaf(3, 6)
+    out, bias = layer(x)
+    torch.testing.assert_close(out, F.linear(x, layer.weight))
+    torch.testing.assert_close(bias, layer.bias)
+
+
+def test_weight_is_cast_to_the_dtype_of_the_input() -> None:
+    layer = randomised(Linear(6, 4, params_dtype=torch.float32))
+    x = leaf(3, 6).bfloat16()
+    out = layer(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rms_norm(zero_centered: bool) -> None:
+    layer = randomised(RMSNorm(8, eps=EPS, zero_centered_gamma=zero_centered, sequence_parallel=True))
+    x = leaf(3, 8)
+    wanted = rms_by_hand(x, layer.weight + 1 if zero_centered else layer.weight)
+    torch.testing.assert_close(layer(x), wanted)
+    assert_same_gradients(layer(x), wanted, [x, layer.weight])
+    assert layer.weight.sequence_parallel is True
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_layer_norm(zero_centered: bool) -> None:
+    layer = randomised(LayerNorm(8, eps=EPS, zero_centered_gamma=zero_centered, sequence_parallel=False))
+    x = leaf(3, 8)
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + EPS)
+    wanted = scaled * (layer.weight + 1 if zero_centered else layer.weight) + layer.bias
+    torch.testing.assert_close(layer(x), wanted)
+    assert_same_gradients(layer(x), wanted, [x, layer.weight, layer.bias])
+    assert layer.bias.sequence_parallel is False
+
+
+def test_norms_start_as_the_identity_scale() -> None:
+    assert torch.equal(RMSNorm(4).weight, torch.ones(4))
+    assert torch.equal(RMSNorm(4, zero_centered_gamma=True).weight, torch.zeros(4))
+    assert torch.equal(LayerNorm(4).bias, torch.zeros(4))
+
+
+def test_norm_of_bf16_is_computed_in_fp32() -> None:
+    layer = randomised(RMSNorm(512, eps=EPS, params_dtype=torch.bfloat16))
+    x = leaf(2, 512).bfloat16()
+    wanted = rms_by_hand(x.double(), layer.weight.double()).bfloat16()
+    assert torch.equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_layer_norm_linear(normalization: str) -> None:
+    layer = randomised(LayerNormLinear(8, 4, eps=EPS, normalization=normalization, return_layernorm_output=True))
+    x = leaf(3, 8)
+    if normalization == "RMSNorm":
+        normed = rms_by_hand(x, layer.layer_norm_weight)
+    else:
+        normed = F.layer_norm(x, (8,), layer.layer_norm_weight, layer.layer_norm_bias, EPS)
+    wanted = F.linear(normed, layer.weight, layer.bias)
+    out, returned = layer(x)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(returned, normed)
+    assert_same_gradients(out, wanted, [x, *layer.parameters()])
+    layer.return_layernorm_output = False  # mcore-bridge's LoRA switches it on the live layer
+    torch.testing.assert_close(layer(x), wanted)
+
+
+def test_layer_norm_linear_returns_bias_before_norm_output() -> None:
+    layer = randomised(
+        LayerNormLinear(8, 4, normalization="RMSNorm", return_bias=True, return_layernorm_output=True, eps=EPS)
+    )
+    x = leaf(3, 8)
+    out, bias, normed = layer(x)
+    torch.testing.assert_close(normed, rms_by_hand(x, layer.layer_norm_weight))
+    torch.testing.assert_close(out, F.linear(normed, layer.weight))
+    torch.testing.assert_close(bias, layer.bias)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_grouped_linear(bias: bool) -> None:
+    layer = randomised(GroupedLinear(3, 6, 4, bias=bias))
+    x = leaf(7, 6)
+    splits = [2, 0, 5]
+    wanted = torch.cat(
+        [
+            F.linear(rows, getattr(layer, f"weight{i}"), getattr(layer, f"bias{i}") if bias else None)
+            for i, rows in enumerate(x.split(splits))
+        ]
+    )
+    torch.testing.assert_close(layer(x, splits), wanted)
+    assert_same_gradients(layer(x, splits), wanted, [x, *layer.parameters()])
+    layer(x, torch.tensor(splits)).sum().backward()
+    assert torch.equal(layer.weight1.grad, torch.zeros(4, 6))  # no tokens: a zero gradient, not a missing one
+
+
+def test_grouped_linear_without_any_token() -> None:
+    layer = randomised(GroupedLinear(2, 6, 4, bias=False))
+    out = layer(torch.empty(0, 6, requires_grad=True), [0, 0])
+    assert out.shape == (0, 4)
+    out.sum().backward()
+    assert torch.equal(layer.weight0.grad, torch.zeros(4, 6))
+
+
+def test_grouped_linear_refuses_wrong_splits() -> None:
+    with pytest.raises(ConfigError, match="sum to 7 rows"):
+        GroupedLinear(2, 6, 4)(leaf(7, 6), [3, 3])
+
+
+def test_tensor_parallel_marks() -> None:
+    column = Linear(8, 8, parallel_mode="column", tp_size=2)
+    row = Linear(8, 8, parallel_mode="row", tp_size=2, sequence_parallel=True)
+    duplicated = Linear(8, 8, rng_tracker_name="data-parallel-rng")
+    expert = Linear(8, 8, rng_tracker_name="expert-parallel-rng")
+    assert (column.weight.shape, column.bias.shape) == ((4, 8), (4,))
+    assert (row.weight.shape, row.bias.shape) == ((8, 4), (8,))
+    marks = [(p.tensor_model_parallel, p.partition_dim) for p in (column.weight, column.bias, row.weight)]
+    assert marks == [(True, 0), (True, 0), (True, 1)]
+    assert not hasattr(row.bias, "tensor_model_parallel")
+    assert row.bias.sequence_parallel is True
+    assert duplicated.weight.tensor_model_parallel is False
+    assert expert.weight.tensor_model_parallel is True
+
+
+def test_init_method_runs_under_the_tracker_that_was_named() -> None:
+    names = []
+
+    class Tracker:
+        def fork(self, name: str = "model-parallel-rng") -> Any:
+            names.append(name)
+            return torch.random.fork_rng(devices=[])
+
+    kwargs: dict[str, Any] = {"init_method": torch.nn.init.ones_, "get_rng_state_tracker": Tracker}
+    assert torch.equal(Linear(2, 3, **kwargs).weight, torch.ones(3, 2))
+    Linear(2, 3, rng_tracker_name="expert-parallel-rng", **kwargs)
+    assert names == ["model-parallel-rng", "expert-parallel-rng"]
+
+
+def test_extra_state_is_an_empty_uint8_tensor() -> None:
+    layer = Linear(4, 4)
+    state = layer.state_dict()
+    assert state["_extra_state"].dtype == torch.uint8
+    assert state["_extra_state"].numel() == 0
+    layer.load_state_dict(state)
+    with pytest.raises(PlatformError, match="fp8 state"):
+        layer.set_extra_state(torch.ones(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        ("fuse_wgrad_accumulation", True, "gradient_accumulation_fusion"),
+        ("delay_wgrad_compute", True, "delay_wgrad_compute"),
+        ("ub_overlap_ag", True, "tp_comm_overlap"),
+        ("symmetric_ar_type", "two_shot", "symmetric_ar_type"),
+    ],
+)
+def test_settings_that_are_refused(setting: str, value: Any, named: str) -> None:
+    for layer in (Linear, LayerNormLinear):
+        with pytest.raises(PlatformError, match=named):
+            layer(4, 4, **{setting: value})
+
+
+def test_tensor_parallelism_without_a_group_is_an_error() -> None:
+    with pytest.raises(ProcessGroupError, match="tp_size=2"):
+        Linear(8, 8, parallel_mode="column", tp_size=2)(leaf(2, 8))
+
+
+def test_parallel_mode_none_set_later_stops_communication() -> None:
+    layer = Linear(8, 8, parallel_mode="column", tp_size=2)
+    layer.parallel_mode = None
+    x = leaf(2, 8)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_meta_device_leaves_parameters_unfilled() -> None:
+    assert LayerNormLinear(4, 4, device="meta").layer_norm_weight.is_meta

@@ -1,0 +1,126 @@
+"""Installing the package and the redirect, each in a fresh process; the real megatron-core and mcore-bridge on top."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is real here")
+
+
+def run(code: str) -> str:
+    """The standard output of ``code`` in a new Python process, which must succeed."""
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@CPU_ONLY
+def test_real_megatron_core_and_mcore_bridge_import() -> None:
+    out = run(
+        """
+        from megascend import reference_te
+        from megascend.platforms import cuda_redirect
+        changes = reference_te.install() + cuda_redirect.install()
+        assert changes and reference_te.is_installed()
+        assert reference_te.install() == cuda_redirect.install() == []
+
+        import mcore_bridge.model, mcore_bridge.bridge, mcore_bridge.tuners
+        from megatron.core.extensions import transformer_engine as extension
+        from megatron.core.optimizer import Adam
+        from megatron.core.utils import get_te_version
+        from megascend.reference_te.linear import Linear
+        from megascend.reference_te.optimizers import FusedAdam
+        assert extension.HAVE_TE and issubclass(extension.TELinear, Linear) and Adam is FusedAdam
+        assert extension.TEGroupedLinear is not None and extension.fused_permute is None
+        assert str(get_te_version()) == "2.8.0"
+        assert len(cuda_redirect.patch_moe_device_checks()) == 2 and cuda_redirect.patch_moe_device_checks() == []
+        import importlib.util
+        assert importlib.util.find_spec("transformer_engine").name == "transformer_engine"
+        print("done")
+        """
+    )
+    assert out.splitlines()[-1] == "done"
+
+
+def test_importing_the_subpackage_imports_neither_torch_nor_megatron() -> None:
+    run(
+        """
+        import sys, megascend.reference_te
+        assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "megatron", "transformer_engine")]
+        """
+    )
+
+
+def test_too_late_is_an_error_that_names_the_modules() -> None:
+    run(
+        """
+        import sys, types
+        from megascend import errors, reference_te
+        sys.modules["megatron.core"] = sys.modules["mcore_bridge"] = types.ModuleType("early")
+        try:
+            reference_te.install()
+        except errors.ImportOrderError as error:
+            assert "megatron.core, mcore_bridge" in str(error) and "bootstrap" in str(error)
+        else:
+            raise SystemExit("no error")
+        assert not reference_te.is_installed()
+        """
+    )
+
+
+def test_a_real_transformer_engine_with_cuda_is_not_replaced(tmp_path: object) -> None:
+    run(
+        f"""
+        import pathlib, sys, torch
+        folder = pathlib.Path({str(tmp_path)!r}, "transformer_engine")
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        sys.path.insert(0, str(folder.parent))
+        torch.cuda.is_available = lambda: True
+        from megascend import errors, reference_te
+        try:
+            reference_te.install()
+        except errors.PlatformError as error:
+            assert "force=True" in str(error)
+        else:
+            raise SystemExit("no error")
+        assert reference_te.install(force=True)[0].endswith("is hidden") and reference_te.is_installed()
+        """
+    )
+
+
+def test_features_that_are_not_there_say_so() -> None:
+    run(
+        """
+        from megascend import errors, reference_te
+        reference_te.install()
+        import transformer_engine.pytorch as te
+        from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+        from transformer_engine.pytorch.router import fused_moe_aux_loss
+
+        def refusal(call):
+            try:
+                call()
+            except errors.PlatformError as error:
+                return str(error)
+            raise SystemExit(f"{call} did not raise")
+
+        def autocast():
+            with te.fp8_autocast(enabled=True):
+                pass
+
+        assert "fp8" in refusal(autocast)
+        assert "moe_router_fusion" in refusal(fused_moe_aux_loss)
+        assert "te_rng_tracker" in refusal(CudaRNGStatesTracker)
+        with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
+            assert te.fp8.FP8GlobalStateManager.is_fp8_enabled() is False
+        """
+    )

@@ -1,0 +1,112 @@
+"""The chunked, vocab-parallel projection against torch's own log-softmax over the whole vocabulary."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascend.testing import run_distributed
+from megascend.train import linear_logprobs as module
+from megascend.train.linear_logprobs import VocabShard, linear_cross_entropy, linear_logprobs
+
+TOKENS, HIDDEN, VOCABULARY = 150, 16, 37
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(module, "chunk_size", lambda rows: 64)  # three chunks, the last one short
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    upstream = torch.randn(2, TOKENS, generator=generator)
+    return hidden, weight, targets, upstream
+
+
+def reference(hidden, weight, targets, upstream):
+    """Values and gradients by autograd through a plain log-softmax, in float64."""
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = (hidden @ weight.t()).log_softmax(-1)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def test_values_and_gradients_equal_a_plain_log_softmax():
+    hidden, weight, targets, upstream = inputs()
+    expected = reference(hidden, weight, targets, upstream)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, VocabShard(0, VOCABULARY), entropy=True)
+    (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+    for found, wanted in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_cross_entropy_forms_the_same_gradient_in_the_forward_pass():
+    hidden, weight, targets, upstream = inputs()
+    coefficients = upstream[0].abs()
+    _, _, grad_hidden, grad_weight = reference(hidden, weight, targets, torch.stack([-coefficients, coefficients * 0]))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    total, logprobs = linear_cross_entropy(hidden, weight, targets, coefficients, VocabShard(0, VOCABULARY))
+    (total * 3).backward()
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none")
+    torch.testing.assert_close(-logprobs, expected.detach(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(total.detach(), (expected * coefficients).sum().detach(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(hidden.grad.double(), 3 * grad_hidden, atol=6e-5, rtol=2e-5)
+    torch.testing.assert_close(weight.grad.double(), 3 * grad_weight, atol=6e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
+    """37 rows over 2 or 4 ranks: the last rank has padding rows, filled with large values that must not count."""
+    hidden, weight, targets, upstream = inputs()
+    expected = reference(hidden, weight, targets, upstream)
+    per_rank = -(-VOCABULARY // world_size)
+    padded = torch.cat([weight, torch.full((per_rank * world_size - VOCABULARY, HIDDEN), 9.0)])
+
+    def on_rank():
+        rank = dist.get_rank()
+        mine = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
+        shard = VocabShard.of_rank(VOCABULARY, per_rank, rank, dist.group.WORLD)
+        states = hidden.clone().requires_grad_()
+        logprobs, entropy = linear_logprobs(states, mine, targets, shard, entropy=True)
+        (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+        fused_weight, fused_states = mine.detach().clone().requires_grad_(), hidden.clone().requires_grad_()
+        total, fused = linear_cross_entropy(fused_states, fused_weight, targets, -upstream[0], shard)
+        total.backward()
+        assert torch.allclose(fused, logprobs.detach(), atol=1e-5)
+        return logprobs.detach(), entropy.detach(), states.grad, mine.grad, fused_states.grad, fused_weight.grad
+
+    ranks = run_distributed(on_rank, world_size, timeout_s=60)
+    for logprobs, entropy, *_ in ranks:
+        torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=2e-5)
+    grad_hidden = sum(rank[2].double() for rank in ranks)
+    torch.testing.assert_close(grad_hidden, expected[2], atol=2e-5, rtol=2e-5)
+    grad_weight = torch.cat([rank[3] for rank in ranks]).double()
+    torch.testing.assert_close(grad_weight[:VOCABULARY], expected[3], atol=2e-5, rtol=2e-5)
+    assert (grad_weight[VOCABULARY:] == 0).all()
+    _, _, fused_hidden, fused_weight = reference(hidden, weight, targets, torch.stack([upstream[0], upstream[1] * 0]))
+    torch.testing.assert_close(sum(rank[4].double() for rank in ranks), fused_hidden, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(torch.cat([rank[5] for rank in ranks]).double()[:VOCABULARY], fused_weight, atol=2e-5, rtol=2e-5)
+
+
+def test_a_rank_with_padding_rows_only_takes_part():
+    """4 tokens over 4 ranks of 2 rows: ranks 2 and 3 hold nothing but padding."""
+    hidden, targets = torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
+    weight = torch.randn(4, 8)
+
+    def on_rank():
+        rank = dist.get_rank()
+        rows = weight[rank * 2 : rank * 2 + 2] if rank < 2 else torch.full((2, 8), 9.0)
+        shard = VocabShard.of_rank(4, 2, rank, dist.group.WORLD)
+        return linear_logprobs(hidden, rows.clone().requires_grad_(), targets, shard, entropy=True)[0].detach()
+
+    expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    for found in run_distributed(on_rank, 4, timeout_s=60):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from megascend import DataError, Sample
+
+
+def test_causal_shifts_by_one_and_gives_the_prompt_no_weight():
+    sample = Sample.causal([10, 11, 12, 13, 14], prompt_length=2)
+    assert sample.input_ids.tolist() == [10, 11, 12, 13]
+    assert sample.target_ids.tolist() == [11, 12, 13, 14]
+    assert sample.weights.tolist() == [0.0, 1.0, 1.0, 1.0]  # token 11 belongs to the prompt
+    assert (sample.input_ids.dtype, sample.weights.dtype) == (torch.int64, torch.float32)
+
+
+def test_weights_of_tokens_become_weights_of_targets():
+    sample = Sample.causal([1, 2, 3], weights=[9.0, 0.5, 0.25])
+    assert sample.weights.tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sample.causal([1]), "at least 2 tokens, got 1"),
+        (lambda: Sample.causal([1, 2], prompt_length=2), r"prompt_length must lie in \[0, 2\), got 2"),
+        (lambda: Sample([1, 2], [1], [1.0, 1.0]), "one length"),
+        (lambda: Sample([], [], []), "at least one token"),
+        (lambda: Sample([1, 2], [2, 3], [1.0, float("nan")]), r"weights\[1\] is nan"),
+        (lambda: Sample([1, 2], [2, 3], [1.0, -1.0]), "must not be negative, got -1.0"),
+        (lambda: Sample([1, 2], [2, 3], [1, 1], advantages=[0.0, float("inf")]), r"advantages\[1\] is inf"),
+        (lambda: Sample([1.5], [1], [1]), "input_ids must hold integers"),
+        (lambda: Sample([[1, 2]], [1], [1]), r"one-dimensional, got shape \(1, 2\)"),
+        (lambda: Sample(["a"], [1], [1]), "cannot become a tensor"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_is_refused(make, message):
+    with pytest.raises(DataError, match=message):
+        make()
