@@ -13,7 +13,7 @@ TOKENS, HIDDEN, VOCABULARY = 150, 16, 37
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(module, "chunk_size", lambda rows: 64)  # three chunks, the last one short
+    monkeypatch.setattr(module, "chunk_size", lambda rows, element_size: 64)  # three chunks, the last one short
 
 
 def inputs(dtype=torch.float32):
@@ -52,7 +52,7 @@ def test_cross_entropy_forms_the_same_gradient_in_the_forward_pass():
     _, _, grad_hidden, grad_weight = reference(hidden, weight, targets, torch.stack([-coefficients, coefficients * 0]))
     hidden.requires_grad_()
     weight.requires_grad_()
-    total, logprobs = linear_cross_entropy(hidden, weight, targets, coefficients, VocabShard(0, VOCABULARY))
+    total, logprobs = linear_cross_entropy(hidden, weight, targets, coefficients, VocabShard(0, VOCABULARY), upstream=3.0)
     (total * 3).backward()
     expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none")
     torch.testing.assert_close(-logprobs, expected.detach(), atol=2e-5, rtol=2e-5)
@@ -77,7 +77,7 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
         logprobs, entropy = linear_logprobs(states, mine, targets, shard, entropy=True)
         (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
         fused_weight, fused_states = mine.detach().clone().requires_grad_(), hidden.clone().requires_grad_()
-        total, fused = linear_cross_entropy(fused_states, fused_weight, targets, -upstream[0], shard)
+        total, fused = linear_cross_entropy(fused_states, fused_weight, targets, upstream[0].abs(), shard)
         total.backward()
         assert torch.allclose(fused, logprobs.detach(), atol=1e-5)
         return logprobs.detach(), entropy.detach(), states.grad, mine.grad, fused_states.grad, fused_weight.grad
@@ -91,7 +91,7 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
     grad_weight = torch.cat([rank[3] for rank in ranks]).double()
     torch.testing.assert_close(grad_weight[:VOCABULARY], expected[3], atol=2e-5, rtol=2e-5)
     assert (grad_weight[VOCABULARY:] == 0).all()
-    _, _, fused_hidden, fused_weight = reference(hidden, weight, targets, torch.stack([upstream[0], upstream[1] * 0]))
+    _, _, fused_hidden, fused_weight = reference(hidden, weight, targets, torch.stack([-upstream[0].abs(), upstream[1] * 0]))
     torch.testing.assert_close(sum(rank[4].double() for rank in ranks), fused_hidden, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(torch.cat([rank[5] for rank in ranks]).double()[:VOCABULARY], fused_weight, atol=2e-5, rtol=2e-5)
 
@@ -110,3 +110,30 @@ def test_a_rank_with_padding_rows_only_takes_part():
     expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     for found in run_distributed(on_rank, 4, timeout_s=60):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_expected_upstream_gradient_is_checked():
+    hidden, weight, targets, upstream = inputs()
+    hidden.requires_grad_()
+    total, _ = linear_cross_entropy(hidden, weight, targets, upstream[0].abs(), VocabShard(0, VOCABULARY), upstream=1.0)
+    with pytest.raises(RuntimeError, match=r"told to expect gradient 1\.0, received 2\.0"):
+        (2 * total).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weight_gradient_is_added_to_the_main_buffer(dtype):
+    """What main_grad held stays, the padding rows are left alone, and autograd gets nothing."""
+    hidden, weight, targets, upstream = inputs(dtype)
+    weight = torch.cat([weight, torch.full((3, HIDDEN), 9.0, dtype=dtype)]).requires_grad_()
+    weight.main_grad = torch.ones(len(weight), HIDDEN)
+    coefficients = upstream[0].abs()
+    zeros = coefficients * 0
+    _, _, _, expected = reference(hidden, weight.detach()[:VOCABULARY], targets, torch.stack([-coefficients, zeros]))
+    total, _ = linear_cross_entropy(
+        hidden.requires_grad_(), weight, targets, coefficients, VocabShard(0, VOCABULARY), direct_weight_gradient=True
+    )
+    total.backward()
+    assert weight.grad is None
+    tolerance = 2e-5 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(weight.main_grad[:VOCABULARY].double() - 1, expected, atol=tolerance, rtol=tolerance)
+    assert (weight.main_grad[VOCABULARY:] == 1).all()

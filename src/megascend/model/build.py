@@ -42,6 +42,7 @@ def build_config(
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
     if platform.fuses_rope and not arguments.get("multi_latent_attention"):
         arguments["apply_rope_fusion"] = True
+    arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     config = ModelConfig(**arguments)
     if config.model_meta is None:
         raise CheckpointError(f"mcore-bridge has no model for architecture {arguments['hf_model_type']!r}")

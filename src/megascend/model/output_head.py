@@ -22,7 +22,7 @@ class OutputHead:
     its forward only brings the hidden states together over sequence parallel ranks.
     """
 
-    def __init__(self, model: Any, vocab_size: int) -> None:
+    def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:
         for name in ("_forward_output_layer", "_postprocess"):
             if getattr(type(model), name, None) is not getattr(GPTModel, name, None):
                 raise ConfigError(
@@ -35,6 +35,9 @@ class OutputHead:
         rank = parallel_state.get_tensor_model_parallel_rank()
         self.shard = VocabShard.of_rank(vocab_size, len(self.weight), rank, group)
         self.vocab_size = vocab_size
+        # A weight shared with the embedding of the same stage is announced to DDP by the embedding's own gradient.
+        shared = model.share_embeddings_and_output_weights and model.pre_process
+        self._direct = shared or not overlap_grad_reduce
         sequence_parallel = model.config.sequence_parallel and size > 1
 
         def gather_hidden(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
@@ -59,11 +62,14 @@ class OutputHead:
 
     def logprobs(self, hidden: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h]."""
-        return linear_logprobs(hidden.flatten(0, 1), self.weight, targets, self.shard, entropy)
+        return linear_logprobs(hidden.flatten(0, 1), self.weight, targets, self.shard, entropy, self._direct)
 
-    def cross_entropy(self, hidden: Tensor, targets: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """``sum(-coefficients * logprobs)`` and the log-probabilities fp32 [n] without gradient."""
-        return linear_cross_entropy(hidden.flatten(0, 1), self.weight, targets, coefficients, self.shard)
+    def cross_entropy(
+        self, hidden: Tensor, targets: Tensor, coefficients: Tensor, upstream: float
+    ) -> tuple[Tensor, Tensor]:
+        """``sum(-coefficients * logprobs)``, which will receive the gradient ``upstream``, and the log-probabilities."""
+        hidden = hidden.flatten(0, 1)
+        return linear_cross_entropy(hidden, self.weight, targets, coefficients, self.shard, upstream, self._direct)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [n, vocabulary] on the CPU."""

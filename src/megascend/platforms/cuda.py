@@ -19,7 +19,7 @@ class CudaPlatform(Platform):
     backend: ClassVar[str] = "nccl"
     must_patch_first: ClassVar[bool] = False
     bind_device: ClassVar[bool] = True
-    fuses_rope: ClassVar[bool] = True
+    fuses_activations: bool = True
 
     def unavailable_because(self) -> str | None:
         import torch
@@ -41,6 +41,7 @@ class CudaPlatform(Platform):
                 "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "
                 "set MEGASCEND_REFERENCE_TE=1."
             )
+        self.fuses_rope = self.fuses_weight_gradients = True
         return changes
 
     def finish(self) -> list[str]:

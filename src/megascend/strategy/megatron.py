@@ -64,8 +64,11 @@ class MegatronStrategy:
         self.bare_chunks = build_chunks(self.config)
         weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
         last = self.bare_chunks[-1]
-        self.head = OutputHead(last, shape.vocab_size) if last.post_process else None
+        overlap = adam.overlap_grad_reduce
+        self.head = OutputHead(last, shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
         self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
+        if runtime.platform.fuses_weight_gradients:
+            fuse_weight_gradients(self.bare_chunks)
         self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups)
         self._connect_schedule()
 
@@ -149,6 +152,20 @@ class MegatronStrategy:
                         f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
                         f"[0, {self.shape.vocab_size}); does the tokenizer belong to this model?"
                     )
+
+
+def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let Transformer Engine add weight gradients to Megatron's fp32 buffers inside its matrix products.
+
+    Megatron's own switch (``gradient_accumulation_fusion``) would also ask for Apex in layers that are not Transformer
+    Engine's. With its parameter cache on, a module takes the first micro batch of a call as the first of the step and
+    overwrites the buffer, which would drop the gradients of an earlier ``forward_backward``; it saves nothing in bf16.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+                module.disable_parameter_transpose_cache = True  # type: ignore[assignment]
 
 
 def seed_everything(seed: int) -> None:

@@ -1,214 +1,181 @@
 """From hidden states to log-probabilities of the targets, without ever holding the logits of a whole micro batch.
 
-The output projection is applied to a chunk of tokens at a time; a chunk's fp32 logits [chunk, vocabulary / TP] are the
-largest thing that exists. With tensor parallelism every rank has some rows of the vocabulary, and the softmax is put
-together from each rank's maximum and sum (the log-sum-exp identity), as in Megatron-LM's vocab-parallel cross entropy
-(Shoeybi et al. 2019, section 3).
+The output projection is applied to a chunk of tokens at a time; a chunk's logits [chunk, vocabulary / TP], in the model's
+dtype, are the largest thing that exists.
 
 Two ways back:
 
-- :func:`linear_logprobs` works for any loss. It keeps hidden states and one number per token, and computes the logits a
-  second time in the backward pass.
+- :func:`linear_logprobs` works for any loss. It keeps hidden states and a few numbers per token, and computes the logits
+  a second time in the backward pass.
 - :func:`linear_cross_entropy` knows its loss, so it forms the gradient while a chunk's logits are at hand (the idea is
-  Liger-Kernel's fused linear cross entropy): no second projection, no stored logits.
+  Liger-Kernel's fused linear cross entropy): no second projection, no stored logits. The gradient of the weight is added
+  to Megatron's fp32 buffer inside the matrix product where that is possible.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 512 * 2**20
-"""Upper bound on the fp32 logits of one chunk, in bytes."""
+from megascend.train.softmax import Statistics, VocabShard, gradient_, statistics
+
+__all__ = ["VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
+
+CHUNK_BYTES = 5 * 2**28
+"""Upper bound on one chunk's logits: 1.25 GiB, 4096 tokens of a vocabulary of 152 thousand in bf16."""
 
 
-@dataclass(frozen=True)
-class VocabShard:
-    """The rows of the vocabulary that this rank has.
+def chunk_size(rows: int, element_size: int) -> int:
+    """Tokens of one chunk: a multiple of 128, the tile of the matrix product, whose logits stay under CHUNK_BYTES."""
+    return max(128, CHUNK_BYTES // (element_size * max(rows, 1)) // 128 * 128)
 
-    Attributes:
-        start: first token id of this rank's rows.
-        rows: rows that stand for real tokens; what follows in the weight is padding and takes no part in the softmax.
-        group: the tensor parallel group, or None if this rank has the whole vocabulary.
+
+def chunks(hidden: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Every chunk of ``hidden`` [n, h] with its logits [chunk, rows]; one buffer serves them all."""
+    size = min(chunk_size(len(rows), hidden.element_size()), len(hidden))
+    buffer = hidden.new_empty(size, len(rows))
+    for start in range(0, len(hidden), size):
+        part = slice(start, min(start + size, len(hidden)))
+        logits = buffer[: part.stop - part.start]
+        torch.mm(hidden[part], rows.t(), out=logits)
+        yield part, logits
+
+
+class _WeightGradient:
+    """Where the gradient of the output weight [local rows, h] goes.
+
+    Under Megatron's DDP every parameter has an fp32 buffer ``main_grad``. Adding to it right away saves a copy in the
+    model's dtype, its rounding, and the hook that would add it later. Overlapped reduction waits for that hook, so there
+    the gradient is handed to autograd as usual.
     """
 
-    start: int
-    rows: int
-    group: dist.ProcessGroup | None = None
+    def __init__(self, weight: Tensor, shard: VocabShard, direct: bool) -> None:
+        self._weight, self._rows = weight, shard.rows
+        self.direct = direct and hasattr(weight, "main_grad")
+        if self.direct:
+            self._sum = weight.main_grad[: shard.rows]
+        else:
+            self._sum = torch.zeros(shard.rows, weight.shape[1], dtype=torch.float32, device=weight.device)
 
-    @classmethod
-    def of_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
-        """The shard of tensor parallel ``rank`` where every rank's weight has ``local_rows`` rows."""
-        start = rank * local_rows
-        return cls(start, max(0, min(local_rows, vocab_size - start)), group)
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add ``grad_logits^T hidden``."""
+        if self._rows == 0:
+            return
+        if grad_logits.dtype == torch.float32:
+            self._sum.addmm_(grad_logits.t(), hidden)
+        elif grad_logits.is_cuda:
+            torch.addmm(self._sum, grad_logits.t(), hidden, out_dtype=torch.float32, out=self._sum)
+        else:
+            self._sum += torch.mm(grad_logits.t(), hidden)
 
-    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """All-reduce ``tensor`` in place over the group, where there is one."""
-        if self.group is not None:
-            dist.all_reduce(tensor, op=op, group=self.group)
-        return tensor
-
-
-@dataclass(frozen=True)
-class _Softmax:
-    """One chunk's projection: fp32 ``exponentials`` [c, rows] = exp(logits - max), with the sums over the vocabulary."""
-
-    exponentials: Tensor
-    sums: Tensor
-    target_exponents: Tensor  # logit of the target minus the maximum, [c]
-    weighted: Tensor | None  # sum of exponential * (logit - max), [c], for the entropy
-
-
-def chunk_size(rows: int) -> int:
-    """Tokens of one chunk, so that its logits stay under ``CHUNK_BYTES``."""
-    return max(64, CHUNK_BYTES // (4 * max(rows, 1)))
-
-
-def project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """fp32 logits [c, rows] of ``hidden`` [c, h] and ``weight`` [rows, h]."""
-    return torch.nn.functional.linear(hidden, weight).float()
-
-
-def _softmax(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, entropy: bool) -> _Softmax:
-    logits = project(hidden, weight)
-    if shard.rows:
-        maximum = logits.amax(dim=-1)
-    else:
-        maximum = logits.new_full((len(logits),), float("-inf"))
-    shard.reduce(maximum, dist.ReduceOp.MAX)
-    shifted = logits.sub_(maximum[:, None])
-    local, inside = _local_targets(targets, shard)
-    if shard.rows:
-        target_exponents = torch.where(inside, shifted.gather(1, local[:, None])[:, 0], 0.0)
-    else:
-        target_exponents = torch.zeros_like(maximum)
-    if entropy:
-        exponentials = shifted.exp()
-        weighted = (exponentials * shifted).sum(-1)
-    else:
-        exponentials, weighted = shifted.exp_(), None
-    parts = [exponentials.sum(-1), target_exponents] + ([weighted] if weighted is not None else [])
-    reduced = shard.reduce(torch.stack(parts))
-    return _Softmax(exponentials, reduced[0], reduced[1], reduced[2] if entropy else None)
-
-
-def _local_targets(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Row of every target in this shard, clamped, and whether it lies in it."""
-    local = targets - shard.start
-    inside = (local >= 0) & (local < shard.rows)
-    return local.clamp(0, max(shard.rows - 1, 0)), inside
-
-
-def _subtract_onehot(probabilities: Tensor, targets: Tensor, shard: VocabShard, amount: Tensor) -> None:
-    """probabilities[i, target_i] -= amount_i where the target lies in this shard, in place."""
-    if shard.rows:
-        local, inside = _local_targets(targets, shard)
-        probabilities.scatter_add_(1, local[:, None], torch.where(inside, -amount, 0.0)[:, None])
+    def for_autograd(self) -> Tensor | None:
+        """The gradient in the weight's dtype, zero for rows that pad the vocabulary; None if it is in place already."""
+        if self.direct:
+            return None
+        gradient = self._sum.to(self._weight.dtype)
+        if self._rows == len(self._weight):
+            return gradient
+        return torch.cat([gradient, gradient.new_zeros(len(self._weight) - self._rows, self._weight.shape[1])])
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, entropy: bool):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, entropy: bool, direct: bool
+    ):
         rows = weight[: shard.rows]
-        logprobs, entropies = [], []
-        for h, t in zip(hidden.split(chunk_size(shard.rows)), targets.split(chunk_size(shard.rows)), strict=True):
-            softmax = _softmax(h, rows, t, shard, entropy)
-            log_sum = softmax.sums.log()
-            logprobs.append(softmax.target_exponents - log_sum)
-            if softmax.weighted is not None:
-                entropies.append(log_sum - softmax.weighted / softmax.sums)
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.shard, ctx.entropy = shard, entropy
-        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+        local_targets = shard.local(targets)
+        parts = [
+            statistics(logits, local_targets[part], shard, entropy) for part, logits in chunks(hidden, rows)
+        ]
+        log_sum, target = (torch.cat([getattr(s, name) for s in parts]) for name in ("log_sum", "target"))
+        entropies = torch.cat([s.entropy for s in parts if s.entropy is not None]) if entropy else None
+        ctx.save_for_backward(hidden, weight, local_targets, log_sum, target, entropies)
+        ctx.shard, ctx.direct = shard, direct
+        return target - log_sum, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
         grad_logprobs, grad_entropy = grads
-        hidden, weight, targets = ctx.saved_tensors
-        shard: VocabShard = ctx.shard
-        rows = weight[: shard.rows]
-        need_hidden, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        size = chunk_size(shard.rows)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if need_weight else None
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            softmax = _softmax(hidden[part], rows, targets[part], shard, entropy=False)
-            grad = softmax.exponentials.div_(softmax.sums[:, None])  # now the probabilities
-            scale = torch.zeros_like(softmax.sums) if grad_logprobs is None else grad_logprobs[part]
-            if grad_entropy is None:
-                grad.mul_(-scale[:, None])
-            else:
-                # dH/dlogit = -p (log p + H); with d logprob/d logit = onehot - p.
-                log_p = grad.clamp_min(torch.finfo(torch.float32).tiny).log()
-                entropy = shard.reduce(-(grad * log_p).sum(-1))
-                grad.mul_(-(scale[:, None] + grad_entropy[part][:, None] * (log_p + entropy[:, None])))
-            _subtract_onehot(grad, targets[part], shard, -scale)
-            grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, rows, out=grad_hidden[part])
-            if grad_rows is not None:
-                grad_rows += torch.mm(grad.t(), hidden[part])
-        return grad_hidden, _full_weight_gradient(grad_rows, weight, shard), None, None, None
+        hidden, weight, local_targets, log_sum, target, entropies = ctx.saved_tensors
+        rows = weight[: ctx.shard.rows]
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = _WeightGradient(weight, ctx.shard, ctx.direct) if ctx.needs_input_grad[1] else None
+        scale = torch.zeros_like(log_sum) if grad_logprobs is None else -grad_logprobs
+        for part, logits in chunks(hidden, rows):
+            found = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
+            entropy_scale = None if grad_entropy is None else grad_entropy[part]
+            gradient_(logits, local_targets[part], found, scale[part], entropy_scale)
+            _propagate(logits, hidden, rows, part, grad_hidden, grad_weight)
+        return grad_hidden, None if grad_weight is None else grad_weight.for_autograd(), None, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shard: VocabShard):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        coefficients: Tensor,
+        upstream: float,
+        shard: VocabShard,
+        direct: bool,
+    ):
         rows = weight[: shard.rows]
-        need_hidden, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        size = chunk_size(shard.rows)
+        local_targets = shard.local(targets)
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if need_weight else None
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            softmax = _softmax(hidden[part], rows, targets[part], shard, entropy=False)
-            logprobs[part] = softmax.target_exponents - softmax.sums.log()
-            scale = coefficients[part]
-            grad = softmax.exponentials.mul_((scale / softmax.sums)[:, None])
-            _subtract_onehot(grad, targets[part], shard, scale)
-            grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, rows, out=grad_hidden[part])
-            if grad_rows is not None:
-                grad_rows += torch.mm(grad.t(), hidden[part])
-        ctx.grad_hidden = grad_hidden
-        ctx.grad_weight = _full_weight_gradient(grad_rows, weight, shard)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = _WeightGradient(weight, shard, direct) if ctx.needs_input_grad[1] else None
+        scale = coefficients * upstream
+        for part, logits in chunks(hidden, rows):
+            found = statistics(logits, local_targets[part], shard, entropy=False)
+            logprobs[part] = found.logprobs
+            gradient_(logits, local_targets[part], found, scale[part], None)
+            _propagate(logits, hidden, rows, part, grad_hidden, grad_weight)
+        ctx.upstream = upstream
+        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.for_autograd()
         ctx.mark_non_differentiable(logprobs)
-        return -(logprobs * coefficients).sum(), logprobs
+        return -torch.where(coefficients > 0, logprobs * coefficients, 0.0).sum(), logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
-        (grad_loss, _) = grads
-        assert grad_loss is not None
-        grad_hidden, grad_weight = ctx.grad_hidden, ctx.grad_weight
-        ctx.grad_hidden = ctx.grad_weight = None
-        return (
-            None if grad_hidden is None else grad_hidden.mul_(grad_loss),
-            None if grad_weight is None else grad_weight.mul_(grad_loss),
-            None,
-            None,
-            None,
-        )
+        # Elsewhere the comparison would make the host wait for the device.
+        if grads[0] is not None and grads[0].device.type == "cpu":
+            received = float(grads[0])
+            if abs(received - ctx.upstream) > 1e-5 * abs(ctx.upstream):
+                raise RuntimeError(f"linear_cross_entropy was told to expect gradient {ctx.upstream}, received {received}")
+        grad_hidden, grad_weight = ctx.gradients
+        ctx.gradients = None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _full_weight_gradient(grad_rows: Tensor | None, weight: Tensor, shard: VocabShard) -> Tensor | None:
-    """The gradient of the whole local weight: zero for the rows that only pad the vocabulary."""
-    if grad_rows is None:
-        return None
-    gradient = grad_rows.to(weight.dtype)
-    if shard.rows == len(weight):
-        return gradient
-    return torch.cat([gradient, gradient.new_zeros(len(weight) - shard.rows, weight.shape[1])])
+def _propagate(
+    grad_logits: Tensor,
+    hidden: Tensor,
+    rows: Tensor,
+    part: slice,
+    grad_hidden: Tensor | None,
+    grad_weight: _WeightGradient | None,
+) -> None:
+    """From the gradient of a chunk's logits to those of its hidden states and of the weight."""
+    if grad_hidden is not None:
+        torch.mm(grad_logits, rows, out=grad_hidden[part])
+    if grad_weight is not None:
+        grad_weight.add(grad_logits, hidden[part])
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, entropy: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    entropy: bool = False,
+    direct_weight_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy of each distribution if asked for.
 
@@ -219,38 +186,48 @@ def linear_logprobs(
         targets: int64 [n].
         shard: this rank's part of the vocabulary.
         entropy: also return the entropy in nats.
+        direct_weight_gradient: add the weight's gradient to ``weight.main_grad`` instead of returning it to autograd.
 
     Returns:
         fp32 [n], and fp32 [n] or None.
     """
-    return _LinearLogprobs.apply(hidden, weight, targets, shard, entropy)
+    return _LinearLogprobs.apply(hidden, weight, targets, shard, entropy, direct_weight_gradient)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shard: VocabShard
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    shard: VocabShard,
+    upstream: float = 1.0,
+    direct_weight_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``sum(-coefficients * logprobs)`` with its gradient formed in the forward pass.
 
     Args:
-        hidden, weight, targets, shard: as for :func:`linear_logprobs`.
-        coefficients: fp32 [n], the factor of each token's negative log-likelihood.
+        hidden, weight, targets, shard, direct_weight_gradient: as for :func:`linear_logprobs`.
+        coefficients: fp32 [n], not negative: the factor of each token's negative log-likelihood.
+        upstream: the gradient that this sum will receive in the backward pass, which has to be known now.
 
     Returns:
         The fp32 sum, and the log-probabilities fp32 [n] without a gradient.
+
+    Raises:
+        RuntimeError: in the backward pass on the CPU, if the sum receives another gradient than ``upstream``.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, coefficients, shard)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, coefficients, upstream, shard, direct_weight_gradient)
 
 
 @torch.no_grad()
 def gather_logits(hidden: Tensor, weight: Tensor, shard: VocabShard) -> Tensor:
-    """Logits over the whole vocabulary, for those who ask for them: fp32 [n, vocabulary] on the CPU."""
-    size = chunk_size(shard.rows)
-    chunks = []
-    for part in hidden.split(size):
-        logits = project(part, weight)
+    """Logits over the whole vocabulary, for those who ask for them: fp32 [n, padded vocabulary] on the CPU."""
+    parts = []
+    for _, logits in chunks(hidden, weight):
+        whole = logits
         if shard.group is not None:
-            parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]
-            dist.all_gather(parts, logits, group=shard.group)
-            logits = torch.cat(parts, dim=-1)
-        chunks.append(logits.cpu())
-    return torch.cat(chunks)
+            shards = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]
+            dist.all_gather(shards, logits, group=shard.group)
+            whole = torch.cat(shards, dim=-1)
+        parts.append(whole.float().cpu().clone())
+    return torch.cat(parts)

@@ -51,8 +51,10 @@ class Step:
             raise DataError(f"{what} in the whole global batch: the loss {loss.name!r} is undefined")
         batches = self._build(samples, plan, loss)
         # Megatron divides by the micro batches and multiplies by CP; its DDP then divides by DP x CP.
-        scale = agreed.micro_batches * self._strategy.topology.data / normaliser
-        stored = self._run(batches, lambda batch, hidden: self._loss(batch, hidden, loss, scale), forward_only=False)
+        topology = self._strategy.topology
+        scale = agreed.micro_batches * topology.data / normaliser
+        upstream = topology.context / agreed.micro_batches
+        stored = self._run(batches, lambda batch, hidden: self._loss(batch, hidden, loss, scale, upstream), False)
         names, values = self._reduce_metrics(stored, loss, normaliser)
         return ForwardBackwardResult(agreed.trained, agreed.tokens, agreed.micro_batches, names, values)
 
@@ -125,10 +127,12 @@ class Step:
             forward_only=forward_only,
         )
 
-    def _loss(self, batch: MicroBatch, hidden: Tensor, loss: Loss, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, batch: MicroBatch, hidden: Tensor, loss: Loss, scale: float, upstream: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         head = self._head()
         if loss.function is _cross_entropy() and head.can_fuse:
-            total, _ = head.cross_entropy(hidden, batch.targets, batch.weights * scale)
+            total, _ = head.cross_entropy(hidden, batch.targets, batch.weights * scale, upstream)
             return total, {"loss": total.detach() / scale}
         logprobs, entropy = head.logprobs(hidden, batch.targets, loss.entropy)
         filler = loss.per == "pair" and len(batch.pairs) == 0

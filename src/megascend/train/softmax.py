@@ -1,0 +1,133 @@
+"""The softmax of one chunk of logits, split in what a vocabulary shard can know alone and what follows from the whole.
+
+Both functions have a plain implementation here and one in Triton (:mod:`megascend.train.softmax_triton`) for CUDA, which
+reads the logits once each and needs no fp32 copy of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of the vocabulary that this rank has.
+
+    Attributes:
+        start: first token id of this rank's rows.
+        rows: rows that stand for real tokens; what follows in the weight is padding and takes no part in the softmax.
+        group: the tensor parallel group, or None if this rank has the whole vocabulary.
+    """
+
+    start: int
+    rows: int
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
+        """The shard of tensor parallel ``rank`` where every rank's weight has ``local_rows`` rows."""
+        start = rank * local_rows
+        return cls(start, max(0, min(local_rows, vocab_size - start)), group)
+
+    def local(self, targets: Tensor) -> Tensor:
+        """Column of every target in this shard's logits, -1 where another shard has it."""
+        local = targets - self.start
+        return torch.where((local >= 0) & (local < self.rows), local, -1)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the softmax of n rows comes down to; everything fp32 [n].
+
+    Attributes:
+        log_sum: log of the sum of exponentials over the whole vocabulary.
+        target: logit of the target.
+        entropy: in nats, or None if it was not asked for.
+    """
+
+    log_sum: Tensor
+    target: Tensor
+    entropy: Tensor | None
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probability of the target."""
+        return self.target - self.log_sum
+
+
+def statistics(logits: Tensor, local_targets: Tensor, shard: VocabShard, entropy: bool) -> Statistics:
+    """Statistics over the whole vocabulary from this shard's ``logits`` [n, rows], which are left as they are.
+
+    The shards' maxima and sums are put together as in Megatron-LM's vocab-parallel cross entropy (Shoeybi et al. 2019,
+    section 3): two small all-reduces over the tensor parallel group.
+    """
+    maximum, total, target, weighted = _implementation(logits).shard_statistics(logits, local_targets, entropy)
+    if shard.group is not None:
+        overall = maximum.clone()
+        dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
+        shift = torch.where(total > 0, maximum - overall, 0.0)
+        scale = shift.exp()
+        if weighted is not None:
+            weighted = scale * (weighted + shift * total)
+        parts = [scale * total, target] + ([weighted] if weighted is not None else [])
+        reduced = torch.stack(parts)
+        dist.all_reduce(reduced, group=shard.group)
+        maximum, total, target = overall, reduced[0], reduced[1]
+        weighted = reduced[2] if weighted is not None else None
+    log_total = total.log()
+    return Statistics(maximum + log_total, target, None if weighted is None else log_total - weighted / total)
+
+
+def gradient_(
+    logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
+) -> None:
+    """Replace ``logits`` [n, rows] by the gradient of ``sum(-scale * logprob + entropy_scale * entropy)``.
+
+    With p the probabilities, d logprob / d logit = onehot - p and d entropy / d logit = -p (log p + entropy).
+    """
+    _implementation(logits).gradient_(logits, local_targets, found, scale, entropy_scale)
+
+
+class _Plain:
+    @staticmethod
+    def shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool):
+        """Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of this shard alone."""
+        count, rows = logits.shape
+        if rows == 0:
+            nothing = torch.zeros(count, dtype=torch.float32, device=logits.device)
+            return nothing - torch.inf, nothing, nothing, nothing if entropy else None
+        x = logits.float()
+        maximum = x.amax(-1)
+        picked = x.gather(1, local_targets.clamp_min(0)[:, None])[:, 0]
+        target = torch.where(local_targets >= 0, picked, 0.0)
+        shifted = x - maximum[:, None]
+        exponentials = shifted.exp()
+        weighted = (exponentials * shifted).sum(-1) if entropy else None
+        return maximum, exponentials.sum(-1), target, weighted
+
+    @staticmethod
+    def gradient_(
+        logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
+    ) -> None:
+        if logits.shape[1] == 0:
+            return
+        log_p = logits.float() - found.log_sum[:, None]
+        factor = scale[:, None]
+        if entropy_scale is not None and found.entropy is not None:
+            factor = factor - entropy_scale[:, None] * (log_p + found.entropy[:, None])
+        gradient = log_p.exp_().mul_(factor)
+        amount = torch.where(local_targets >= 0, -scale, 0.0)
+        gradient.scatter_add_(1, local_targets.clamp_min(0)[:, None], amount[:, None])
+        logits.copy_(gradient)
+
+
+def _implementation(logits: Tensor) -> type[_Plain]:
+    if not logits.is_cuda or logits.shape[1] == 0:
+        return _Plain
+    from megascend.train.softmax_triton import Kernels
+
+    return Kernels

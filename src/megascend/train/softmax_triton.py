@@ -1,0 +1,113 @@
+"""The softmax of a chunk of logits as two Triton kernels, one row a program; the mathematics is in softmax.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megascend.train.softmax import Statistics
+
+BLOCK = 8192
+WARPS = 8
+
+
+@triton.jit
+def _statistics_kernel(
+    logits, targets, maxima, totals, picked, weights, stride, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Online maximum and sum (Milakov and Gimelshein 2018): the row is read once."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    tl.store(picked + row, tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32))
+    maximum = float("-inf")
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(maximum, tl.max(x, axis=0))
+        shift = tl.exp(maximum - larger)
+        shifted = tl.where(inside, x - larger, 0.0)
+        exponentials = tl.where(inside, tl.exp(shifted), 0.0)
+        if ENTROPY:
+            moved = tl.where(total > 0, shift * (weighted + (maximum - larger) * total), 0.0)
+            weighted = moved + tl.sum(exponentials * shifted, axis=0)
+        total = total * shift + tl.sum(exponentials, axis=0)
+        maximum = larger
+    tl.store(maxima + row, maximum)
+    tl.store(totals + row, total)
+    if ENTROPY:
+        tl.store(weights + row, weighted)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits, targets, log_sums, scales, entropies, entropy_scales, stride, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    log_sum = tl.load(log_sums + row)
+    scale = tl.load(scales + row)
+    if ENTROPY:
+        entropy = tl.load(entropies + row)
+        entropy_scale = tl.load(entropy_scales + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        log_p = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32) - log_sum
+        factor = scale
+        if ENTROPY:
+            factor = scale - entropy_scale * (tl.where(inside, log_p, 0.0) + entropy)
+        gradient = tl.exp(log_p) * factor - tl.where(column == target, scale, 0.0)
+        tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+class Kernels:
+    """Same interface as the plain implementation in softmax.py."""
+
+    @staticmethod
+    def shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool):
+        """Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of this shard alone."""
+        count, columns = logits.shape
+        maxima, totals, picked, weighted = torch.empty(4, count, dtype=torch.float32, device=logits.device).unbind(0)
+        _statistics_kernel[(count,)](
+            logits,
+            local_targets,
+            maxima,
+            totals,
+            picked,
+            weighted,
+            logits.stride(0),
+            columns,
+            ENTROPY=entropy,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+        return maxima, totals, picked, weighted if entropy else None
+
+    @staticmethod
+    def gradient_(
+        logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
+    ) -> None:
+        with_entropy = entropy_scale is not None and found.entropy is not None
+        _gradient_kernel[(len(logits),)](
+            logits,
+            local_targets,
+            found.log_sum,
+            scale.contiguous(),
+            found.entropy if with_entropy else scale,
+            entropy_scale.contiguous() if with_entropy else scale,
+            logits.stride(0),
+            logits.shape[1],
+            ENTROPY=with_entropy,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
