@@ -498,6 +498,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model and batch for a CPU, seconds a run")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
+    parser.add_argument("--heads", type=int)
     parser.add_argument("--ffn", type=int)
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--sequences", type=int, default=8, help="sequences of one optimizer step")
@@ -519,6 +520,7 @@ def work_from(arguments: argparse.Namespace) -> Work:
     for option, key in {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
+        "heads": "num_attention_heads",
         "ffn": "intermediate_size",
         "vocab": "vocab_size",
     }.items():

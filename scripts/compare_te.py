@@ -1,7 +1,7 @@
 """The reference Transformer Engine (``megascend.reference_te``) against NVIDIA's, on CUDA.
 
     python scripts/compare_te.py layers                  # every layer, forward and gradients, fp32 and bf16; attributes
-    python scripts/compare_te.py model                   # tiny Qwen3 and Qwen3-MoE through mcore-bridge, one GPU
+    python scripts/compare_te.py model                   # small Qwen3 and Qwen3-MoE through mcore-bridge, one GPU
     python scripts/compare_te.py model --ranks 2         # the same with TP 2, TP 2 + sequence parallel, EP 2
     python scripts/compare_te.py layers --self --device cpu      # the reference with itself: checks this script
 
@@ -366,6 +366,9 @@ LAYOUTS = {
     2: {"tp2": {"tp": 2}, "tp2+sp": {"tp": 2, "sp": True}, "tp2+sp+ep2": {"tp": 2, "sp": True, "ep": 2}},
 }
 MODELS = ("qwen3", "qwen3_moe")
+SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+"""Wide enough that Transformer Engine takes its fused attention in bf16."""
+LENGTH = 256
 
 
 def model_cases(processes: int) -> Iterator[tuple[str, str, dict[str, Any], str]]:
@@ -429,10 +432,10 @@ def model_rank(arguments: argparse.Namespace) -> None:
         config.bridge.load_weights(models, str(checkpoint))
         model = models[0].to(device)
         model.train()
-        tokens = torch.randint(0, 320, (2, 65), generator=torch.Generator().manual_seed(5)).to(device)
+        tokens = torch.randint(0, 320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(5)).to(device)
         losses = model(
             input_ids=tokens[:, :-1].contiguous(),
-            position_ids=torch.arange(64, device=device).expand(2, -1),
+            position_ids=torch.arange(LENGTH, device=device).expand(2, -1),
             attention_mask=None,
             labels=tokens[:, 1:].contiguous(),
         )
@@ -477,7 +480,7 @@ def compare_model(table: Table, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="compare_te_") as folder:
         work = Path(folder)
         for arch in MODELS:
-            write_tiny_checkpoint(work / arch, arch)
+            write_tiny_checkpoint(work / arch, arch, **SHAPE)
         for side in ("real", "reference"):
             if code := start_side(arguments, side, work):
                 table.failed(f"model, {side} side", f"exit code {code}")

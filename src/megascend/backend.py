@@ -65,28 +65,34 @@ class MegatronBackend:
         self.topology: Topology = plan(parallel or Parallel(), launch.world_size, self._info.shape)
         self._runtime.load_megatron()
 
+        from megascend.model.architecture import check_architecture
         from megascend.parallel import process_groups
         from megascend.strategy.megatron import MegatronStrategy
         from megascend.train.step import Step
 
+        check_architecture(self._model_dir)
         self.groups: ProcessGroups = process_groups.initialize(self.topology, self._runtime.platform, timeout_s, launch)
         self._precision: Precision = precision
-        self._strategy = MegatronStrategy(
-            self._runtime,
-            self.topology,
-            self.groups,
-            self._info.shape,
-            self._model_dir,
-            self._info.tensor_names,
-            precision=precision,
-            adam=optimizer or Adam(),
-            schedule=schedule or Schedule(),
-            recompute=recompute or Recompute(),
-            moe=moe or Moe(),
-            batching=batching or Batching(),
-            seed=seed,
-            device=self.groups.device,
-        )
+        try:
+            self._strategy = MegatronStrategy(
+                self._runtime,
+                self.topology,
+                self.groups,
+                self._info.shape,
+                self._model_dir,
+                self._info.tensor_names,
+                precision=precision,
+                adam=optimizer or Adam(),
+                schedule=schedule or Schedule(),
+                recompute=recompute or Recompute(),
+                moe=moe or Moe(),
+                batching=batching or Batching(),
+                seed=seed,
+                device=self.groups.device,
+            )
+        except BaseException:
+            self.groups.destroy()  # so that another attempt in this process finds none left over
+            raise
         self._step = Step(self._strategy)
         self._reduced = False
 

@@ -29,13 +29,20 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise CheckpointError(f"model: {Path(model_dir).resolve()} is not a directory; it must hold a Hugging Face checkpoint")
     if not path.is_file():
         raise CheckpointError(f"model: {path.resolve()} is missing; a Hugging Face checkpoint has one")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    config = _json_object(path)
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type")
     return config
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not even text
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
 
 
 def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
@@ -47,7 +54,10 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     model_dir = Path(model_dir)
     index = model_dir / WEIGHT_INDEX
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = _json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map that says which file holds which tensor")
+        files = sorted(set(weight_map.values()))
     elif (model_dir / "model.safetensors").is_file():
         files = ["model.safetensors"]
     else:
@@ -75,6 +85,8 @@ def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(file.read(length))
         except ValueError:
             raise CheckpointError(f"{path} is not safetensors: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is not safetensors: its header is not a JSON object")
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
     if end != size:

@@ -40,7 +40,7 @@ def build_config(
     if arguments.get("num_moe_experts"):
         arguments.update(moe_arguments(moe, topology))
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
-    if platform.fuses_rope and not arguments.get("multi_latent_attention"):
+    if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
         arguments["apply_rope_fusion"] = True
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     config = ModelConfig(**arguments)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from mcore_bridge.utils import StreamingSafetensorSaver
+from safetensors import SafetensorError
 
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import DERIVED, copy_companions, replace_directory
-from megascend.parallel.objects import all_reduce_numbers, barrier, gather_objects
+from megascend.parallel.objects import all_reduce_numbers, gather_objects
 from megascend.parallel.process_groups import ProcessGroups
 
 
@@ -43,13 +47,18 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
     try:
         bridge.load_weights(chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used)))
     except KeyError as error:
-        problem = f"the checkpoint has no tensor {error}"
+        problem = f"the checkpoint has no tensor {error}, which the model that config.json describes needs"
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model of config.json: {error}"
     if problem is None:
-        empty = [name for chunk in chunks for name, p in chunk.named_parameters() if bool(torch.isnan(p).any())]
+        parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        holes = {name: int(torch.isnan(p).sum()) for name, p in parameters.items()}
+        empty = [name for name, count in holes.items() if count == parameters[name].numel()]
+        damaged = [name for name, count in holes.items() if count and name not in empty]
         if empty:
-            problem = f"nothing was loaded into {_some(empty)} (or the checkpoint holds NaN there)"
+            problem = f"the checkpoint has no tensor for {_some(empty)} of the model that config.json describes"
+        elif damaged:
+            problem = f"the checkpoint holds NaN in what goes into {_some(damaged)}"
     _raise_together(problem, model_dir, groups)
 
     counts = all_reduce_numbers([float(name in used) for name in names], "world", groups, "max")
@@ -67,23 +76,54 @@ def export(chunks: list[Any], bridge: Any, source: Path, target: Path, dtype: st
     """Write ``chunks`` as a Hugging Face directory; ``target`` appears only when it is complete.
 
     Raises:
-        CheckpointError: ``target`` exists and is not a Hugging Face directory (it would be replaced).
+        CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
+            or cannot be written; what was there before is still there then.
     """
-    refusal = None
-    if groups.rank == 0 and target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
-        refusal = f"export: {target} exists and is no Hugging Face checkpoint; choose another directory"
-    _raise_together(refusal, None, groups)
     temporary = target.with_name(f".{target.name}.writing")
+    problem = _written(lambda: _prepare(target, temporary), target) if groups.rank == 0 else None
+    _raise_together(problem, None, groups)
+    problem = _save(chunks, bridge, temporary, target)
     if groups.rank == 0:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if problem is None:
+            problem = _written(lambda: copy_companions(source, temporary, dtype), target)
+        if problem is None:
+            problem = _written(lambda: replace_directory(temporary, target), target)
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    barrier(groups, label="export")
-    bridge.save_weights(chunks, str(temporary))
-    if groups.rank == 0:
-        copy_companions(source, temporary, dtype)
-        replace_directory(temporary, target)
-    barrier(groups, label="export")
+    _raise_together(problem, None, groups)
+
+
+def _prepare(target: Path, temporary: Path) -> None:
+    if target.exists() and not (target.is_dir() and (not any(target.iterdir()) or (target / "config.json").is_file())):
+        raise CheckpointError(f"export: {target} exists and is no Hugging Face checkpoint; choose another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+
+
+def _save(chunks: list[Any], bridge: Any, folder: Path, target: Path) -> str | None:
+    """What mcore-bridge's ``save_weights`` does, but a rank that cannot write goes on taking part in collectives.
+
+    It returns what went wrong instead; raising there and then would leave the other ranks waiting.
+    """
+    saver = StreamingSafetensorSaver(save_dir=str(folder))
+    problem = None
+    for name, tensor in bridge.export_weights(
+        chunks, target_device="cpu", only_master_rank=True, tqdm_desc="Saving: ", disable_tqdm=False, _is_saving=True
+    ):
+        if problem is None:
+            problem = _written(partial(saver.add_tensor, name, tensor), target)
+    return problem or _written(saver.finalize, target)
+
+
+def _written(write: Callable[[], None], target: Path) -> str | None:
+    """Why ``write`` failed, or None."""
+    try:
+        write()
+    except CheckpointError as error:
+        return str(error)
+    except (OSError, SafetensorError) as error:
+        return f"export: {target} could not be written: {error}"
+    return None
 
 
 def _raise_together(problem: str | None, where: Path | None, groups: ProcessGroups) -> None:

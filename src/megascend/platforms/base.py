@@ -28,8 +28,8 @@ class Platform(ABC):
         backend: the ``torch.distributed`` backend of collectives on device tensors.
         must_patch_first: True if packages have to be put in place before megatron.core is imported.
         bind_device: True if ``init_process_group`` shall be given the device (eager communicator; NCCL only).
-        fuses_rope: True if Transformer Engine has a fused rotary embedding here.
-        fuses_weight_gradients: True if its matrix products can add to Megatron's fp32 gradient buffers.
+        has_transformer_engine_kernels: True if the real Transformer Engine runs here, on CUDA: fused rotary embedding,
+            matrix products that add to Megatron's fp32 gradient buffers.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
@@ -39,8 +39,7 @@ class Platform(ABC):
     backend: ClassVar[str]
     must_patch_first: ClassVar[bool]
     bind_device: ClassVar[bool] = False
-    fuses_rope: bool = False
-    fuses_weight_gradients: bool = False
+    has_transformer_engine_kernels: bool = False
     fuses_activations: bool = False
 
     @abstractmethod

@@ -41,7 +41,7 @@ class CudaPlatform(Platform):
                 "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "
                 "set MEGASCEND_REFERENCE_TE=1."
             )
-        self.fuses_rope = self.fuses_weight_gradients = True
+        self.has_transformer_engine_kernels = True
         return changes
 
     def finish(self) -> list[str]:

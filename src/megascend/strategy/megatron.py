@@ -67,8 +67,11 @@ class MegatronStrategy:
         overlap = adam.overlap_grad_reduce
         self.head = OutputHead(last, shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
         self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
-        if runtime.platform.fuses_weight_gradients:
+        if runtime.platform.has_transformer_engine_kernels:
             fuse_weight_gradients(self.bare_chunks)
+            from megascend.model import head_norm
+
+            head_norm.install(self.bare_chunks)
         self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups)
         self._connect_schedule()
 

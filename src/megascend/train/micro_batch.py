@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ def build(
     """
     chosen = [samples[index] for index in members]
     lengths = [len(sample) for sample in chosen]
+    layout = without_boundaries(layout, lengths)
     padded = _padded_lengths(lengths, layout)
     names = [name for name in _field_names(chosen, loss) if name not in ("input_ids", "target_ids", "weights")]
 
@@ -140,6 +141,14 @@ def build(
         place=column(place),
         pairs=_to_device(torch.tensor(pair_positions(chosen, loss), dtype=torch.int64).reshape(-1, 2), device),
     )
+
+
+def without_boundaries(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:
+    """The layout for a micro batch: samples of one length need no packing, and attention is faster on a plain batch."""
+    plain = replace(layout, packing=False)
+    if layout.packing and len(set(lengths)) == 1 and plain.padded_length(lengths[0]) == lengths[0]:
+        return plain
+    return layout
 
 
 def _padded_lengths(lengths: list[int], layout: SequenceLayout) -> list[int]:

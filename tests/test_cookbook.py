@@ -1,0 +1,69 @@
+"""Every cookbook script, started by its shell script through torchrun: it runs, and what it trains learns."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DEADLINE_S = 150
+STEP = re.compile(r"^step (\d+)/(\d+)  loss ([\d.]+)  grad norm ([\d.]+)  ([\d,]+) tokens/s", re.MULTILINE)
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
+
+
+def run(script: str, folder: Path, *arguments: str, **environment: str) -> str:
+    """Output of a shell script of the cookbook, which ends with all its processes at the deadline."""
+    path = os.pathsep.join([str(ROOT / "src"), *(entry for entry in sys.path if entry)])
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGASCEND_RUN": str(folder)}
+    process = subprocess.Popen(
+        ["bash", str(ROOT / "cookbook" / script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | variables | environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+def assert_learned(output: str, steps: int) -> None:
+    """Every step is there and finite, the loss has fallen, and the last line says so."""
+    found = [(int(number), float(loss), float(norm)) for number, _, loss, norm, _ in STEP.findall(output)]
+    assert [number for number, *_ in found] == list(range(1, steps + 1)), output[-6000:]
+    assert all(math.isfinite(loss) and norm > 0 for _, loss, norm in found)
+    losses = [loss for _, loss, _ in found]
+    assert sum(losses[-3:]) / 3 < 0.9 * losses[0], losses
+    assert output.strip().splitlines()[-1].startswith("learned: loss ")
+
+
+@pytest.mark.parametrize(
+    ("script", "processes", "arguments", "layout"),
+    [
+        ("dense_tp_pp_dp.sh", 4, (), "4 ranks = tensor 2 x context 1 x data 1 x pipeline 2"),
+        ("dense_tp_pp_dp.sh", 2, ("--tensor", "1", "--pipeline", "1"), "tensor 1 x context 1 x data 2 x pipeline 1"),
+        ("moe_ep.sh", 4, (), "experts: expert tensor 1 x expert 2 x data 2 x pipeline 1"),
+        ("long_context_cp.sh", 2, ("--recompute",), "tensor 1 x context 2 x data 1 x pipeline 1"),
+    ],
+    ids=["TP2 x PP2", "DP2", "MoE TP2 x DP2, EP2", "CP2"],
+)
+def test_a_cookbook_script_learns(
+    script: str, processes: int, arguments: tuple[str, ...], layout: str, tmp_path: Path
+) -> None:
+    output = run(script, tmp_path, *arguments, "--steps", "10", NPROC=str(processes))
+    assert layout in output
+    assert_learned(output, 10)
