@@ -94,7 +94,7 @@ class MegatronBackend:
             self.groups.destroy()  # so that another attempt in this process finds none left over
             raise
         self._step = Step(self._strategy)
-        self._reduced = False
+        self._reduced = self._accumulated = False
 
     # --- what a trainer wants to know ---
 
@@ -166,6 +166,7 @@ class MegatronBackend:
                 "first call's gradients already; pass all samples in one call or set overlap_grad_reduce: false"
             )
         result = self._step.forward_backward(samples, resolve(loss))
+        self._accumulated = True
         self._reduced = self._strategy.reduces_while_running
         return result
 
@@ -174,7 +175,7 @@ class MegatronBackend:
 
         If the gradient norm of any rank is not finite, no rank changes anything and ``skipped`` is True.
         """
-        reduced, self._reduced = self._reduced, False
+        reduced, self._reduced, self._accumulated = self._reduced, False, False
         return self._strategy.optimizer.step(reduced)
 
     def forward(self, samples: Sequence[Sample], entropy: bool = False, logits: bool = False) -> ForwardResult:
@@ -196,6 +197,30 @@ class MegatronBackend:
         weights.export(
             self._strategy.bare_chunks, self._strategy.config.bridge, self._model_dir, Path(path), dtype, self.groups
         )
+
+    def save(self, path: str | Path) -> None:
+        """Write model, optimizer, schedule position and random state; the directory appears only when complete.
+
+        Raises:
+            ConfigError: gradients are accumulated that no ``optimizer_step`` has used; they would be lost.
+            CheckpointError: ``path`` holds something else.
+        """
+        from megascend.checkpoint import sharded
+
+        if self._accumulated:
+            raise ConfigError("save: call optimizer_step() first; accumulated gradients are not part of a checkpoint")
+        sharded.save(self._strategy, Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint: under the same layout exactly, under another one from the same parameters and moments.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint of this model at ``path``; nothing has been changed.
+        """
+        from megascend.checkpoint import sharded
+
+        sharded.load(self._strategy, Path(path))
+        self._accumulated = self._reduced = False
 
     def close(self) -> None:
         """Leave the process groups. The object is of no use afterwards."""

@@ -21,12 +21,12 @@ from megascend.parallel.process_groups import ProcessGroups
 class _Tracked:
     """A lazy tensor of mcore-bridge that remembers having been read."""
 
-    def __init__(self, lazy: Any, name: str, used: set[str]) -> None:
+    def __init__(self, lazy: Any, name: str, used: dict[str, None]) -> None:
         self._lazy, self._name, self._used = lazy, name, used
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute in ("load", "load_slice"):
-            self._used.add(self._name)
+            self._used[self._name] = None
         return getattr(self._lazy, attribute)
 
 
@@ -39,7 +39,7 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
     Raises:
         CheckpointError: on all ranks alike, naming what is missing, left over, or has the wrong shape.
     """
-    used: set[str] = set()
+    used: dict[str, None] = {}  # a dict keeps the order of reading
     problem = None
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -47,9 +47,9 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
     try:
         bridge.load_weights(chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used)))
     except KeyError as error:
-        problem = f"the checkpoint has no tensor {error}, which the model that config.json describes needs"
+        problem = f"the checkpoint has no tensor {error}, which the model that config.json describes needs{_after(used)}"
     except (RuntimeError, ValueError, AssertionError) as error:
-        problem = f"a tensor does not fit the model of config.json: {error}"
+        problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
     if problem is None:
         parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         holes = {name: int(torch.isnan(p).sum()) for name, p in parameters.items()}
@@ -132,6 +132,11 @@ def _raise_together(problem: str | None, where: Path | None, groups: ProcessGrou
     if found:
         rank, text = found[0]
         raise CheckpointError(f"{where}: {text} (rank {rank})" if where else text)
+
+
+def _after(used: dict[str, None]) -> str:
+    """Where mcore-bridge was: its own errors name no tensor, or only the last part of a name."""
+    return f" (the last one read was {next(reversed(used))})" if used else ""
 
 
 def _tied(chunks: list[Any]) -> bool:

@@ -29,6 +29,12 @@ MASK_TYPES = (
 )
 
 
+def _forgive_missing_extra_state(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    """megatron-core leaves attention's extra state out of checkpoints; Transformer Engine accepts that, so do we."""
+    missing = [key for key in incompatible_keys.missing_keys if not key.endswith("core_attention._extra_state")]
+    incompatible_keys.missing_keys[:] = missing
+
+
 class DotProductAttention(ReferenceModule):
     """Attention of this rank's heads.
 
@@ -67,6 +73,7 @@ class DotProductAttention(ReferenceModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
+        self.register_load_state_dict_post_hook(_forgive_missing_extra_state)
         if softmax_type != "vanilla":
             refuse(
                 f"softmax_type={softmax_type!r}", "use softmax_type='vanilla', or run on CUDA with transformer-engine"

@@ -48,7 +48,14 @@ class Agreement:
 
 
 def report(samples: Sequence[Sample], micro_batches: int, pairs: int) -> Report:
-    """The :class:`Report` of samples that are in order."""
+    """The :class:`Report` of samples that are in order.
+
+    Raises:
+        DataError: a weight stopped being finite after its sample was made.
+    """
+    for index, sample in enumerate(samples):
+        if not bool(sample.weights.isfinite().all()):
+            raise DataError(f"sample {index} has weights that are not finite")
     checksum = 0
     for sample in samples:
         checksum = zlib.crc32(sample.input_ids.numpy().tobytes(), checksum)

@@ -1,0 +1,108 @@
+"""The import-order guard: what came too early is named, in every order in which it can come."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megascend.bootstrap.import_order import PATCHED_FIRST, imported_too_early, require_clean
+from megascend.errors import ImportOrderError, MegascendError
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("modules", "early"),
+    [
+        (["sys", "torch", "transformers", "peft", "megascend"], []),
+        (["megatron"], []),  # a namespace package; importing it does nothing
+        (["megatron.core", "megatron.core.utils"], ["megatron.core"]),
+        (["megatron.core_extras", "transformer_engine_torch"], []),
+        (["mcore_bridge", "transformer_engine"], ["transformer_engine", "mcore_bridge"]),
+        (PATCHED_FIRST, list(PATCHED_FIRST)),
+    ],
+)
+def test_only_the_packages_themselves_count(modules, early):
+    assert imported_too_early(modules) == early
+
+
+@pytest.mark.parametrize("name", PATCHED_FIRST)
+def test_the_error_names_what_came_too_early_and_the_platform(name):
+    require_clean(["torch"], "cpu")
+    with pytest.raises(ImportOrderError, match=rf"{name} was imported before megascend\.bootstrap\(\).*'cpu'"):
+        require_clean(["torch", name], "cpu")
+    with pytest.raises(ImportOrderError, match=r"megatron\.core, mcore_bridge were imported"):
+        require_clean(["megatron.core", "mcore_bridge"], "npu")
+
+
+def test_the_error_is_ours_and_an_import_error():
+    assert issubclass(ImportOrderError, MegascendError)
+    assert issubclass(ImportOrderError, ImportError)
+
+
+@pytest.mark.parametrize(
+    ("first", "named"),
+    [
+        ("import megatron.core", "megatron.core was"),
+        ("from megatron.core import parallel_state", "megatron.core was"),
+        # Neither can be imported whole on a machine without CUDA; having tried is as bad.
+        ("import sys, types; sys.modules['transformer_engine'] = types.ModuleType('te')", "transformer_engine was"),
+        ("import sys, types; sys.modules['mcore_bridge'] = types.ModuleType('mb')", "mcore_bridge was"),
+        ("import sys, megatron.core; sys.modules['mcore_bridge'] = sys", "megatron.core, mcore_bridge were"),
+    ],
+)
+def test_an_import_before_the_bootstrap_is_refused(first, named):
+    done = run(f"{first}\nimport megascend\nmegascend.bootstrap('cpu')")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"megascend.errors.ImportOrderError: {named} imported before megascend.bootstrap()"), last
+    assert "first lines of the program" in last
+
+
+def test_a_refused_bootstrap_has_changed_nothing():
+    program = """
+import megatron.core, os, sys, torch, megascend
+before = dict(os.environ), set(sys.modules), torch.empty, torch.Tensor.to
+try:
+    megascend.bootstrap('cpu')
+except megascend.ImportOrderError:
+    pass
+assert dict(os.environ) == before[0]
+new = set(sys.modules) - before[1]
+assert not [name for name in new if name.startswith(('transformer_engine', 'mcore_bridge'))], new
+assert (torch.empty, torch.Tensor.to) == before[2:]
+print('unchanged')
+"""
+    done = run(program)
+    assert done.stdout == "unchanged\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["megascend.model", "megascend.model.build", "megascend.strategy.megatron", "megascend.train.step"]
+)
+def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
+    last = run(f"import {module}").stderr.strip().splitlines()[-1]
+    assert last.startswith("megascend.errors.ImportOrderError: "), last
+    assert "megascend.bootstrap()" in last
+
+
+@pytest.mark.parametrize(
+    "module", ["megascend", "megascend.backend", "megascend.config", "megascend.parallel.topology"]
+)
+def test_parts_that_do_not_need_megatron_can_come_first(module):
+    program = f"""
+import {module}, sys
+assert not set({list(PATCHED_FIRST)!r}) & set(sys.modules)
+import megascend
+megascend.bootstrap('cpu').load_megatron()
+print('fine')
+"""
+    done = run(program)
+    assert done.stdout.endswith("fine\n"), done.stderr

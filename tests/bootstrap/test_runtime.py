@@ -1,0 +1,188 @@
+"""The bootstrap itself, in processes of its own: a process can be bootstrapped once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(program: str, *arguments: str, **environment: str) -> str:
+    """Standard output of a program that must succeed."""
+    inherited = {
+        n: v for n, v in os.environ.items() if n not in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "WORLD_SIZE")
+    }
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=inherited | {"PYTHONPATH": path} | environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_second_call_returns_the_same_runtime_and_changes_nothing():
+    program = """
+import megascend
+first = megascend.bootstrap('cpu')
+changes = list(first.changes)
+assert megascend.bootstrap() is first
+assert megascend.bootstrap('cpu') is first
+assert megascend.bootstrap('auto') is first
+assert first.changes == changes
+first.load_megatron()
+loaded = list(first.changes)
+first.load_megatron()
+assert first.changes == loaded and loaded[:len(changes)] == changes and len(loaded) > len(changes)
+print('same')
+"""
+    assert run(program).endswith("same\n")
+
+
+def test_another_platform_is_refused_once_one_is_chosen():
+    program = """
+import megascend
+megascend.bootstrap('cpu')
+for name in ('cuda', 'npu', 'tpu'):
+    try:
+        megascend.bootstrap(name)
+    except megascend.ConfigError as error:
+        assert "platform 'cpu'" in str(error) and repr(name) in str(error) and 'another process' in str(error), error
+    else:
+        raise SystemExit(name)
+print('refused')
+"""
+    assert run(program).endswith("refused\n")
+
+
+def test_the_trainers_arguments_are_left_alone():
+    program = """
+import sys
+before = list(sys.argv)
+import megascend
+megascend.bootstrap('cpu').load_megatron()
+assert sys.argv == before == ['-c', '--tensor-model-parallel-size', '8', '--nonsense'], sys.argv
+print('untouched')
+"""
+    assert run(program, "--tensor-model-parallel-size", "8", "--nonsense").endswith("untouched\n")
+
+
+def test_the_environment_changes_only_as_reported():
+    program = """
+import os
+before = dict(os.environ)
+import megascend
+runtime = megascend.bootstrap('cpu')
+after = dict(os.environ)
+changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+reported = ' '.join(runtime.changes)
+assert all(f'{name}={after[name]}' in reported for name in changed), (changed, reported)
+print(*changed)
+"""
+    # torch and others set variables of their own for their first import; those are not the bootstrap's.
+    baseline = set(run("import os; b = dict(os.environ); import torch; print(*set(os.environ) - set(b))").split())
+    assert set(run(program).split()) - baseline == {"TORCHDYNAMO_DISABLE"}
+    assert set(run(program, WORLD_SIZE="2").split()) - baseline == {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
+    assert set(run(program, WORLD_SIZE="2", OMP_NUM_THREADS="3").split()) - baseline == {"TORCHDYNAMO_DISABLE"}
+
+
+def test_settings_of_the_users_own_win_and_are_not_reported():
+    program = """
+import os, torch, megascend
+threads = torch.get_num_threads()
+changes = ' '.join(megascend.bootstrap('cpu').changes)
+assert os.environ['TORCHDYNAMO_DISABLE'] == '0' and os.environ['OMP_NUM_THREADS'] == '2'
+assert torch.get_num_threads() == threads == 2
+assert 'TORCHDYNAMO_DISABLE' not in changes and 'OMP_NUM_THREADS' not in changes, changes
+print('kept')
+"""
+    assert run(program, WORLD_SIZE="4", OMP_NUM_THREADS="2", TORCHDYNAMO_DISABLE="0").endswith("kept\n")
+
+
+def test_several_processes_on_a_cpu_get_one_thread_each():
+    program = "import megascend, torch; megascend.bootstrap('cpu'); print(torch.get_num_threads())"
+    assert run(program, WORLD_SIZE="2") == "1\n"
+
+
+def test_modules_and_functions_that_are_reported_are_in_place():
+    program = """
+import sys, torch
+before = {name: getattr(torch, name) for name in ('empty', 'zeros', 'tensor')}
+import megascend
+runtime = megascend.bootstrap('cpu')
+text = '\\n'.join(runtime.changes)
+import transformer_engine
+assert transformer_engine.__version__ in text and 'reference' in text
+assert transformer_engine.__megascend_reference__
+for name, function in before.items():
+    assert name in text and getattr(torch, name) is not function
+assert torch.empty(1, device='cuda').device.type == 'cpu'
+assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
+inserted = [line.split(':')[0] for line in runtime.changes if 'functions that raise' in line or 'get_logger only' in line]
+assert all(name in sys.modules for name in inserted), inserted
+runtime.load_megatron()
+for line in runtime.changes:
+    name = line.split(':')[0]
+    if name.endswith('maybe_move_tensor_to_cpu'):
+        module, _, function = name.rpartition('.')
+        assert getattr(sys.modules[module], function).__module__.startswith('megascend.')
+print('true')
+"""
+    assert run(program).endswith("true\n")
+
+
+def test_every_module_of_others_that_the_bootstrap_put_in_place_is_reported():
+    program = """
+import sys, megascend
+runtime = megascend.bootstrap('cpu')
+text = '\\n'.join(runtime.changes)
+fakes = [name for name, module in list(sys.modules.items())
+         if not name.startswith('megascend') and getattr(getattr(module, '__spec__', None), 'origin', '') == 'megascend.reference_te']
+assert fakes
+top = {name for name in fakes if name.split('.')[0] != 'transformer_engine'}
+assert all(name in text for name in top), (top, text)
+print('all')
+"""
+    assert run(program).endswith("all\n")
+
+
+def test_neither_megatron_nor_the_bridge_is_imported_before_they_are_needed():
+    program = """
+import sys, megascend
+runtime = megascend.bootstrap('cpu')
+assert 'mcore_bridge' not in sys.modules and 'megatron.core' not in sys.modules
+assert (runtime.platform.name, runtime.stack.name[:2]) == ('cpu', '0.')
+print('lazy')
+"""
+    assert run(program).endswith("lazy\n")
+
+
+@pytest.mark.parametrize("first", ["transformers", "peft", "transformers, peft, torch.distributed"])
+def test_transformers_and_peft_may_come_first(first):
+    program = f"""
+import {first}
+import megascend
+megascend.bootstrap('cpu').load_megatron()
+from mcore_bridge import ModelConfig
+print('fine')
+"""
+    assert run(program).endswith("fine\n")
+
+
+def test_the_package_and_the_function_are_one_name():
+    program = """
+import megascend.bootstrap
+import megascend
+runtime = megascend.bootstrap('cpu')
+from megascend.bootstrap import Runtime, bootstrap, current_runtime
+assert isinstance(runtime, Runtime) and bootstrap() is runtime and current_runtime('test') is runtime
+assert megascend.bootstrap.__call__.__doc__ == bootstrap.__doc__
+print('one')
+"""
+    assert run(program).endswith("one\n")

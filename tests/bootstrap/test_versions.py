@@ -1,0 +1,141 @@
+"""The version table: held against versions, never against strings."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascend.bootstrap import versions
+from megascend.bootstrap.versions import (
+    PACKAGES,
+    STACKS,
+    findings,
+    installed_versions,
+    nearest_stack,
+    require_supported,
+)
+from megascend.errors import MegascendError, VersionError
+
+GOOD = {
+    "0.16": {
+        "torch": "2.13.0",
+        "megatron-core": "0.16.1",
+        "mcore-bridge": "1.6.5",
+        "transformers": "5.23.0",
+        "peft": "0.20.0",
+    },
+    "0.15": {
+        "torch": "2.13.0",
+        "megatron-core": "0.15.3",
+        "mcore-bridge": "1.4.3",
+        "transformers": "5.10.4",
+        "peft": "0.19.1",
+    },
+}
+
+
+def change(stack: str, **changes: str | None) -> dict[str, str | None]:
+    return GOOD[stack] | {name.replace("_", "-"): version for name, version in changes.items()}
+
+
+@pytest.mark.parametrize("stack", GOOD)
+def test_both_stacks_are_supported(stack):
+    assert require_supported(GOOD[stack]).name == stack
+    assert [finding.level for finding in findings(GOOD[stack])] == ["ok"] * len(PACKAGES)
+    assert [finding.found for finding in findings(GOOD[stack])] == [GOOD[stack][package] for package in PACKAGES]
+
+
+def test_this_environment_is_a_row_of_the_table():
+    assert require_supported(installed_versions()) in STACKS
+
+
+def test_every_row_constrains_every_package_and_names_mindspeed():
+    for stack in STACKS:
+        assert all(str(stack.requirement(package)) for package in PACKAGES)
+        assert stack.mindspeed.startswith(f"core_r{stack.name}.")
+        assert str(stack).startswith(f"stack {stack.name}: torch")
+
+
+@pytest.mark.parametrize(
+    ("stack", "package", "version", "accepted"),
+    [
+        ("0.15", "megatron_core", "0.15.10", True),  # below 0.15.3 as a string
+        ("0.15", "megatron_core", "0.15.2", False),
+        ("0.16", "mcore_bridge", "1.6.10", True),
+        ("0.16", "mcore_bridge", "1.10.0", False),  # below 1.7 as a string
+        ("0.16", "torch", "2.10.0", True),  # below 2.6 as a string
+        ("0.16", "torch", "2.5.1", False),
+        ("0.16", "torch", "2.14.0", False),
+        ("0.16", "torch", "2.8.0+cu128", True),  # local versions: the build does not matter
+        ("0.16", "torch", "2.9.0.dev20250901", True),
+        ("0.16", "transformers", "4.9.0", False),
+        ("0.16", "transformers", "4.57.0", True),
+        ("0.15", "transformers", "5.9.0", True),
+        ("0.15", "transformers", "5.11.0", False),
+        ("0.15", "peft", "0.20.0", False),
+        ("0.16", "megatron_core", "0.16.2rc1", True),  # newer than 0.16.1
+        ("0.16", "megatron_core", "0.16.1rc0", False),  # older than 0.16.1
+        ("0.16", "megatron_core", "0.16.0", False),
+    ],
+)
+def test_versions_are_compared_as_versions(stack, package, version, accepted):
+    found = change(stack, **{package: version})
+    if accepted:
+        assert require_supported(found).name == stack
+        return
+    with pytest.raises(VersionError) as raised:
+        require_supported(found)
+    wanted = next(s for s in STACKS if s.name == stack).requirement(package)
+    message = str(raised.value)
+    assert f"{package.replace('_', '-')} {version} is installed; stack {stack} needs" in message
+    assert f"{package.replace('_', '-')}{wanted}" in message
+    assert f"Nearest supported row: stack {stack}:" in message
+    assert f"pip install 'megascend[stack-{stack.replace('.', '-')}]'" in message
+
+
+def test_a_release_candidate_of_the_next_minor_version_is_not_this_one():
+    """``<0.17`` admits 0.17.0rc1 for a reader of PEP 440 who allows pre-releases; it is another Megatron all the same."""
+    with pytest.raises(VersionError, match=r"0\.17\.0rc1 is installed"):
+        require_supported(change("0.16", megatron_core="0.17.0rc1"))
+
+
+@pytest.mark.parametrize(
+    ("found", "nearest"),
+    [
+        (change("0.16", mcore_bridge="1.4.3"), "0.16"),
+        (change("0.15", mcore_bridge="1.6.5"), "0.15"),
+        (change("0.16", megatron_core="0.15.3", peft="0.19.1"), "0.16"),
+        (change("0.15", megatron_core="0.14.0"), "0.15"),
+        (dict.fromkeys(PACKAGES), "0.16"),
+    ],
+)
+def test_a_mixed_installation_is_told_the_nearest_row(found, nearest):
+    assert nearest_stack(found).name == nearest
+    with pytest.raises(VersionError, match=f"Nearest supported row: stack {nearest}:"):
+        require_supported(found)
+
+
+def test_megatron_core_decides_between_rows_that_fit_equally_well():
+    """Of what both rows admit nothing speaks for either; the rest is one package for each row."""
+    found = change("0.15", mcore_bridge="1.6.5")
+    score = {stack.name: sum(found[p] in stack.requirement(p) for p in PACKAGES) for stack in STACKS}
+    assert score == {"0.16": 4, "0.15": 4}
+    assert nearest_stack(found).name == "0.15"
+
+
+def test_every_problem_is_named_not_only_the_first():
+    with pytest.raises(VersionError) as raised:
+        require_supported(change("0.16", peft=None, torch="2.5.0"))
+    assert "torch 2.5.0 is installed; stack 0.16 needs torch" in str(raised.value)
+    assert "peft is not installed; stack 0.16 needs peft" in str(raised.value)
+
+
+def test_the_error_is_ours_and_an_import_error():
+    assert issubclass(VersionError, MegascendError)
+    assert issubclass(VersionError, ImportError)
+
+
+def test_what_is_not_installed_has_no_version(monkeypatch):
+    monkeypatch.setattr(versions, "PACKAGES", ("torch", "no-such-distribution"))
+    found = installed_versions()
+    assert found["no-such-distribution"] is None
+    assert found["torch"]

@@ -1,0 +1,105 @@
+"""Saved and loaded, a run goes on exactly; under another layout it goes on from the same numbers."""
+
+import json
+
+import pytest
+
+from megascend import Adam, Batching, CheckpointError, ConfigError, Parallel, Schedule
+from megascend.testing import run_distributed
+from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.tiny_models import write_tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+SCHEDULE = Schedule(kind="cosine", warmup_steps=2, total_steps=8)
+LAYOUTS = {
+    "single": (1, Parallel(), "qwen3"),
+    "TP2": (2, Parallel(tensor=2), "qwen3"),
+    "PP2": (2, Parallel(pipeline=2), "qwen3"),
+    "PP2 x VPP2": (2, Parallel(pipeline=2, virtual_pipeline=2), "qwen3"),
+    "DP2": (2, Parallel(), "qwen3"),
+    "EP2": (2, Parallel(expert=2), "qwen3_moe"),
+}
+
+
+def run(checkpoint, layout, precision="fp32", distributed=True, save_to=None, load_from=None, steps=range(6)):
+    world_size, parallel, _ = LAYOUTS[layout]
+
+    def on_rank():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(
+            model=checkpoint,
+            parallel=parallel,
+            precision=precision,
+            optimizer=Adam(lr=1e-2, distributed=distributed),
+            schedule=SCHEDULE,
+            batching=Batching(micro_batch_tokens=64),
+            timeout_s=60,
+        )
+        if load_from is not None:
+            backend.load(load_from)
+        samples, figures = backend.shard(causal_samples(token_lists())), []
+        for step in steps:
+            result = backend.forward_backward(samples)
+            outcome = backend.optimizer_step()
+            figures.append((result.loss, outcome.grad_norm, outcome.lr))
+            if save_to is not None and step == 2:
+                backend.save(save_to)
+        return figures
+
+    return run_distributed(on_rank, world_size, init=False, timeout_s=90)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_same_layout_goes_on_bit_for_bit(parity_folder, tmp_path, layout, distributed):
+    checkpoint = write_tiny_checkpoint(parity_folder, LAYOUTS[layout][2])
+    whole = run(checkpoint, layout, distributed=distributed, save_to=tmp_path / "step-3")
+    rest = run(checkpoint, layout, distributed=distributed, load_from=tmp_path / "step-3", steps=range(3))
+    assert rest == whole[3:]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_main_parameters_are_saved(parity_folder, tmp_path, precision):
+    checkpoint = write_tiny_checkpoint(parity_folder, "qwen3")
+    whole = run(checkpoint, "DP2", precision, save_to=tmp_path / "step-3")
+    assert run(checkpoint, "DP2", precision, load_from=tmp_path / "step-3", steps=range(3)) == whole[3:]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("TP2", "single"), ("single", "TP2"), ("DP2", "TP2"), ("PP2", "DP2")])
+def test_another_layout_goes_on_from_the_same_numbers(parity_folder, tmp_path, saved, loaded):
+    checkpoint = write_tiny_checkpoint(parity_folder, "qwen3")
+    whole = run(checkpoint, saved, save_to=tmp_path / "step-3")
+    rest = run(checkpoint, loaded, load_from=tmp_path / "step-3", steps=range(3))
+    for (loss, norm, lr), (expected_loss, expected_norm, expected_lr) in zip(rest, whole[3:], strict=True):
+        assert loss == pytest.approx(expected_loss, abs=2e-5)
+        assert norm == pytest.approx(expected_norm, abs=2e-4)
+        assert lr == expected_lr
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
+    checkpoint = write_tiny_checkpoint(parity_folder, "qwen3")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "megascend.json").write_text(json.dumps({"format": 1, "model": {"layers": 2}}))
+
+    def on_rank():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
+        with pytest.raises(CheckpointError, match="is no megascend checkpoint"):
+            backend.save(other)
+        with pytest.raises(CheckpointError, match=r"megascend\.json is missing"):
+            backend.load(other)
+        with pytest.raises(CheckpointError, match="has model"):
+            backend.load(damaged)
+        backend.forward_backward(backend.shard(causal_samples(token_lists())))
+        with pytest.raises(ConfigError, match="call optimizer_step"):
+            backend.save(tmp_path / "new")
+
+    run_distributed(on_rank, 2, init=False, timeout_s=60)
+    assert (other / "thesis.txt").read_text() == "years of work"
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,172 @@
+"""Checkpoint directories: what is wrong with one is found from a few bytes, and a new one appears only whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megascend.errors import CheckpointError
+from megascend.huggingface.files import (
+    WEIGHT_INDEX,
+    check_vocabulary,
+    copy_companions,
+    read_config,
+    replace_directory,
+    tensor_shapes,
+)
+
+TENSORS = {"a.weight": torch.zeros(3, 2), "b.bias": torch.zeros(5, dtype=torch.bfloat16), "c": torch.tensor(1.0)}
+SHAPES = {"a.weight": (3, 2), "b.bias": (5,), "c": ()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 10}')
+    return tmp_path
+
+
+def test_config_is_read(folder):
+    assert read_config(folder) == {"model_type": "qwen3", "vocab_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"config\.json is missing"),
+        ("{", r"config\.json is not valid JSON: .*line 1"),
+        ("\xff\xfe", r"config\.json is not valid JSON"),
+        ("[]", r"config\.json must hold a JSON object, found list"),
+        ("{}", r"config\.json names no model_type"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(folder, text, message):
+    (folder / "config.json").unlink() if text is None else (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=message):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "config.json"])
+def test_a_directory_that_is_none_is_refused(folder, name):
+    with pytest.raises(CheckpointError, match=rf"{name} is not a directory"):
+        read_config(folder / name)
+
+
+def test_shapes_come_from_the_header_alone(folder):
+    assert tensor_shapes(folder) == SHAPES
+
+
+def test_shapes_of_several_files_are_put_together(folder):
+    (folder / "model.safetensors").unlink()
+    names = {"a.weight": "one.safetensors", "b.bias": "two.safetensors", "c": "two.safetensors"}
+    save_file({"a.weight": TENSORS["a.weight"]}, folder / "one.safetensors")
+    save_file({name: TENSORS[name] for name in ("b.bias", "c")}, folder / "two.safetensors")
+    (folder / WEIGHT_INDEX).write_text(json.dumps({"weight_map": names}))
+    assert tensor_shapes(folder) == SHAPES
+    (folder / "two.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"two\.safetensors is listed in {WEIGHT_INDEX} but missing"):
+        tensor_shapes(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}'])
+def test_an_index_that_is_none_is_refused(folder, text):
+    (folder / WEIGHT_INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{WEIGHT_INDEX}.*(not valid JSON|JSON object|weight_map)"):
+        tensor_shapes(folder)
+
+
+def test_every_truncation_is_noticed(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+            tensor_shapes(folder)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(CheckpointError, match=rf"{len(whole) + 1} bytes on disk, {len(whole)} expected"):
+        tensor_shapes(folder)
+
+
+@pytest.mark.parametrize("header", [b"not json", b"[1, 2]  ", b"\xff" * 8])
+def test_what_is_not_safetensors_is_refused(folder, header):
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="is not safetensors"):
+        tensor_shapes(folder)
+
+
+def test_other_formats_are_told_to_be_converted(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* converted first"):
+        tensor_shapes(folder)
+
+
+def test_embedding_and_output_must_have_the_configs_sizes():
+    config = {"vocab_size": 10, "hidden_size": 4}
+    good = {
+        "model.embed_tokens.weight": (10, 4),
+        "lm_head.weight": (10, 4),
+        "model.layers.0.mlp.up_proj.weight": (8, 4),
+    }
+    check_vocabulary(config, good)
+    check_vocabulary({"text_config": config, "vocab_size": 3}, good)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        for shape in ((12, 4), (10, 8)):
+            with pytest.raises(CheckpointError) as raised:
+                check_vocabulary(config, good | {name: shape})
+            assert f"{name} has shape {shape}, config.json says (10, 4)" in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype", None])
+def test_companions_are_copied_and_the_dtype_is_the_weights(folder, tmp_path, key):
+    config = {"model_type": "qwen3"} | ({key: "float32"} if key else {})
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in (
+        "tokenizer.json",
+        "merges.txt",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "modeling_x.py",
+        "q.tiktoken",
+    ):
+        (folder / name).write_text(name)
+    for name in (WEIGHT_INDEX, "pytorch_model.bin", "README.md"):
+        (folder / name).write_text("{}")
+    (folder / "subfolder.json").mkdir()
+    target = tmp_path / "target"
+    target.mkdir()
+    copy_companions(folder, target, "bfloat16")
+    assert sorted(path.name for path in target.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "merges.txt",
+        "modeling_x.py",
+        "q.tiktoken",
+        "tokenizer.json",
+        "tokenizer.model",
+    ]
+    assert (target / "merges.txt").read_text() == "merges.txt"
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "qwen3", key or "dtype": "bfloat16"}
+    assert json.loads((folder / "config.json").read_text()) == config
+
+
+def test_a_directory_is_replaced_whole(tmp_path):
+    target, new = tmp_path / "out", tmp_path / ".out.writing"
+    for number in ("first", "second"):
+        new.mkdir()
+        (new / number).write_text(number)
+        replace_directory(new, target)
+        assert [path.name for path in target.iterdir()] == [number]
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_an_earlier_replacement_left_is_no_obstacle(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "x").write_text("")
+    (tmp_path / "new").mkdir()
+    replace_directory(tmp_path / "new", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

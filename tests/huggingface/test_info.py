@@ -1,0 +1,94 @@
+"""What a checkpoint tells about its model: counts against transformers' own, FLOPs against a calculation by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from megascend.huggingface.info import inspect_checkpoint
+from megascend.testing.tiny_models import write_tiny_checkpoint
+
+HIDDEN, LAYERS, VOCABULARY, MLP, EXPERT = 64, 4, 320, 128, 64
+QUERY, KEY_VALUE = 4 * 16, 2 * 16
+ATTENTION = HIDDEN * (2 * QUERY + 2 * KEY_VALUE)
+MODELS = {
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+    "qwen2 (biases)": ("qwen2", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "MoE": ("qwen3_moe", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Checkpoints and references of this module, each checkpoint in a directory of its own."""
+    return tmp_path_factory.mktemp("models")
+
+
+@lru_cache
+def count_by_transformers(path: str) -> int:
+    program = (
+        "import sys; from transformers import AutoModelForCausalLM as M; "
+        "print(M.from_pretrained(sys.argv[1]).num_parameters())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        check=True,
+    )
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_counted_as_transformers_counts_them(models, name):
+    arch, overrides = MODELS[name]
+    path = write_tiny_checkpoint(models / name.replace(" ", "-"), arch, **overrides)
+    assert inspect_checkpoint(path).parameter_count == count_by_transformers(str(path))
+
+
+def expected_flops(length: int, layer: int) -> float:
+    """6 FLOPs a weight and token; attention scores and values, forward and backward, over half of ``length``."""
+    projections = 6 * (LAYERS * layer + VOCABULARY * HIDDEN)
+    attention = 3 * LAYERS * 2 * (2 * QUERY) * length / 2
+    return projections + attention
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("length", [1, 512])
+def test_flops_of_a_dense_model(models, tied, length):
+    path = write_tiny_checkpoint(models / f"flops-{tied}", "qwen3", tie_word_embeddings=tied)
+    assert inspect_checkpoint(path).flops_per_token(length) == expected_flops(length, ATTENTION + 3 * HIDDEN * MLP)
+
+
+def test_flops_of_experts_count_those_that_a_token_visits(models):
+    path = write_tiny_checkpoint(models / "flops-moe", "qwen3_moe")
+    layer = ATTENTION + 4 * HIDDEN + 2 * 3 * HIDDEN * EXPERT  # router, and 2 of 4 experts
+    assert inspect_checkpoint(path).flops_per_token(128) == expected_flops(128, layer)
+
+
+def test_shape_and_names_are_the_checkpoints(models):
+    path = write_tiny_checkpoint(models / "shape", "qwen3_moe", num_hidden_layers=2)
+    info = inspect_checkpoint(path)
+    assert (info.shape.num_layers, info.shape.num_heads, info.shape.num_query_groups) == (2, 4, 2)
+    assert (info.shape.num_experts, info.shape.moe_ffn_hidden_size, info.shape.vocab_size) == (4, EXPERT, VOCABULARY)
+    assert info.attention_width == QUERY
+    assert len(info.tensor_names) == len(set(info.tensor_names))
+    assert {"lm_head.weight", "model.layers.1.mlp.experts.3.down_proj.weight"} <= set(info.tensor_names)
+
+
+def test_head_dim_defaults_to_the_hidden_size_over_the_heads(models):
+    path = write_tiny_checkpoint(models / "heads", "llama")
+    config = json.loads((path / "config.json").read_text())
+    config.pop("head_dim")
+    (path / "config.json").write_text(json.dumps(config))
+    assert inspect_checkpoint(path).attention_width == 64

@@ -1,0 +1,204 @@
+"""What is exported after training is what plain transformers loads, to the last digit that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megascend import Adam, Batching, Parallel
+from megascend.testing import run_distributed
+from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.tiny_models import write_tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "generation_config.json")
+LOAD = """
+import json, sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+path, tokens, result = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype="auto", attn_implementation="eager")
+assert not any(info.values()), info
+dtype = str(next(model.parameters()).dtype)
+with torch.no_grad():
+    logits = {str(i): model.eval()(torch.tensor([ids[:-1]])).logits[0].float().contiguous() for i, ids in enumerate(tokens)}
+save_file(logits, result)
+print(dtype)
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    world_size: int = 1
+    parallel: Parallel = Parallel()
+    arch: str = "qwen3"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    adam: dict[str, Any] = field(default_factory=dict)
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+TIED = {"tie_word_embeddings": True}
+LAYOUTS = {
+    "single": Layout(),
+    "TP2 x PP2": Layout(4, Parallel(tensor=2, pipeline=2)),
+    "tied, PP2": Layout(2, Parallel(pipeline=2), overrides=TIED),
+    "tied, TP2": Layout(2, Parallel(tensor=2), overrides=TIED),
+    "PP2 x VPP2": Layout(2, Parallel(pipeline=2, virtual_pipeline=2)),
+    "DP2, overlap": Layout(2, adam=OVERLAP),
+    "QKV bias, TP2": Layout(2, Parallel(tensor=2), arch="qwen2"),
+    "odd vocabulary, TP2": Layout(2, Parallel(tensor=2), overrides={"vocab_size": 301}),
+    "MoE EP2": Layout(2, Parallel(expert=2), arch="qwen3_moe"),
+    "MoE TP2 (ETP2)": Layout(2, Parallel(tensor=2), arch="qwen3_moe"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Checkpoints and references of this module, each checkpoint in a directory of its own."""
+    return tmp_path_factory.mktemp("models")
+
+
+def tiny(models: Path, arch: str = "qwen3", **overrides: Any) -> Path:
+    name = "-".join([arch, *(f"{key}={value}" for key, value in overrides.items())])
+    return write_tiny_checkpoint(models / name, arch, **overrides)
+
+
+def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: str = "fp32", steps: int = 2):
+    """Rank 0's logits of three samples as they were when the model was exported."""
+
+    def on_rank():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(
+            checkpoint,
+            layout.parallel,
+            precision=precision,
+            optimizer=Adam(lr=1e-2, **layout.adam),
+            batching=Batching(micro_batch_tokens=64),
+            timeout_s=60,
+        )
+        for _ in range(steps):
+            backend.forward_backward(backend.shard(causal_samples(token_lists())))
+            assert not backend.optimizer_step().skipped
+        backend.export_hf(target)
+        return backend.forward(causal_samples(token_lists())[:3], logits=True).logits
+
+    return run_distributed(on_rank, layout.world_size, init=False)[0]
+
+
+def load_in_transformers(path: Path, folder: Path) -> tuple[str, list[torch.Tensor]]:
+    """dtype and logits of an exported model, by transformers alone, in a process of its own."""
+    result = folder / "logits.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path), json.dumps(token_lists()[:3]), str(result)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    logits = load_file(result)
+    return done.stdout.split()[-1], [logits[str(index)] for index in range(3)]
+
+
+def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_exported_models_give_the_same_logits_in_transformers(models, tmp_path, name):
+    layout = LAYOUTS[name]
+    checkpoint = tiny(models, layout.arch, **layout.overrides)
+    before = load_file(checkpoint / "model.safetensors")
+    mine = train_and_export(checkpoint, tmp_path / "out", layout)
+    dtype, theirs = load_in_transformers(tmp_path / "out", tmp_path)
+    assert dtype == "torch.float32"
+    # Relative to logits of about 10 in fp32, whose sums two implementations order differently.
+    assert largest_difference(mine, theirs) <= 1e-5
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in after.items()} == {name: t.shape for name, t in before.items()}
+    assert all(not torch.equal(after[name], before[name]) for name in before)  # every tensor was trained
+
+
+@pytest.mark.parametrize("name", ["single", "TP2 x PP2", "odd vocabulary, TP2", "QKV bias, TP2", "MoE EP2"])
+def test_an_export_without_training_is_the_checkpoint_bit_for_bit(models, tmp_path, name):
+    layout = LAYOUTS[name]
+    checkpoint = tiny(models, layout.arch, **layout.overrides)
+    train_and_export(checkpoint, tmp_path / "out", layout, steps=0)
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_dtype_of_training_is_kept(models, tmp_path, precision, dtype):
+    layout = LAYOUTS["TP2 x PP2"]
+    checkpoint = tiny(models)
+    mine = train_and_export(checkpoint, tmp_path / "out", layout, precision)
+    found, theirs = load_in_transformers(tmp_path / "out", tmp_path)
+    assert found == str(dtype)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
+    assert largest_difference(mine, theirs) <= (0.15 if precision == "bf16" else 0.02)
+
+
+@pytest.fixture
+def with_companions(models, tmp_path) -> Path:
+    checkpoint = tmp_path / "model"
+    shutil.copytree(tiny(models), checkpoint)
+    for name in COMPANIONS:
+        (checkpoint / name).write_text("{}" if name.endswith("json") else f"# {name}")
+    return checkpoint
+
+
+def test_tokenizer_and_companions_come_along(with_companions, tmp_path):
+    train_and_export(with_companions, tmp_path / "out", LAYOUTS["single"], steps=0)
+    for name in COMPANIONS:
+        assert (tmp_path / "out" / name).read_text() == (with_companions / name).read_text()
+    mine, source = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", with_companions))
+    assert mine == source
+    assert not list(tmp_path.glob(".*"))  # nothing temporary is left
+
+
+def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path):
+    target = tmp_path / "out"
+    shutil.copytree(with_companions, target)
+    (target / "model.safetensors").rename(target / "model-00001-of-00001.safetensors")
+    (target / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    for steps in (1, 2):
+        mine = train_and_export(with_companions, target, LAYOUTS["single"], steps=steps)
+        assert not list(target.glob("*index*")) + list(target.glob("*-of-*"))
+        _, theirs = load_in_transformers(target, tmp_path)
+        assert largest_difference(mine, theirs) <= 1e-5
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_model_may_be_exported_over_its_own_checkpoint(with_companions, tmp_path):
+    mine = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
+    _, theirs = load_in_transformers(with_companions, tmp_path)
+    assert largest_difference(mine, theirs) <= 1e-5
+    assert all((with_companions / name).is_file() for name in COMPANIONS)
+
+
+def test_training_goes_on_from_an_export(with_companions, tmp_path):
+    """Exported, loaded again in another layout: the same logits."""
+    mine = train_and_export(with_companions, tmp_path / "one", LAYOUTS["single"])
+    again = train_and_export(tmp_path / "one", tmp_path / "two", LAYOUTS["TP2 x PP2"], steps=0)
+    assert largest_difference(mine, again) <= 1e-5
+
+
+def test_parents_of_the_target_are_made(with_companions, tmp_path):
+    train_and_export(with_companions, tmp_path / "a" / "b" / "c", LAYOUTS["single"], steps=0)
+    assert (tmp_path / "a" / "b" / "c" / "config.json").is_file()

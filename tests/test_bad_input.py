@@ -1,0 +1,546 @@
+"""Bad input is an error of our hierarchy, on every rank alike, in seconds, and leaves nothing half-done behind.
+
+What concerns the command line is in ``tests/cli/test_cli_errors.py``; here it is the Python API on real ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megascend import Adam, Batching, Parallel, Sample, load_config
+from megascend.bootstrap.versions import require_supported
+from megascend.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    ConfigError,
+    DataError,
+    MegascendError,
+    PlatformError,
+    TopologyError,
+    VersionError,
+)
+from megascend.testing import run_distributed, tiny_config
+from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.tiny_models import write_tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+LIMIT_S = 10.0
+WORLDS = {
+    "single": (1, Parallel()),
+    "TP2": (2, Parallel(tensor=2)),
+    "PP2": (2, Parallel(pipeline=2)),
+    "DP2": (2, Parallel()),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Checkpoints and references of this module, each checkpoint in a directory of its own."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models) -> Path:
+    return write_tiny_checkpoint(models / "qwen3", "qwen3")
+
+
+def build(model: Path, parallel: Parallel | None = None, **options: Any):
+    from megascend.backend import MegatronBackend
+
+    settings = {"precision": "fp32", "timeout_s": 8, "batching": Batching(micro_batch_tokens=64)} | options
+    return MegatronBackend(model=model, parallel=parallel, **settings)
+
+
+def errors(world_size: int, attempt: Callable[[], Any]) -> list[tuple[type, str]]:
+    """Class and message of what ``attempt`` raises on every rank; all within the time limit."""
+
+    def on_rank() -> tuple[type, str]:
+        try:
+            attempt()
+        except MegascendError as error:
+            return type(error), str(error)
+        return type(None), ""
+
+    start = time.monotonic()
+    found = run_distributed(on_rank, world_size, init=False, timeout_s=30)
+    assert time.monotonic() - start < LIMIT_S
+    return found
+
+
+def assert_all(found: list[tuple[type, str]], kind: type, *words: str) -> None:
+    assert len({message for _, message in found}) == 1, found
+    for error, message in found:
+        assert error is kind, message
+        for word in words:
+            assert word in message, message
+
+
+# --- settings ---
+
+
+def test_an_unknown_setting_is_named_with_its_path_and_value(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: m\noutput: o\ndata: {path: d}\noptimizer: {learning_rate: 0.1}\n")
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate: unknown setting \(value 0\.1\)"):
+        load_config(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=r"tensro: unknown setting \(value 2\)"):
+        Parallel(tensro=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Parallel(tensor=0), ["tensor", "greater than or equal to 1", "got 0"]),
+        (lambda: Adam(lr=-1.0), ["lr", "got -1.0"]),
+        (lambda: Adam(overlap_param_gather=True), ["overlap_grad_reduce: true"]),
+        (lambda: Batching(micro_batch_tokens="many"), ["micro_batch_tokens", "'many'"]),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_its_limit(make, words):
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_an_unknown_precision_or_platform_is_refused(checkpoint):
+    assert_all(errors(1, lambda: build(checkpoint, precision="fp8")), ConfigError, "fp32, fp16 or bf16", "'fp8'")
+    assert_all(errors(1, lambda: build(checkpoint, platform="tpu")), ConfigError, "'cpu'", "'tpu'")
+
+
+# --- layouts ---
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "words"),
+    [
+        (2, Parallel(tensor=4), ["world size 2", "parallel.tensor=4", "start 4 processes"]),
+        (3, Parallel(tensor=2), ["world size 3", "parallel.tensor=2", "start 2 or 4 processes"]),
+        (2, Parallel(context=3), ["world size 2", "parallel.context=3"]),
+        (2, Parallel(virtual_pipeline=2), ["parallel.virtual_pipeline=2", "parallel.pipeline=1"]),
+        (3, Parallel(pipeline=3), ["4 layers", "parallel.pipeline=3", "1, 2 or 4"]),
+        (3, Parallel(tensor=3), ["parallel.tensor=3", "4 attention heads"]),
+        (4, Parallel(tensor=4), ["parallel.tensor=4", "2 query groups", "use 1 or 2"]),
+        (2, Parallel(expert=2), ["parallel.expert=2", "no experts"]),
+    ],
+)
+def test_an_impossible_layout_names_the_setting_and_what_would_fit(checkpoint, world_size, parallel, words):
+    assert_all(errors(world_size, lambda: build(checkpoint, parallel)), TopologyError, *words)
+
+
+def test_a_topology_for_another_world_is_refused(megatron_imported):
+    from megascend.parallel.process_groups import initialize
+    from megascend.parallel.topology import plan
+
+    def attempt():
+        initialize(plan(Parallel(), 4), megatron_imported.platform, timeout_s=5)
+
+    found = errors(2, attempt)
+    assert [kind for kind, _ in found] == [TopologyError] * 2
+    for rank, (_, message) in enumerate(found):
+        assert f"rank {rank}: the topology is for 4 ranks, but 2 were started (WORLD_SIZE)" in message
+
+
+# --- checkpoints ---
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def without(word: str) -> Callable[[Path], None]:
+    return lambda folder: change_tensors(folder, lambda all: {n: t for n, t in all.items() if word not in n})
+
+
+def with_nan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors["model.layers.3.mlp.up_proj.weight"][-1, -1] = math.nan
+    return tensors
+
+
+def lose_a_shard(folder: Path) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").rename(folder / first)
+    index = {"metadata": {}, "weight_map": {name: second if "norm" in name else first for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def truncate(size: int) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+
+    return change
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def other_config(arch: str) -> Callable[[Path], object]:
+    return write("config.json", json.dumps(tiny_config(arch)))
+
+
+INDEX = "model.safetensors.index.json"
+LAYERS = {"layer_types": None}  # transformers compares its length with the number of layers
+DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no directory": (shutil.rmtree, ["is not a directory"]),
+    "no config": (lambda f: (f / "config.json").unlink(), ["config.json is missing"]),
+    "config not JSON": (write("config.json", "{nope"), ["config.json is not valid JSON", "line 1"]),
+    "config a list": (write("config.json", "[1]"), ["config.json must hold a JSON object", "list"]),
+    "no model_type": (lambda f: change_config(f, model_type=""), ["config.json names no model_type"]),
+    "unknown model_type": (lambda f: change_config(f, model_type="frobnicate"), ["config.json", "`frobnicate`"]),
+    "no bridge": (lambda f: change_config(f, model_type="gpt_neox"), ["mcore-bridge", "'gpt_neox'"]),
+    "invalid config": (lambda f: change_config(f, num_hidden_layers=6), ["config.json", "transformers", "6", "4"]),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["neither model.safetensors nor"]),
+    "truncated": (truncate(-100), ["model.safetensors is truncated", "expected"]),
+    "truncated header": (truncate(20), ["model.safetensors is truncated", "20 bytes"]),
+    "empty weights": (truncate(0), ["model.safetensors is truncated", "0 bytes"]),
+    "not safetensors": (write("model.safetensors", "\x08" + "\0" * 7 + "[1,2,3] "), ["is not safetensors"]),
+    "missing shard": (lose_a_shard, ["model-00002-of-00002.safetensors is listed in", "but missing"]),
+    "index not JSON": (write(INDEX, "{"), [f"{INDEX} is not valid JSON"]),
+    "index without a map": (write(INDEX, "{}"), ["weight_map"]),
+    "llama config": (other_config("llama"), ["no place for", "k_norm.weight", "of different models"]),
+    "qwen2 config": (other_config("qwen2"), ["q_proj.bias"]),
+    "MoE config": (other_config("qwen3_moe"), ["no tensor"]),
+    "no q_norm": (without("q_norm"), ["no tensor 'q_norm.weight'", "last one read was model.layers."]),
+    "no embedding": (without("embed_tokens"), ["no tensor 'model.embed_tokens.weight'"]),
+    "no output layer, untied": (without("lm_head"), ["no tensor for output_layer.weight"]),
+    "vocabulary larger": (lambda f: change_config(f, vocab_size=384), ["(320, 64)", "(384, 64)"]),
+    "vocabulary smaller": (lambda f: change_config(f, vocab_size=256), ["(320, 64)", "(256, 64)"]),
+    "hidden size": (lambda f: change_config(f, hidden_size=128), ["(320, 64)", "(320, 128)"]),
+    "MLP smaller": (lambda f: change_config(f, intermediate_size=96), ["does not fit", "mlp."]),
+    "more layers": (
+        lambda f: change_config(f, num_hidden_layers=8, **LAYERS),
+        ["no tensor 'q_proj.weight'", "config.json"],
+    ),
+    "fewer layers": (lambda f: change_config(f, num_hidden_layers=2, **LAYERS), ["no place for: model.layers.2."]),
+    "NaN": (lambda f: change_tensors(f, with_nan), ["NaN", "mlp.linear_fc1.weight"]),
+    "foreign tensor": (
+        lambda f: change_tensors(f, lambda all: all | {"model.layers.0.x.weight": torch.ones(2)}),
+        ["no place for: model.layers.0.x.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_checkpoint_is_refused_alike_on_every_rank(checkpoint, tmp_path, damage):
+    change, words = DAMAGED[damage]
+    damaged = tmp_path / "model"
+    shutil.copytree(checkpoint, damaged)
+    change(damaged)
+    for world_size, parallel in WORLDS.values():
+        assert_all(errors(world_size, lambda parallel=parallel: build(damaged, parallel)), CheckpointError, *words)
+
+
+@pytest.mark.parametrize("experts", [2, 8])
+def test_another_number_of_experts_is_refused(models, tmp_path, experts):
+    damaged = tmp_path / "model"
+    shutil.copytree(write_tiny_checkpoint(models / "qwen3_moe", "qwen3_moe"), damaged)
+    change_config(damaged, num_experts=experts, num_local_experts=experts)
+    for parallel in (Parallel(tensor=2), Parallel(expert=2)):
+        found = errors(2, lambda parallel=parallel: build(damaged, parallel))
+        assert_all(found, CheckpointError, "does not fit the model that config.json describes")
+
+
+def test_after_a_refusal_the_same_process_can_build_another_model(checkpoint, tmp_path):
+    damaged = tmp_path / "model"
+    shutil.copytree(checkpoint, damaged)
+    without("q_norm")(damaged)
+
+    def on_rank():
+        with pytest.raises(CheckpointError):
+            build(damaged, Parallel(tensor=2))
+        return build(checkpoint, Parallel(tensor=2)).forward(causal_samples(token_lists())[:1]).logprobs[0].shape[0]
+
+    assert run_distributed(on_rank, 2, init=False) == [len(token_lists()[0]) - 1] * 2
+
+
+# --- batches ---
+
+
+def forward_backward(samples: Callable[[int], list[Sample]], loss: Any = "cross_entropy") -> Callable[[Any], Any]:
+    return lambda backend: backend.forward_backward(samples(backend.rank), loss)
+
+
+def good(rank: int) -> list[Sample]:
+    return causal_samples(token_lists())[rank::2]
+
+
+def on_rank_1(bad: Callable[[], Sample]) -> Callable[[int], list[Sample]]:
+    return lambda rank: [*good(rank), bad()] if rank == 1 else good(rank)
+
+
+def sample(*ids: int, **changes: Any) -> Sample:
+    fields = {"input_ids": ids, "target_ids": ids, "weights": [1.0] * len(ids)} | changes
+    return Sample(**fields)
+
+
+def weights_gone_nan() -> Sample:
+    broken = sample(1, 2, 3)
+    broken.weights[1] = math.nan
+    return broken
+
+
+BAD_BATCHES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "input id too large": (
+        forward_backward(on_rank_1(lambda: sample(5, 320, 6))),
+        ["rank 1: sample 4 has input_ids 320", "vocabulary [0, 320)"],
+    ),
+    "input id negative": (
+        forward_backward(on_rank_1(lambda: sample(-100, 5))),
+        ["rank 1: sample 4 has input_ids -100", "[0, 320)"],
+    ),
+    "target id too large": (
+        forward_backward(on_rank_1(lambda: sample(5, 6, target_ids=[6, 4000]))),
+        ["rank 1: sample 4 has target_ids 4000", "[0, 320)"],
+    ),
+    "no samples anywhere": (forward_backward(lambda rank: []), ["empty on every rank"]),
+    "all masked": (
+        forward_backward(lambda rank: [sample(1, 2, 3, weights=[0.0] * 3)]),
+        ["all targets have weight 0", "whole global batch", "'cross_entropy'"],
+    ),
+    "longer than the context": (
+        forward_backward(on_rank_1(lambda: sample(*[7] * 513))),
+        ["rank 1: sample 4 has 513 tokens", "limit of 512", "max_position_embeddings"],
+    ),
+    "over the token budget": (
+        forward_backward(on_rank_1(lambda: sample(*[7] * 65))),
+        ["rank 1: sample 4 needs 65 tokens", "batching.micro_batch_tokens=64"],
+    ),
+    "weights gone NaN": (forward_backward(on_rank_1(weights_gone_nan)), ["rank 1: sample 4", "weights", "not finite"]),
+    "field missing": (forward_backward(good, "ppo"), ["'ppo'", "old_logprobs, advantages", "sample 0"]),
+    "no pairs": (
+        forward_backward(lambda rank: [sample(1, 2, ref_logprobs=[0.0, 0.0])], "dpo"),
+        ["'dpo'", "pair=... and chosen=..."],
+    ),
+    "half a pair": (
+        forward_backward(
+            lambda rank: [sample(1, 2, ref_logprobs=[0.0, 0.0], pair="a", chosen=True)] * (2 if rank else 1), "dpo"
+        ),
+        ["pair 'a'", "exactly one chosen and one rejected"],
+    ),
+    "forward too long": (
+        lambda backend: backend.forward(on_rank_1(lambda: sample(*[7] * 600))(backend.rank)),
+        ["rank 1: sample 4 has 600 tokens"],
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_BATCHES)
+def test_a_bad_batch_is_refused_on_all_ranks_even_if_one_has_it(checkpoint, bad):
+    act, words = BAD_BATCHES[bad]
+    assert_all(errors(2, lambda: act(build(checkpoint))), DataError, *words)
+
+
+def test_after_a_bad_batch_training_goes_on_as_if_it_had_not_been(checkpoint):
+    def norm(with_bad_batch: bool) -> Callable[[], float]:
+        def on_rank() -> float:
+            backend = build(checkpoint)
+            if with_bad_batch:
+                for act, _ in BAD_BATCHES.values():
+                    with pytest.raises(DataError):
+                        act(backend)
+            backend.forward_backward(good(backend.rank))
+            return backend.optimizer_step().grad_norm
+
+        return on_rank
+
+    expected = run_distributed(norm(False), 2, init=False)
+    assert run_distributed(norm(True), 2, init=False) == pytest.approx(expected, rel=1e-6)
+
+
+def test_batching_max_length_is_the_limit_that_is_named(checkpoint):
+    batching = Batching(max_length=30, micro_batch_tokens=64)
+    found = errors(1, lambda: build(checkpoint, batching=batching).forward_backward(causal_samples(token_lists())))
+    assert_all(found, DataError, "limit of 30", "batching.max_length=30")
+
+
+def test_an_unknown_loss_is_refused(checkpoint):
+    found = errors(2, lambda: forward_backward(good, "hinge")(build(checkpoint)))
+    assert_all(found, ConfigError, "'hinge'", "cross_entropy, importance_sampling, ppo, dpo")
+
+
+def test_a_loss_of_the_wrong_shape_is_refused(checkpoint):
+    found = errors(2, lambda: forward_backward(good, lambda logprobs, inputs: logprobs.mean())(build(checkpoint)))
+    assert [kind for kind, _ in found] == [DataError] * 2
+    assert all("shape ()" in message for _, message in found)
+
+
+@pytest.mark.parametrize("field", ["weights", "advantages", "old_logprobs", "ref_logprobs", "extra"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_do_not_become_a_sample(field, value):
+    values = {"mine": [0.0, value]} if field == "extra" else [0.0, value]
+    with pytest.raises(DataError, match=rf"{field}.*\[1\] is {value}"):
+        sample(1, 2, **{field: values})
+
+
+def test_advantages_gone_nan_skip_the_step_on_every_rank(checkpoint):
+    """What gets past the checks, and shows only in the gradients, leaves every rank's parameters alone."""
+
+    def on_rank():
+        backend = build(checkpoint)
+        before = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        samples = [
+            Sample(
+                s.input_ids, s.target_ids, s.weights, advantages=torch.ones(len(s)), old_logprobs=-torch.ones(len(s))
+            )
+            for s in good(backend.rank)
+        ]
+        if backend.rank == 1:
+            samples[0].advantages[5] = math.nan
+        result = backend.forward_backward(samples, "ppo")
+        step = backend.optimizer_step()
+        after = [p for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        return result.loss, step.skipped, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    for loss, skipped, unchanged in run_distributed(on_rank, 2, init=False):
+        assert math.isnan(loss)
+        assert skipped
+        assert unchanged
+
+
+# --- export ---
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def a_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def a_foreign_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.tex").write_text("precious")
+
+
+def below_a_file(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.write_text("precious")
+
+
+@pytest.mark.parametrize("obstacle", [a_file, a_foreign_directory, below_a_file])
+def test_an_export_that_cannot_be_written_is_refused_and_changes_nothing(checkpoint, tmp_path, obstacle):
+    target = tmp_path / "runs" / "out"
+    target.parent.mkdir()
+    obstacle(target)
+    before = tree(tmp_path)
+    found = errors(2, lambda: build(checkpoint, Parallel(tensor=2)).export_hf(target))
+    assert_all(found, CheckpointError, f"export: {target}")
+    assert tree(tmp_path) == before
+    assert "precious" in str(before)
+
+
+@pytest.mark.parametrize("where", ["add_tensor", "finalize"])
+def test_an_export_that_runs_out_of_disk_leaves_the_earlier_one(checkpoint, tmp_path, monkeypatch, where):
+    from mcore_bridge.utils import StreamingSafetensorSaver
+
+    target = tmp_path / "out"
+    shutil.copytree(checkpoint, target)
+    before = tree(tmp_path)
+
+    def full(self, *args):
+        if self.is_save_rank:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(StreamingSafetensorSaver, where, full)
+    found = errors(2, lambda: build(checkpoint, Parallel(pipeline=2)).export_hf(target))
+    assert_all(found, CheckpointError, f"export: {target} could not be written", "No space left on device")
+    assert tree(tmp_path) == before
+
+
+# --- ranks that do not come ---
+
+
+def test_a_rank_that_dies_before_it_comes_is_named_in_time(checkpoint):
+    """Rank 1 never arrives; rank 0 says so within its timeout."""
+    start = time.monotonic()
+
+    def on_rank():
+        if int(os.environ["RANK"]) == 1:
+            return None
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            build(checkpoint, timeout_s=2)
+        return str(raised.value)
+
+    message = run_distributed(on_rank, 2, init=False, timeout_s=30)[0]
+    assert re.search(r"rank 0: 1 of 2 ranks did not arrive at start-up within 2 s: rank 1\b.*raise timeout_s", message)
+    assert time.monotonic() - start < LIMIT_S
+
+
+def test_a_rank_that_stops_between_steps_is_named_in_time(checkpoint):
+    start = time.monotonic()
+
+    def on_rank():
+        backend = build(checkpoint, timeout_s=2)
+        backend.forward_backward(good(backend.rank))
+        if backend.rank == 1:
+            time.sleep(6)
+            return None
+        with pytest.raises(MegascendError) as raised:
+            backend.forward_backward(good(backend.rank))
+        return type(raised.value), str(raised.value)
+
+    kind, message = run_distributed(on_rank, 2, init=False, timeout_s=30)[0]
+    assert kind is CollectiveTimeoutError
+    assert "rank 1" in message
+    assert time.monotonic() - start < 2 * LIMIT_S
+
+
+# --- the environment ---
+
+
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+
+
+def test_the_wrong_import_order_is_refused_before_anything_is_built(checkpoint):
+    program = f"import megatron.core, megascend\nmegascend.MegatronBackend({str(checkpoint)!r}, platform='cpu')"
+    done = run_program(program)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("megascend.errors.ImportOrderError: megatron.core"), done.stderr
+    assert "before megascend.bootstrap()" in last
+
+
+def test_an_unsupported_pair_of_versions_is_refused():
+    versions = {
+        "torch": "2.8.0",
+        "megatron-core": "0.16.1",
+        "mcore-bridge": "1.4.3",
+        "transformers": "5.0.0",
+        "peft": "0.19.0",
+    }
+    with pytest.raises(VersionError, match=r"megatron-core 0\.16\.1 .*|mcore-bridge 1\.4\.3 is installed; stack 0\.1"):
+        require_supported(versions)
+
+
+def test_a_platform_that_is_not_here_is_refused():
+    done = run_program("import megascend\nmegascend.bootstrap('cuda')")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    assert (
+        done.stderr.strip().splitlines()[-1].startswith(f"megascend.errors.{PlatformError.__name__}: platform 'cuda'")
+    )

@@ -1,0 +1,48 @@
+"""The README's program runs as it stands, and learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+DEADLINE_S = 120
+
+
+def python(*arguments: str | Path, cwd: Path) -> str:
+    """Standard output of this Python, run in ``cwd`` as a single process."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=DEADLINE_S,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+    programs = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(programs) == 1
+    lines = [line for line in programs[0].splitlines() if line.strip()]
+    assert len(lines) <= 20, "the README promises twenty lines"
+    (tmp_path / "train.py").write_text(programs[0])
+    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=tmp_path)
+
+    output = python("train.py", cwd=tmp_path)
+
+    steps = re.findall(r"^(\d+) ([\d.e-]+) ([\d.e-]+) (True|False)$", output, re.MULTILINE)
+    assert [int(number) for number, *_ in steps] == list(range(20))
+    assert {skipped for *_, skipped in steps} == {"False"}
+    assert float(steps[-1][1]) < 0.5 * float(steps[0][1])
+    exported = tmp_path / "runs" / "readme" / "hf"
+    assert json.loads((exported / "config.json").read_text())["model_type"] == "qwen3"
+    assert (exported / "model.safetensors").stat().st_size > 0

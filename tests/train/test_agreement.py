@@ -1,0 +1,122 @@
+"""The verdict that every rank reaches on the reports of all: pure, so no rank can reach another one."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+from megascend import Parallel, Sample
+from megascend.errors import DataError
+from megascend.parallel.topology import Topology, plan
+from megascend.train.agreement import Report, report, settle
+
+
+def entry(**changes) -> Report:
+    values = {
+        "problem": None,
+        "micro_batches": 2,
+        "weight": 10.0,
+        "pairs": 0,
+        "trained": 12,
+        "tokens": 20,
+        "checksum": 7,
+    }
+    return Report(**(values | changes))
+
+
+def layout(world_size: int, **sizes: int) -> Topology:
+    return plan(Parallel(**sizes), world_size)
+
+
+def test_sums_count_every_data_parallel_rank_once():
+    topology = layout(8, tensor=2, context=2)  # data 2: ranks 0-3 and 4-7
+    first, second = entry(checksum=1), entry(checksum=2, weight=2.5, pairs=3, trained=4, tokens=5, micro_batches=4)
+    agreed = settle([first] * 4 + [second] * 4, topology)
+    assert (agreed.weight, agreed.pairs, agreed.trained, agreed.tokens) == (12.5, 3, 16, 25)
+    assert agreed.micro_batches == 4
+
+
+def test_pipeline_ranks_of_one_replica_count_once():
+    topology = layout(4, pipeline=2)  # rank 0 and 2 are stages of replica 0
+    agreed = settle([entry(checksum=1), entry(checksum=2), entry(checksum=1), entry(checksum=2)], topology)
+    assert (agreed.weight, agreed.tokens) == (20.0, 40)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "planned", "agreed"),
+    [(2, 2, 1, 2), (2, 2, 2, 2), (2, 2, 3, 4), (4, 2, 5, 8), (2, 1, 3, 3), (4, 1, 1, 1)],
+)
+def test_the_interleaved_schedule_gets_whole_rounds(pipeline, virtual, planned, agreed):
+    topology = layout(pipeline, pipeline=pipeline, virtual_pipeline=virtual)
+    assert settle([entry(micro_batches=planned)] * pipeline, topology).micro_batches == agreed
+
+
+def test_a_rank_without_samples_does_not_stop_the_others():
+    agreed = settle([entry(), entry(micro_batches=0, weight=0.0, trained=0, tokens=0, checksum=0)], layout(2))
+    assert (agreed.micro_batches, agreed.weight, agreed.tokens) == (2, 10.0, 20)
+
+
+def test_nothing_on_any_rank_is_an_error():
+    empty = entry(micro_batches=0, weight=0.0, trained=0, tokens=0, checksum=0)
+    with pytest.raises(DataError, match="the batch is empty on every rank"):
+        settle([empty] * 2, layout(2))
+
+
+def test_the_first_problem_is_told_with_its_rank_and_the_others_are_counted():
+    with pytest.raises(DataError, match=r"^rank 1: sample 3 is too long$"):
+        settle([entry(), entry(problem="sample 3 is too long")], layout(2))
+    bad = entry(problem="sample 0 is odd")
+    with pytest.raises(DataError, match=r"^rank 2: sample 0 is odd \(2 ranks have problems\)$"):
+        settle([entry(), entry(), bad, bad], layout(4))
+
+
+def test_a_problem_is_told_before_a_mismatch_that_may_only_follow_from_it():
+    with pytest.raises(DataError, match="rank 1: too long"):
+        settle([entry(checksum=1), entry(problem="too long", checksum=0)], layout(2, tensor=2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "checksums", "ranks"),
+    [
+        ({"tensor": 2}, 2, [1, 2], "0 and 1"),
+        ({"pipeline": 2}, 2, [1, 2], "0 and 1"),
+        ({"context": 2}, 2, [1, 2], "0 and 1"),
+        ({"tensor": 2}, 4, [1, 1, 2, 3], "2 and 3"),
+        ({"pipeline": 2}, 4, [1, 2, 1, 3], "1 and 3"),
+    ],
+)
+def test_ranks_of_one_replica_must_have_the_same_samples(sizes, world_size, checksums, ranks):
+    with pytest.raises(DataError, match=f"ranks {ranks} differ only in tensor, pipeline or context"):
+        settle([entry(checksum=value) for value in checksums], layout(world_size, **sizes))
+
+
+def test_replicas_may_have_different_samples():
+    assert settle([entry(checksum=value) for value in (1, 2, 3)], layout(3)).weight == 30.0
+
+
+def test_a_report_counts_what_is_there():
+    samples = [
+        Sample([1, 2, 3], [2, 3, 4], [0.0, 0.5, 2.0]),
+        Sample([9], [8], [1.0]),
+    ]
+    found = report(samples, micro_batches=3, pairs=1)
+    ids = [torch.tensor(ids).numpy().tobytes() for ids in ([1, 2, 3], [9])]
+    assert found == Report(
+        None, micro_batches=3, weight=3.5, pairs=1, trained=3, tokens=4, checksum=zlib.crc32(ids[0] + ids[1])
+    )
+    assert report([], 0, 0) == Report(None)
+
+
+def test_a_report_does_not_lose_small_weights_beside_large_ones():
+    """Summed in float64: a million weights of 1e-3 beside one of 1e5 would lose digits in float32."""
+    large = Sample([1], [1], [1e5])
+    small = Sample([1] * 100_000, [1] * 100_000, [1e-3] * 100_000)
+    assert report([large, small], 1, 0).weight == pytest.approx(1e5 + 100, rel=1e-9)
+
+
+def test_other_token_ids_or_another_order_are_another_checksum():
+    a, b = Sample([1, 2], [2, 3], [1, 1]), Sample([2, 1], [2, 3], [1, 1])
+    checksums = {report(samples, 1, 0).checksum for samples in ([a], [b], [a, b], [b, a], [a, a])}
+    assert len(checksums) == 5
