@@ -27,15 +27,13 @@ def measure(pattern: str, folder: Path) -> list[dict[str, Any]]:
 
     runtime = megascend.bootstrap("cpu")
     runtime.load_megatron()
-    from megascend.testing.parity import differences, matrix, oracle, token_lists, train_case
-    from megascend.testing.tiny_models import write_tiny_checkpoint
+    from megascend.testing.parity import case_checkpoint, differences, matrix, oracle, token_lists, train_case
 
     tokens, rows = token_lists(), []
     for case in matrix():
         if not re.search(pattern, case.name):
             continue
-        checkpoint_name = "-".join([case.arch, *(f"{key}-{value}" for key, value in sorted(case.overrides.items()))])
-        checkpoint = write_tiny_checkpoint(folder / checkpoint_name, case.arch, **case.overrides)
+        checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
         reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
         found = differences(train_case(case, checkpoint, tokens), reference)
         within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound

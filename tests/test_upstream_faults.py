@@ -68,9 +68,9 @@ def test_1_the_norm_counts_every_shard_of_embedding_and_output(models, monkeypat
     case = Case("TP2", 2, Parallel(tensor=2), overrides={"tie_word_embeddings": tied})
     assert_equal(compare(case, models, steps=3), case)
     monkeypatch.setattr("megascend.model.build.mark_tensor_parallel", lambda chunk: None)
-    found = compare(case, models, steps=1)
-    assert found.loss <= case.loss_bound  # the loss hides it
-    assert found.grad_norm > 1e-2
+    found = compare(case, models, steps=3)
+    assert found.loss < 1e-2  # the loss hides it: only clipping tells
+    assert found.grad_norm > 1e-1
 
 
 # --- 2: experts under TP without EP and ETP ---
@@ -152,7 +152,7 @@ def test_4_without_an_auxiliary_loss_the_norm_is_another(models):
     checkpoint = tiny(models, "qwen3_moe")
     tokens = token_lists(lengths=EVEN_LENGTHS)
     plain, half, full = (
-        oracle(models, checkpoint, tokens, steps=1, aux_loss=coefficient).grad_norms[0]
+        oracle(models, checkpoint, tokens, steps=5, aux_loss=coefficient).grad_norms[0]
         for coefficient in (0.0, AUX_LOSS / 2, AUX_LOSS)
     )
     assert abs(full - plain) > 2e-2
@@ -163,7 +163,7 @@ def test_4_the_correction_for_context_parallelism_is_needed(models, monkeypatch)
     """What is right on one stack is wrong by a factor of CP on the other."""
     wrong = 2.0 if STACK_0_16 else 1.0
     monkeypatch.setattr("megascend.model.build.aux_loss_correction", lambda topology: wrong)
-    assert compare(aux_case("CP2"), models, steps=1, lengths=EVEN_LENGTHS).grad_norm > 2e-2
+    assert compare(aux_case("CP2"), models, steps=5, lengths=EVEN_LENGTHS).grad_norm > 2e-2
 
 
 def test_4_megatrons_own_scaling_by_tokens_would_be_wrong(models, monkeypatch):
@@ -173,7 +173,7 @@ def test_4_megatrons_own_scaling_by_tokens_would_be_wrong(models, monkeypatch):
     upstream = module.parallel_arguments
     changed = {"calculate_per_token_loss": True}
     monkeypatch.setattr(module, "parallel_arguments", lambda topology: upstream(topology) | changed)
-    found = compare(aux_case("TP2 + SP, ETP2"), models, steps=1, lengths=EVEN_LENGTHS)
+    found = compare(aux_case("TP2 + SP, ETP2"), models, steps=5, lengths=EVEN_LENGTHS)
     assert found.grad_norm > 2e-2
 
 
@@ -237,7 +237,7 @@ def test_5_what_the_refusal_offers_instead_recomputes_the_same_masks(
 
 
 def test_5_the_refusal_is_all_that_stands_in_the_way(models, monkeypatch):
-    """With the reference layers the masks do not differ, so the refusal is for real devices, where they were seen to."""
+    """With the reference layers the masks do not differ: the refusal is for what was seen with others."""
     checkpoint = tiny(models, "qwen3")
     with_dropout(monkeypatch, 0.1, 0.1, check=False)
     expected = dropout_norm(checkpoint, SP2, NONE)
@@ -316,10 +316,10 @@ def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(models, m
     monkeypatch.setattr(module, "build", unsplit)
     if STACK_0_16:  # mcore-bridge 1.6 looks positions up itself
         with contextlib.suppress(DistributedTestError):
-            compare(case, models, steps=1)
+            compare(case, models, steps=3)
         return
     try:
-        found = compare(case, models, steps=1)
+        found = compare(case, models, steps=3)
     except DistributedTestError:
         return  # the table of angles does not fit the rank's tokens
     assert found.loss > 1e-3, found
@@ -363,10 +363,14 @@ def test_10_no_precision_silently_becomes_another(models, precision):
     def on_rank():
         backend = build(checkpoint, Parallel(pipeline=2), precision=precision)
         seen = {backend._strategy.config.pipeline_dtype}
+
+        def note(module, args, output):
+            seen.add(output[0].dtype)
+
         for chunk in backend._strategy.bare_chunks:
             seen |= {parameter.dtype for parameter in chunk.parameters()}
             for layer in chunk.decoder.layers:
-                layer.register_forward_hook(lambda module, args, output: seen.add(output[0].dtype))
+                layer.register_forward_hook(note)
         backend.forward_backward(causal_samples(token_lists()))
         return seen
 

@@ -194,6 +194,8 @@ def explain(error: ValidationError, title: str) -> str:
             lines.append(f"{where}: unknown setting (value {item['input']!r})")
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but not set")
+        elif not item["loc"]:  # a check over several settings
+            lines.append(item["msg"].removeprefix("Value error, "))
         else:
             lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
     return f"{title}: " + "; ".join(lines)

@@ -93,7 +93,7 @@ def test_versions_are_compared_as_versions(stack, package, version, accepted):
 
 
 def test_a_release_candidate_of_the_next_minor_version_is_not_this_one():
-    """``<0.17`` admits 0.17.0rc1 for a reader of PEP 440 who allows pre-releases; it is another Megatron all the same."""
+    """It sorts before 0.17, and pre-releases are allowed; it is another Megatron all the same (PEP 440 knows)."""
     with pytest.raises(VersionError, match=r"0\.17\.0rc1 is installed"):
         require_supported(change("0.16", megatron_core="0.17.0rc1"))
 

@@ -6,8 +6,7 @@ import pytest
 
 from megascend import Adam, Batching, CheckpointError, ConfigError, Parallel, Schedule
 from megascend.testing import run_distributed
-from megascend.testing.parity import causal_samples, token_lists
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 SCHEDULE = Schedule(kind="cosine", warmup_steps=2, total_steps=8)
@@ -53,7 +52,7 @@ def run(checkpoint, layout, precision="fp32", distributed=True, save_to=None, lo
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("distributed", [True, False])
 def test_the_same_layout_goes_on_bit_for_bit(parity_folder, tmp_path, layout, distributed):
-    checkpoint = write_tiny_checkpoint(parity_folder, LAYOUTS[layout][2])
+    checkpoint = case_checkpoint(parity_folder, LAYOUTS[layout][2])
     whole = run(checkpoint, layout, distributed=distributed, save_to=tmp_path / "step-3")
     rest = run(checkpoint, layout, distributed=distributed, load_from=tmp_path / "step-3", steps=range(3))
     assert rest == whole[3:]
@@ -61,14 +60,14 @@ def test_the_same_layout_goes_on_bit_for_bit(parity_folder, tmp_path, layout, di
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_main_parameters_are_saved(parity_folder, tmp_path, precision):
-    checkpoint = write_tiny_checkpoint(parity_folder, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
     whole = run(checkpoint, "DP2", precision, save_to=tmp_path / "step-3")
     assert run(checkpoint, "DP2", precision, load_from=tmp_path / "step-3", steps=range(3)) == whole[3:]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("TP2", "single"), ("single", "TP2"), ("DP2", "TP2"), ("PP2", "DP2")])
 def test_another_layout_goes_on_from_the_same_numbers(parity_folder, tmp_path, saved, loaded):
-    checkpoint = write_tiny_checkpoint(parity_folder, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
     whole = run(checkpoint, saved, save_to=tmp_path / "step-3")
     rest = run(checkpoint, loaded, load_from=tmp_path / "step-3", steps=range(3))
     for (loss, norm, lr), (expected_loss, expected_norm, expected_lr) in zip(rest, whole[3:], strict=True):
@@ -78,7 +77,7 @@ def test_another_layout_goes_on_from_the_same_numbers(parity_folder, tmp_path, s
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
-    checkpoint = write_tiny_checkpoint(parity_folder, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,21 +28,23 @@ LOAD = """
 import json, sys, torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-path, tokens, result = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype="auto", attn_implementation="eager")
-assert not any(info.values()), info
-dtype = str(next(model.parameters()).dtype)
-with torch.no_grad():
-    logits = {str(i): model.eval()(torch.tensor([ids[:-1]])).logits[0].float().contiguous() for i, ids in enumerate(tokens)}
-save_file(logits, result)
-print(dtype)
+
+options = {"output_loading_info": True, "dtype": "auto", "attn_implementation": "eager"}
+for line in sys.stdin:
+    path, tokens, result = json.loads(line)
+    model, info = AutoModelForCausalLM.from_pretrained(path, **options)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        logits = [model.eval()(torch.tensor([ids[:-1]])).logits[0].float().contiguous() for ids in tokens]
+    save_file({str(i): entry for i, entry in enumerate(logits)}, result)
+    print(next(model.parameters()).dtype, flush=True)
 """
 
 
 @dataclass(frozen=True)
 class Layout:
     world_size: int = 1
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     arch: str = "qwen3"
     overrides: dict[str, Any] = field(default_factory=dict)
     adam: dict[str, Any] = field(default_factory=dict)
@@ -96,20 +100,36 @@ def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: 
     return run_distributed(on_rank, layout.world_size, init=False)[0]
 
 
-def load_in_transformers(path: Path, folder: Path) -> tuple[str, list[torch.Tensor]]:
-    """dtype and logits of an exported model, by transformers alone, in a process of its own."""
-    result = folder / "logits.safetensors"
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path), json.dumps(token_lists()[:3]), str(result)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    logits = load_file(result)
-    return done.stdout.split()[-1], [logits[str(index)] for index in range(3)]
+@pytest.fixture(scope="module")
+def transformers_alone(models) -> Iterator[Callable[[Path], tuple[str, list[torch.Tensor]]]]:
+    """dtype and logits of an exported model, by plain transformers, in a process without megascend."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    errors = models / "transformers.stderr"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOAD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+    alarm = threading.Timer(300, process.kill)
+    alarm.start()
+
+    def load(path: Path) -> tuple[str, list[torch.Tensor]]:
+        result = models / "logits.safetensors"
+        process.stdin.write(json.dumps([str(path), token_lists()[:3], str(result)]) + "\n")
+        process.stdin.flush()
+        dtype = process.stdout.readline().strip()
+        assert dtype, errors.read_text()[-3000:]
+        logits = load_file(result)
+        return dtype, [logits[str(index)] for index in range(3)]
+
+    yield load
+    alarm.cancel()
+    process.kill()
+    process.wait()
 
 
 def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
@@ -117,12 +137,12 @@ def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_exported_models_give_the_same_logits_in_transformers(models, tmp_path, name):
+def test_exported_models_give_the_same_logits_in_transformers(models, tmp_path, name, transformers_alone):
     layout = LAYOUTS[name]
     checkpoint = tiny(models, layout.arch, **layout.overrides)
     before = load_file(checkpoint / "model.safetensors")
     mine = train_and_export(checkpoint, tmp_path / "out", layout)
-    dtype, theirs = load_in_transformers(tmp_path / "out", tmp_path)
+    dtype, theirs = transformers_alone(tmp_path / "out")
     assert dtype == "torch.float32"
     # Relative to logits of about 10 in fp32, whose sums two implementations order differently.
     assert largest_difference(mine, theirs) <= 1e-5
@@ -142,11 +162,11 @@ def test_an_export_without_training_is_the_checkpoint_bit_for_bit(models, tmp_pa
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_dtype_of_training_is_kept(models, tmp_path, precision, dtype):
+def test_the_dtype_of_training_is_kept(models, tmp_path, precision, dtype, transformers_alone):
     layout = LAYOUTS["TP2 x PP2"]
     checkpoint = tiny(models)
     mine = train_and_export(checkpoint, tmp_path / "out", layout, precision)
-    found, theirs = load_in_transformers(tmp_path / "out", tmp_path)
+    found, theirs = transformers_alone(tmp_path / "out")
     assert found == str(dtype)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -172,7 +192,7 @@ def test_tokenizer_and_companions_come_along(with_companions, tmp_path):
     assert not list(tmp_path.glob(".*"))  # nothing temporary is left
 
 
-def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path):
+def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path, transformers_alone):
     target = tmp_path / "out"
     shutil.copytree(with_companions, target)
     (target / "model.safetensors").rename(target / "model-00001-of-00001.safetensors")
@@ -180,14 +200,14 @@ def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path):
     for steps in (1, 2):
         mine = train_and_export(with_companions, target, LAYOUTS["single"], steps=steps)
         assert not list(target.glob("*index*")) + list(target.glob("*-of-*"))
-        _, theirs = load_in_transformers(target, tmp_path)
+        _, theirs = transformers_alone(target)
         assert largest_difference(mine, theirs) <= 1e-5
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_model_may_be_exported_over_its_own_checkpoint(with_companions, tmp_path):
+def test_a_model_may_be_exported_over_its_own_checkpoint(with_companions, tmp_path, transformers_alone):
     mine = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
-    _, theirs = load_in_transformers(with_companions, tmp_path)
+    _, theirs = transformers_alone(with_companions)
     assert largest_difference(mine, theirs) <= 1e-5
     assert all((with_companions / name).is_file() for name in COMPANIONS)
 

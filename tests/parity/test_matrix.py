@@ -2,8 +2,7 @@
 
 import pytest
 
-from megascend.testing.parity import Case, differences, matrix, oracle, token_lists, train_case
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import Case, case_checkpoint, differences, matrix, oracle, token_lists, train_case
 
 LOGITS_BOUND = 1e-5
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -11,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 @pytest.mark.parametrize("case", matrix(), ids=lambda case: case.name)
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
-    checkpoint = write_tiny_checkpoint(parity_folder, case.arch, **case.overrides)
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
     found = differences(
         train_case(case, checkpoint, tokens), oracle(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss)

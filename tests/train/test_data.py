@@ -105,7 +105,7 @@ def test_a_resumed_stream_goes_on_where_it_stood(done: int) -> None:
 
 def test_a_stream_does_not_resume_on_other_data() -> None:
     state = batches(range(10), 4, seed=3, shuffle=True).state_dict()
-    with pytest.raises(DataError, match="seed was 3, and is 4|seed was 3 when"):
+    with pytest.raises(DataError, match=r"seed was 3, and is 4|seed was 3 when"):
         batches(range(10), 4, seed=4, shuffle=True).load_state_dict(state)
     with pytest.raises(DataError, match="samples was 10"):
         batches(range(11), 4, seed=3, shuffle=True).load_state_dict(state)

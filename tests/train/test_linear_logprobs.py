@@ -52,7 +52,9 @@ def test_cross_entropy_forms_the_same_gradient_in_the_forward_pass():
     _, _, grad_hidden, grad_weight = reference(hidden, weight, targets, torch.stack([-coefficients, coefficients * 0]))
     hidden.requires_grad_()
     weight.requires_grad_()
-    total, logprobs = linear_cross_entropy(hidden, weight, targets, coefficients, VocabShard(0, VOCABULARY), upstream=3.0)
+    total, logprobs = linear_cross_entropy(
+        hidden, weight, targets, coefficients, VocabShard(0, VOCABULARY), upstream=3.0
+    )
     (total * 3).backward()
     expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none")
     torch.testing.assert_close(-logprobs, expected.detach(), atol=2e-5, rtol=2e-5)
@@ -91,9 +93,13 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
     grad_weight = torch.cat([rank[3] for rank in ranks]).double()
     torch.testing.assert_close(grad_weight[:VOCABULARY], expected[3], atol=2e-5, rtol=2e-5)
     assert (grad_weight[VOCABULARY:] == 0).all()
-    _, _, fused_hidden, fused_weight = reference(hidden, weight, targets, torch.stack([-upstream[0].abs(), upstream[1] * 0]))
+    _, _, fused_hidden, fused_weight = reference(
+        hidden, weight, targets, torch.stack([-upstream[0].abs(), upstream[1] * 0])
+    )
     torch.testing.assert_close(sum(rank[4].double() for rank in ranks), fused_hidden, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(torch.cat([rank[5] for rank in ranks]).double()[:VOCABULARY], fused_weight, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        torch.cat([rank[5] for rank in ranks]).double()[:VOCABULARY], fused_weight, atol=2e-5, rtol=2e-5
+    )
 
 
 def test_a_rank_with_padding_rows_only_takes_part():

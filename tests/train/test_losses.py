@@ -143,7 +143,7 @@ def test_what_is_no_loss_is_refused():
         ConfigError, match="unknown loss 'hinge'; known by name: cross_entropy, importance_sampling, ppo, dpo"
     ):
         resolve("hinge")
-    with pytest.raises(ConfigError, match="a loss is a name, a megascend.Loss or a callable, got int"):
+    with pytest.raises(ConfigError, match=r"a loss is a name, a megascend\.Loss or a callable, got int"):
         resolve(3)
 
 

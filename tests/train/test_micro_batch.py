@@ -1,4 +1,4 @@
-"""Layout arithmetic of a micro batch: lengths divide as promised, context ranks hold every token once, columns agree."""
+"""Layout arithmetic of a micro batch: lengths divide as promised, context ranks share every token, columns agree."""
 
 from __future__ import annotations
 

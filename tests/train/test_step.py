@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megascend import Adam, Batching, Parallel, Sample
 from megascend.errors import ConfigError, DataError
 from megascend.testing import run_distributed
-from megascend.testing.parity import PROMPT, causal_samples, oracle, token_lists
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import PROMPT, case_checkpoint, causal_samples, oracle, token_lists
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 LAYOUTS = {
@@ -25,7 +24,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 @pytest.fixture(scope="module")
 def checkpoint(parity_folder):
-    return write_tiny_checkpoint(parity_folder, "qwen3")
+    return case_checkpoint(parity_folder, "qwen3")
 
 
 def make_backend(checkpoint, parallel=None, *, lr=1e-3, optimizer=None, **options):
@@ -180,11 +179,14 @@ def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, pari
     for value, norm, metrics in run_distributed(on_rank, world_size, init=False):
         assert value == pytest.approx(expected.losses[0], rel=2e-5, abs=1e-5)
         assert norm == pytest.approx(expected.grad_norms[0], rel=2e-5)
-        assert set(metrics) == {
-            "importance_sampling": {"ratio"},
-            "ppo": {"ratio", "clip_fraction", "kl"},
-            "dpo": {"accuracy", "reward_chosen", "reward_rejected"},
-        }[loss]
+        assert (
+            set(metrics)
+            == {
+                "importance_sampling": {"ratio"},
+                "ppo": {"ratio", "clip_fraction", "kl"},
+                "dpo": {"accuracy", "reward_chosen", "reward_rejected"},
+            }[loss]
+        )
         assert all(math.isfinite(figure) for figure in metrics.values())
 
 
@@ -220,7 +222,8 @@ def test_a_loss_of_ones_own_gets_its_extra_fields(checkpoint):
         backend = make_backend(checkpoint, lr=0.0)
         base = causal_samples(tokens)
         scaled = [
-            Sample(s.input_ids, s.target_ids, s.weights, extra={"importance": 0.5 + s.weights.cumsum(0) % 3}) for s in base
+            Sample(s.input_ids, s.target_ids, s.weights, extra={"importance": 0.5 + s.weights.cumsum(0) % 3})
+            for s in base
         ]
         result = backend.forward_backward(scaled, lambda logprobs, inputs: -logprobs * inputs.extra["importance"])
         norm = backend.optimizer_step().grad_norm
@@ -236,7 +239,7 @@ def test_a_loss_of_ones_own_gets_its_extra_fields(checkpoint):
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_a_rank_without_samples_keeps_the_others_company(parity_folder, arch):
-    checkpoint = write_tiny_checkpoint(parity_folder, arch)
+    checkpoint = case_checkpoint(parity_folder, arch)
     parallel = Parallel(expert=2) if arch == "qwen3_moe" else Parallel()
     tokens = token_lists()
     expected = oracle(parity_folder, checkpoint, tokens, steps=1)

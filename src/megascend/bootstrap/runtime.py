@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,10 @@ from megascend.errors import ConfigError, ImportOrderError
 
 if TYPE_CHECKING:
     from megascend.platforms.base import Platform
+
+
+QUIET_MODULES = (r"megatron\.core", r"mcore_bridge", r"torch\.distributed")
+"""Regular expressions of modules whose deprecation warnings are addressed to their own developers."""
 
 
 @dataclass
@@ -33,9 +39,17 @@ class Runtime:
         """Import megatron.core and mcore_bridge, then let the platform finish its work on them. Idempotent."""
         if self._megatron_loaded:
             return
-        import mcore_bridge  # noqa: F401
-        import megatron.core  # noqa: F401
-
+        with warnings.catch_warnings():
+            # Deprecations inside these packages and the absence of Apex: nothing that a user could act on.
+            warnings.simplefilter("ignore")
+            import megatron.core
+            import megatron.core.models.gpt  # noqa: F401
+        for module in QUIET_MODULES:
+            warnings.filterwarnings("ignore", module=module)
+        logging.getLogger("mcore_bridge").setLevel(logging.WARNING)
+        self.changes.append(
+            f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only"
+        )
         self.changes += self.platform.finish()
         self._megatron_loaded = True
 
@@ -56,6 +70,8 @@ def bootstrap(platform: str = "auto") -> Runtime:
       (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``; ``OMP_NUM_THREADS=1`` and one torch
       thread a process when several processes share the machine and the variable is not set.
     - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on).
+    - all, once Megatron is loaded: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's logger
+      set to warnings.
     - ``cuda`` with ``MEGASCEND_REFERENCE_TE=1``: the reference Transformer Engine instead of the real one.
 
     Args:
@@ -92,5 +108,7 @@ def current_runtime(needed_by: str) -> Runtime:
         ImportOrderError: ``bootstrap`` has not run; ``needed_by`` is named in the message.
     """
     if _current is None:
-        raise ImportOrderError(f"{needed_by} needs megascend.bootstrap() to have run; make it the program's first call.")
+        raise ImportOrderError(
+            f"{needed_by} needs megascend.bootstrap() to have run; make it the program's first call."
+        )
     return _current

@@ -113,7 +113,7 @@ def load(strategy: MegatronStrategy, path: Path) -> None:
     state = _state(strategy, loading=True, with_random_state=same_layout)
     try:
         loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
-    except Exception as error:  # noqa: BLE001 - whatever upstream raises about a damaged file
+    except Exception as error:
         raise CheckpointError(f"load: rank {strategy.groups.rank} cannot read {path}: {error}") from error
     for index, chunk in enumerate(strategy.bare_chunks):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)

@@ -32,7 +32,7 @@ def show_config_command(
         typer.echo(f"# layout not checked: there is no {settings.model} yet")
         return
     topology = check_topology(settings, nproc)
-    for line in [*topology.describe().splitlines(), *topology.notes]:
+    for line in topology.describe().splitlines():
         typer.echo(f"# {line}")
 
 

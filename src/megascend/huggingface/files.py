@@ -26,7 +26,9 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     """
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
-        raise CheckpointError(f"model: {Path(model_dir).resolve()} is not a directory; it must hold a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"model: {Path(model_dir).resolve()} is not a directory; it must hold a Hugging Face checkpoint"
+        )
     if not path.is_file():
         raise CheckpointError(f"model: {path.resolve()} is missing; a Hugging Face checkpoint has one")
     config = _json_object(path)
@@ -101,7 +103,9 @@ def check_vocabulary(config: dict[str, Any], shapes: dict[str, tuple[int, ...]])
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2:
             expected = (text["vocab_size"], text["hidden_size"])
             if shape != expected:
-                raise CheckpointError(f"{name} has shape {shape}, config.json says {expected}: they are of different models")
+                raise CheckpointError(
+                    f"{name} has shape {shape}, config.json says {expected}: they are of different models"
+                )
 
 
 def copy_companions(source: Path, target: Path, dtype: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+from mcore_bridge.model import GPTModel
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from transformers import AutoConfig
@@ -46,6 +47,7 @@ def build_config(
     config = ModelConfig(**arguments)
     if config.model_meta is None:
         raise CheckpointError(f"mcore-bridge has no model for architecture {arguments['hf_model_type']!r}")
+    check_output_layer(config)
     check_dropout(config)
     return config
 
@@ -110,6 +112,19 @@ def aux_loss_correction(topology: Topology) -> float:
     from packaging.version import Version
 
     return 1.0 if Version(megatron.core.__version__) >= Version("0.16") else float(topology.context)
+
+
+def check_output_layer(config: ModelConfig) -> None:
+    """Refuse, on every rank alike, models whose logits are more than a product with the output weight."""
+    if config.is_multimodal:
+        raise ConfigError(f"{config.hf_model_type} is a multimodal model; megascend trains text models only")
+    kind = config.model_meta.loader(config).model_cls
+    for name in ("_forward_output_layer", "_postprocess"):
+        if getattr(kind, name, None) is not getattr(GPTModel, name, None):
+            raise ConfigError(
+                f"architecture {kind.__name__} computes its logits in its own way ({name}); megascend's chunked output "
+                "head would leave that out"
+            )
 
 
 def check_dropout(config: ModelConfig) -> None:

@@ -8,6 +8,7 @@ Qwen3-1.7B on an H200. These kernels also read keys where the fused projection l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def _backward_kernel(
     total = tl.zeros([WIDTH], tl.float32)
     blocks = tl.cdiv(count, ROWS)
     for block in range(program, blocks, tl.num_programs(0)):
-        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row < count)[:, None]
         offset = (row // heads) * token_stride + (row % heads) * head_stride
         scale = tl.load(rstd + row, mask=row < count, other=0.0)[:, None]
@@ -70,7 +71,7 @@ class _HeadNorm(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rstd = torch.empty(count, dtype=torch.float32, device=x.device)
         strides = x.stride(-3), x.stride(-2)
-        _forward_kernel[(triton.cdiv(count, ROWS),)](
+        _forward_kernel[(triton.cdiv(count, ROWS),)](  # type: ignore[reportIndexIssue]
             x, weight, out, rstd, count, heads, *strides, eps, WIDTH=width, ROWS=ROWS, num_warps=4
         )
         ctx.save_for_backward(x, weight, rstd)
@@ -83,7 +84,7 @@ class _HeadNorm(torch.autograd.Function):
         programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(x.device).multi_processor_count
         partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _backward_kernel[(programs,)](
+        _backward_kernel[(programs,)](  # type: ignore[reportIndexIssue]
             x, weight, grads[0].contiguous(), rstd, dx, partial, len(rstd), heads, x.stride(-3), x.stride(-2),
             WIDTH=width, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
@@ -94,8 +95,8 @@ def _tokens_are_evenly_spaced(x: Tensor) -> bool:
     """Whether [..., heads, width] can be walked with one stride over all tokens and one over heads."""
     if x.stride(-1) != 1 or x.dim() < 3:
         return False
-    dims = [(size, stride) for size, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True)]
-    return all(stride == inner * size for (_, stride), (size, inner) in zip(dims, dims[1:], strict=False))
+    dims = list(zip(x.shape[:-2], x.stride()[:-2], strict=True))
+    return all(stride == inner * size for (_, stride), (size, inner) in pairwise(dims))
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mcore_bridge.model import GPTModel
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megascend.errors import ConfigError
 from megascend.train.linear_logprobs import VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
 
 
@@ -23,12 +21,6 @@ class OutputHead:
     """
 
     def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:
-        for name in ("_forward_output_layer", "_postprocess"):
-            if getattr(type(model), name, None) is not getattr(GPTModel, name, None):
-                raise ConfigError(
-                    f"architecture {type(model).__name__} computes its logits in its own way ({name}); megascend's chunked "
-                    "output head would leave that out"
-                )
         self._model = model
         size = parallel_state.get_tensor_model_parallel_world_size()
         group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None

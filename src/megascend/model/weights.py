@@ -47,7 +47,9 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
     try:
         bridge.load_weights(chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used)))
     except KeyError as error:
-        problem = f"the checkpoint has no tensor {error}, which the model that config.json describes needs{_after(used)}"
+        problem = (
+            f"the checkpoint has no tensor {error}, which the model that config.json describes needs{_after(used)}"
+        )
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
     if problem is None:

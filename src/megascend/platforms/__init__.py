@@ -26,6 +26,8 @@ def choose(name: str = "auto") -> Platform:
         for candidate in map(_load, PLATFORMS):
             if candidate.unavailable_because() is None:
                 return candidate
+    if name == "npu":
+        raise PlatformError("platform 'npu' is not part of this release; this release has cpu and cuda")
     if name not in PLATFORMS:
         raise PlatformError(f"unknown platform {name!r}; known: auto, {', '.join(PLATFORMS)}")
     platform = _load(name)

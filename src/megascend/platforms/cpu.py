@@ -28,9 +28,9 @@ class CpuPlatform(Platform):
         return changes + reference_te.install() + cuda_redirect.install()
 
     def finish(self) -> list[str]:
-        from megascend.platforms import cuda_redirect
+        from megascend.platforms import cuda_redirect, gloo_uneven
 
-        return cuda_redirect.patch_moe_device_checks()
+        return cuda_redirect.patch_moe_device_checks() + gloo_uneven.install()
 
     def device(self, local_rank: int):
         import torch

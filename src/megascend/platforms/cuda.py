@@ -10,7 +10,15 @@ from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
 
 # Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40": 181e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40": 181e12,
+}
 
 
 class CudaPlatform(Platform):

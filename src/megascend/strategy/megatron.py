@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import numpy
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 
 from megascend.bootstrap import Runtime
@@ -58,7 +58,7 @@ class MegatronStrategy:
     ) -> None:
         self.runtime, self.topology, self.groups, self.shape = runtime, topology, groups, shape
         self.precision, self.batching, self.device, self.adam = precision, batching, device, adam
-        self.max_length = min(batching.max_length or shape.max_position, shape.max_position)
+        self.max_length = longest_sample(batching.max_length, shape.max_position)
         seed_everything(seed)
         self.config = build_config(model_dir, topology, precision, recompute, moe, runtime.platform)
         self.bare_chunks = build_chunks(self.config)
@@ -86,7 +86,9 @@ class MegatronStrategy:
                 overlap_param_gather=self.adam.overlap_param_gather,
                 use_distributed_optimizer=self.adam.distributed,
                 # Megatron-LM's default: large enough for full bandwidth, small enough to overlap.
-                bucket_size=max(40_000_000, 1_000_000 * self.topology.data * self.topology.context) if overlap else None,
+                bucket_size=max(40_000_000, 1_000_000 * self.topology.data * self.topology.context)
+                if overlap
+                else None,
             ),
             module=wrapped,
             # Only the first chunk's bucket boundaries let its reduction start before the backward pass has ended.
@@ -155,6 +157,11 @@ class MegatronStrategy:
                         f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
                         f"[0, {self.shape.vocab_size}); does the tokenizer belong to this model?"
                     )
+
+
+def longest_sample(setting: int | None, of_model: int | None) -> int:
+    """The smaller of the two limits that are known."""
+    return min([limit for limit in (setting, of_model) if limit is not None], default=sys.maxsize)
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:

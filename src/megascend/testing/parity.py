@@ -116,6 +116,14 @@ def matrix() -> list[Case]:
     ]
 
 
+def case_checkpoint(folder: Path, arch: str, **overrides: Any) -> Path:
+    """The tiny checkpoint of a recipe, in a subfolder of its own, made once."""
+    from megascend.testing.tiny_models import write_tiny_checkpoint
+
+    name = "-".join([arch, *(f"{key}-{value}" for key, value in sorted(overrides.items()))])
+    return write_tiny_checkpoint(folder / name, arch, **overrides)
+
+
 def token_lists(vocabulary: int = TINY_VOCABULARY, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     """The token ids that every case trains on."""
     import torch

@@ -89,9 +89,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
-        parts = [
-            statistics(logits, local_targets[part], shard, entropy) for part, logits in chunks(hidden, rows)
-        ]
+        parts = [statistics(logits, local_targets[part], shard, entropy) for part, logits in chunks(hidden, rows)]
         log_sum, target = (torch.cat([getattr(s, name) for s in parts]) for name in ("log_sum", "target"))
         entropies = torch.cat([s.entropy for s in parts if s.entropy is not None]) if entropy else None
         ctx.save_for_backward(hidden, weight, local_targets, log_sum, target, entropies)
@@ -148,7 +146,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grads[0] is not None and grads[0].device.type == "cpu":
             received = float(grads[0])
             if abs(received - ctx.upstream) > 1e-5 * abs(ctx.upstream):
-                raise RuntimeError(f"linear_cross_entropy was told to expect gradient {ctx.upstream}, received {received}")
+                raise RuntimeError(
+                    f"linear_cross_entropy was told to expect gradient {ctx.upstream}, received {received}"
+                )
         grad_hidden, grad_weight = ctx.gradients
         ctx.gradients = None
         return grad_hidden, grad_weight, None, None, None, None, None

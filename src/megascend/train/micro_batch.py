@@ -12,7 +12,7 @@ from torch import Tensor
 from megascend.errors import DataError
 from megascend.train.losses import Loss
 from megascend.train.packing import round_up
-from megascend.train.sample import TOKEN_FIELDS, Sample
+from megascend.train.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def build(
 
     columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
     sample_of, place, offset = [], [], 0
-    for number, (sample, length, total) in enumerate(zip(chosen, lengths, padded, strict=True)):
+    for number, (sample, total) in enumerate(zip(chosen, padded, strict=True)):
         values = sample.token_fields()
         chunks = layout.local_chunks(total)
         for name in columns:
@@ -170,7 +170,9 @@ def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
     if loss is not None:
         missing = [name for name in loss.requires if name not in common]
         if missing:
-            raise DataError(f"loss {loss.name!r} needs {', '.join(missing)} on every sample; set them in megascend.Sample")
+            raise DataError(
+                f"loss {loss.name!r} needs {', '.join(missing)} on every sample; set them in megascend.Sample"
+            )
     return sorted(common)
 
 
@@ -181,7 +183,9 @@ def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[i
     members: dict[Any, dict[bool | None, list[int]]] = {}
     for position, sample in enumerate(samples):
         if sample.pair is None or sample.chosen is None:
-            raise DataError(f"loss {loss.name!r} works on preference pairs: set pair=... and chosen=... on every sample")
+            raise DataError(
+                f"loss {loss.name!r} works on preference pairs: set pair=... and chosen=... on every sample"
+            )
         members.setdefault(sample.pair, {}).setdefault(sample.chosen, []).append(position)
     for pair, sides in members.items():
         if len(sides.get(True, [])) != 1 or len(sides.get(False, [])) != 1:

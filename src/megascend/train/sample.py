@@ -80,8 +80,12 @@ class Sample:
         if len(tokens) < 2:
             raise DataError(f"a causal sample needs at least 2 tokens, got {len(tokens)}")
         if not 0 <= prompt_length < len(tokens):
-            raise DataError(f"prompt_length must lie in [0, {len(tokens)}), got {prompt_length}: no token would be trained")
-        target_weights = torch.ones(len(tokens)) if weights is None else _vector(weights, "weights", torch.float32).clone()
+            raise DataError(
+                f"prompt_length must lie in [0, {len(tokens)}), got {prompt_length}: no token would be trained"
+            )
+        target_weights = (
+            torch.ones(len(tokens)) if weights is None else _vector(weights, "weights", torch.float32).clone()
+        )
         if len(target_weights) != len(tokens):
             raise DataError(f"weights must have one entry per token ({len(tokens)}), got {len(target_weights)}")
         target_weights[:prompt_length] = 0

@@ -7,6 +7,7 @@ reads the logits once each and needs no fp32 copy of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -92,10 +93,29 @@ def gradient_(
     _implementation(logits).gradient_(logits, local_targets, found, scale, entropy_scale)
 
 
+class Implementation(Protocol):
+    """The two operations that a platform can have kernels for."""
+
+    @staticmethod
+    def shard_statistics(
+        logits: Tensor, local_targets: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of this shard alone."""
+        ...
+
+    @staticmethod
+    def gradient_(
+        logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
+    ) -> None:
+        """See :func:`gradient_`."""
+        ...
+
+
 class _Plain:
     @staticmethod
-    def shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool):
-        """Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of this shard alone."""
+    def shard_statistics(
+        logits: Tensor, local_targets: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         count, rows = logits.shape
         if rows == 0:
             nothing = torch.zeros(count, dtype=torch.float32, device=logits.device)
@@ -125,7 +145,7 @@ class _Plain:
         logits.copy_(gradient)
 
 
-def _implementation(logits: Tensor) -> type[_Plain]:
+def _implementation(logits: Tensor) -> type[Implementation]:
     if not logits.is_cuda or logits.shape[1] == 0:
         return _Plain
     from megascend.train.softmax_triton import Kernels

@@ -49,7 +49,16 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits, targets, log_sums, scales, entropies, entropy_scales, stride, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    log_sums,
+    scales,
+    entropies,
+    entropy_scales,
+    stride,
+    columns,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -71,14 +80,15 @@ def _gradient_kernel(
 
 
 class Kernels:
-    """Same interface as the plain implementation in softmax.py."""
+    """Both operations of ``softmax.Implementation``."""
 
     @staticmethod
-    def shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool):
-        """Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of this shard alone."""
+    def shard_statistics(
+        logits: Tensor, local_targets: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         count, columns = logits.shape
         maxima, totals, picked, weighted = torch.empty(4, count, dtype=torch.float32, device=logits.device).unbind(0)
-        _statistics_kernel[(count,)](
+        _statistics_kernel[(count,)](  # type: ignore[reportIndexIssue]
             logits,
             local_targets,
             maxima,
@@ -97,14 +107,17 @@ class Kernels:
     def gradient_(
         logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
     ) -> None:
-        with_entropy = entropy_scale is not None and found.entropy is not None
-        _gradient_kernel[(len(logits),)](
+        if entropy_scale is None or found.entropy is None:
+            entropies, entropy_scales, with_entropy = scale, scale, False  # pointers that the kernel will not follow
+        else:
+            entropies, entropy_scales, with_entropy = found.entropy, entropy_scale.contiguous(), True
+        _gradient_kernel[(len(logits),)](  # type: ignore[reportIndexIssue]
             logits,
             local_targets,
             found.log_sum,
             scale.contiguous(),
-            found.entropy if with_entropy else scale,
-            entropy_scale.contiguous() if with_entropy else scale,
+            entropies,
+            entropy_scales,
             logits.stride(0),
             logits.shape[1],
             ENTROPY=with_entropy,

@@ -16,13 +16,11 @@ from megascend.model.output_head import OutputHead, reduce_context
 from megascend.parallel.objects import broadcast_object, gather_objects
 from megascend.strategy.megatron import MegatronStrategy
 from megascend.train import agreement
-from megascend.train.losses import Loss, LossInputs, split_output
+from megascend.train.losses import Loss, LossInputs, cross_entropy, split_output
 from megascend.train.micro_batch import MicroBatch, SequenceLayout, build, pair_positions, unpack
 from megascend.train.packing import plan_micro_batches, split_to
 from megascend.train.results import ForwardBackwardResult, ForwardResult
 from megascend.train.sample import Sample
-
-MAX_METRICS = 15
 
 
 class Step:
@@ -38,7 +36,6 @@ class Step:
             context_rank=place.context,
             token_multiple=topology.tensor if topology.sequence_parallel else 1,
         )
-        self._metric_names: dict[str, tuple[str, ...]] = {}
 
     # --- the two verbs ---
 
@@ -67,7 +64,11 @@ class Step:
             stored = self._run(batches, lambda batch, hidden: self._scores(hidden, batch, entropy, logits), True)
         found: dict[str, list[Tensor | None]] = {}
         for name in ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else [])):
-            values = [self._collect(batch, item[name]) for batch, item in zip(batches, stored, strict=True)] if stored else []
+            values = (
+                [self._collect(batch, item[name]) for batch, item in zip(batches, stored, strict=True)]
+                if stored
+                else []
+            )
             found[name] = self._in_order(values, plan, len(samples))
         if self._strategy.topology.pipeline > 1:
             found = broadcast_object(found, "pp", self._strategy.groups, source=self._strategy.topology.pipeline - 1)
@@ -131,7 +132,7 @@ class Step:
         self, batch: MicroBatch, hidden: Tensor, loss: Loss, scale: float, upstream: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         head = self._head()
-        if loss.function is _cross_entropy() and head.can_fuse:
+        if loss.function is cross_entropy and head.can_fuse:
             total, _ = head.cross_entropy(hidden, batch.targets, batch.weights * scale, upstream)
             return total, {"loss": total.detach() / scale}
         logprobs, entropy = head.logprobs(hidden, batch.targets, loss.entropy)
@@ -193,18 +194,11 @@ class Step:
     def _reduce_metrics(self, stored: list[dict[str, Tensor]], loss: Loss, normaliser: float):
         """Sum over micro batches and ranks on the device, without waiting for it."""
         groups, topology = self._strategy.groups, self._strategy.topology
-        mine = tuple(stored[0]) if stored else ()
-        for item in stored:
-            mine = max(mine, tuple(item), key=len)
-        if loss.name not in self._metric_names:
-            everyone = gather_objects(mine, "world", groups)
-            self._metric_names[loss.name] = max(everyone, key=len)
-        names = self._metric_names[loss.name]
-        if len(names) > MAX_METRICS:
-            raise DataError(f"loss {loss.name!r} reports {len(names)} figures; at most {MAX_METRICS} are carried")
-        if not set(mine) <= set(names):
-            raise DataError(f"loss {loss.name!r} reported {mine} after {names} before; a loss reports the same figures each time")
-        values = torch.zeros(MAX_METRICS + 1, dtype=torch.float32, device=self._strategy.device)
+        mine = tuple(dict.fromkeys(name for item in stored for name in item))
+        names = ("loss",)
+        if loss.function is not cross_entropy:  # only the last stage knows what else a loss reported
+            names = tuple(dict.fromkeys(name for rank in gather_objects(mine, "world", groups) for name in rank))
+        values = torch.zeros(len(names), dtype=torch.float32, device=self._strategy.device)
         counts = parallel_state.get_tensor_model_parallel_rank() == 0
         for item in stored if counts else []:
             for position, name in enumerate(names):
@@ -212,7 +206,7 @@ class Step:
                     values[position] += item[name]
         if topology.world_size > 1:
             dist.all_reduce(values)
-        return names, values[: len(names)] / normaliser
+        return names, values / normaliser
 
     def _collect(self, batch: MicroBatch, values: Tensor) -> list[Tensor]:
         """One unpadded CPU tensor a sample from this rank's tokens, context parallel parts brought together."""
@@ -239,9 +233,3 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
         missing = [name for name in loss.requires if name not in sample.token_fields()]
         if missing:
             raise DataError(f"loss {loss.name!r} needs {', '.join(missing)}, which sample {index} does not have")
-
-
-def _cross_entropy() -> Any:
-    from megascend.train.losses import cross_entropy
-
-    return cross_entropy

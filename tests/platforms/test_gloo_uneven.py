@@ -1,0 +1,25 @@
+"""Uneven gather and reduce-scatter against what the words mean."""
+
+import torch
+import torch.distributed as dist
+
+from megascend.platforms.gloo_uneven import gather, reduce_scatter
+from megascend.testing import run_distributed
+
+SIZES = [3, 0, 2]
+
+
+def test_parts_of_different_length_are_gathered_and_summed():
+    parts = [
+        torch.arange(size * 2, dtype=torch.float32).reshape(size, 2) + 10 * rank for rank, size in enumerate(SIZES)
+    ]
+    wholes = [torch.randn(sum(SIZES), 2, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+    def on_rank():
+        rank = dist.get_rank()
+        return gather(parts[rank], dist.group.WORLD, SIZES), reduce_scatter(wholes[rank], dist.group.WORLD, SIZES)
+
+    expected = sum(wholes).split(SIZES)
+    for rank, (gathered, reduced) in enumerate(run_distributed(on_rank, 3, timeout_s=30)):
+        assert torch.equal(gathered, torch.cat(parts))
+        torch.testing.assert_close(reduced, expected[rank])
