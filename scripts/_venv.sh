@@ -22,8 +22,8 @@ prepare_venv() {
   fi
   if ! "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
     if [ -z "${MEGASCEND_TORCH:-}" ] && ! command -v nvidia-smi > /dev/null; then
-      echo "no NVIDIA GPU found; on Linux, PyPI's torch brings CUDA libraries along nevertheless. For the smaller CPU build:"
-      echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu MEGASCEND_TORCH=torch==2.13.0+cpu $0"
+      echo "no NVIDIA GPU found; on Linux, PyPI's torch brings CUDA libraries along nevertheless. For the smaller CPU build,"
+      echo "set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels (see its installation page) and MEGASCEND_TORCH=torch==2.13.0+cpu"
     fi
     "$venv/bin/pip" install --quiet "${MEGASCEND_TORCH:-torch==2.13.0}"
   fi

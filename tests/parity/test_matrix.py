@@ -8,6 +8,14 @@ LOGITS_BOUND = 1e-5
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 
+def test_full_recompute_is_exact(parity_folder):
+    cases = {case.name: case for case in matrix() if case.name in ("single", "full recompute")}
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    runs = {name: train_case(case, checkpoint, token_lists()) for name, case in cases.items()}
+    assert runs["single"].losses == runs["full recompute"].losses
+    assert runs["single"].grad_norms == runs["full recompute"].grad_norms
+
+
 @pytest.mark.parametrize("case", matrix(), ids=lambda case: case.name)
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
