@@ -323,9 +323,8 @@ def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(models, m
         return batch
 
     monkeypatch.setattr(module, "build", unsplit)
-    if STACK_0_16:  # mcore-bridge 1.6 looks positions up itself
-        with contextlib.suppress(DistributedTestError):
-            compare(case, models, steps=3)
+    if STACK_0_16:  # mcore-bridge 1.6 finds the positions of packed tokens itself
+        assert_equal(compare(case, models, steps=3), case)
         return
     try:
         found = compare(case, models, steps=3)

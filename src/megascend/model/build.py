@@ -45,8 +45,6 @@ def build_config(
         arguments["apply_rope_fusion"] = True
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     config = ModelConfig(**arguments)
-    if config.model_meta is None:
-        raise CheckpointError(f"mcore-bridge has no model for architecture {arguments['hf_model_type']!r}")
     check_output_layer(config)
     check_dropout(config)
     return config
