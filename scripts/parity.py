@@ -1,7 +1,7 @@
 """Print the parity table of docs/numerics.md: every layout against Hugging Face + torch AdamW, on the installed stack.
 
     python scripts/parity.py [--only REGEX] [--json]
-    python scripts/parity.py --platform cuda --precision bf16     # on GPUs: the cases that have enough of them
+    python scripts/parity.py --platform cuda --precision bf16     # on GPUs, one for each process
 
 Exits with 1 if a case is over its bound. On the CPU, all of it takes a few minutes. On CUDA use bf16: Transformer Engine
 has no packed attention in fp32.
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 LOGITS_BOUND = 1e-5
+WORKER_TIMEOUT_S = 180
 LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
 """For all cases when --precision asks for 16 bits; routing that flips makes MoE models the worst."""
 PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
@@ -28,30 +31,61 @@ PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
 
 def measure(pattern: str, folder: Path, platform_name: str, precision: str | None) -> list[dict[str, Any]]:
     """One row a case whose name matches ``pattern``."""
-    import torch
-
-    import megascend
-
-    runtime = megascend.bootstrap(platform_name)
-    runtime.load_megatron()
-    devices = torch.cuda.device_count() if platform_name == "cuda" else sys.maxsize
-    from megascend.testing.parity import case_checkpoint, differences, matrix, oracle, token_lists, train_case
+    from megascend.testing.parity import case_checkpoint, differences, oracle, token_lists
 
     tokens, rows = token_lists(), []
-    for case in matrix():
-        if not re.search(pattern, case.name) or case.world_size > devices:
-            continue
-        if precision is not None:
-            case = replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16)
+    for case in cases(pattern, precision):
         checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
         reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
-        found = differences(train_case(case, checkpoint, tokens), reference)
+        found = differences(run(case, checkpoint, tokens, platform_name, precision), reference)
         within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound
         if case.precision == "fp32" and found.logits is not None:
             within = within and found.logits <= LOGITS_BOUND
         rows.append({"case": case.name, "processes": case.world_size, **vars(found), "within_bounds": within})
         print(f"{case.name}: {'ok' if within else 'OVER ITS BOUND'}", file=sys.stderr, flush=True)
     return rows
+
+
+def cases(pattern: str, precision: str | None) -> list[Any]:
+    """The matrix's cases whose name matches, in ``precision`` if one is asked for."""
+    from megascend.testing.parity import matrix
+
+    chosen = [case for case in matrix() if re.search(pattern, case.name)]
+    if precision is None:
+        return chosen
+    return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
+
+
+def run(case: Any, checkpoint: Path, tokens: list[list[int]], platform_name: str, precision: str | None) -> Any:
+    """The case's trajectory: on forked processes on the CPU, on fresh ones with torchrun for GPUs."""
+    import torch
+
+    import megascend
+    from megascend.testing.parity import train_case
+
+    if platform_name == "cpu":
+        megascend.bootstrap("cpu").load_megatron()
+        return train_case(case, checkpoint, tokens)
+    result = checkpoint.parent / "trajectory.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.world_size}"]
+    command += [__file__, "--worker", case.name, str(checkpoint), str(result), "--platform", platform_name]
+    command += ["--precision", precision] if precision else []
+    subprocess.run(command, check=True, timeout=WORKER_TIMEOUT_S)
+    return torch.load(result, weights_only=False)
+
+
+def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precision: str | None) -> None:
+    """One rank under torchrun; rank 0 writes its trajectory."""
+    import torch
+
+    import megascend
+    from megascend.testing.parity import run_case, token_lists
+
+    megascend.bootstrap(platform_name)
+    (case,) = cases(f"^{re.escape(name)}$", precision)
+    trajectory = run_case(case, checkpoint, token_lists())
+    if os.environ["RANK"] == "0":
+        torch.save(trajectory, result)
 
 
 def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
@@ -79,7 +113,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="JSON instead of a Markdown table")
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
+    parser.add_argument("--worker", nargs=3, metavar=("CASE", "CHECKPOINT", "RESULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.worker:
+        name, checkpoint, result = arguments.worker
+        worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.precision)
+        return 0
     with tempfile.TemporaryDirectory(prefix="megascend-parity-") as folder:
         rows = measure(arguments.only, Path(folder), arguments.platform, arguments.precision)
     if not rows:

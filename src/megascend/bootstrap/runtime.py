@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megascend.bootstrap.import_order import require_clean
@@ -42,11 +43,12 @@ class Runtime:
         with warnings.catch_warnings():
             # Deprecations inside these packages and the absence of Apex: nothing that a user could act on.
             warnings.simplefilter("ignore")
-            import megatron.core
-            import megatron.core.models.gpt  # noqa: F401
-        for module in QUIET_MODULES:
-            warnings.filterwarnings("ignore", module=module)
-        logging.getLogger("mcore_bridge").setLevel(logging.WARNING)
+            mcore_bridge = import_module("mcore_bridge")
+            mcore_bridge.get_logger().setLevel(logging.WARNING)  # before its modules report settings at import
+            for module in ("mcore_bridge.bridge", "mcore_bridge.model", "megatron.core.models.gpt"):
+                import_module(module)
+        for pattern in QUIET_MODULES:
+            warnings.filterwarnings("ignore", module=pattern)
         self.changes.append(
             f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only"
         )

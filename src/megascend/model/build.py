@@ -23,7 +23,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def build_config(
-    model_dir: Path, topology: Topology, precision: Precision, recompute: Recompute, moe: Moe, platform: Platform
+    model_dir: Path,
+    topology: Topology,
+    precision: Precision,
+    recompute: Recompute,
+    moe: Moe,
+    platform: Platform,
+    *,
+    packing: bool,
 ) -> ModelConfig:
     """mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
 
@@ -46,6 +53,11 @@ def build_config(
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     config = ModelConfig(**arguments)
     check_output_layer(config)
+    if moe.aux_loss_coefficient and not packing:
+        raise ConfigError(
+            "moe.aux_loss_coefficient with batching.packing=false: padding tokens would count in the load-balancing loss; "
+            "set batching.packing: true"
+        )
     check_dropout(config)
     return config
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from mcore_bridge.bridge import gpt_bridge
 from mcore_bridge.utils import StreamingSafetensorSaver
 from safetensors import SafetensorError
 
@@ -45,7 +47,8 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
     try:
-        bridge.load_weights(chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used)))
+        with _no_progress_bars():
+            bridge.load_weights(chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used)))
     except KeyError as error:
         problem = (
             f"the checkpoint has no tensor {error}, which the model that config.json describes needs{_after(used)}"
@@ -110,7 +113,7 @@ def _save(chunks: list[Any], bridge: Any, folder: Path, target: Path) -> str | N
     saver = StreamingSafetensorSaver(save_dir=str(folder))
     problem = None
     for name, tensor in bridge.export_weights(
-        chunks, target_device="cpu", only_master_rank=True, tqdm_desc="Saving: ", disable_tqdm=False, _is_saving=True
+        chunks, target_device="cpu", only_master_rank=True, disable_tqdm=True, _is_saving=True
     ):
         if problem is None:
             problem = _written(partial(saver.add_tensor, name, tensor), target)
@@ -139,6 +142,17 @@ def _raise_together(problem: str | None, where: Path | None, groups: ProcessGrou
 def _after(used: dict[str, None]) -> str:
     """Where mcore-bridge was: its own errors name no tensor, or only the last part of a name."""
     return f" (the last one read was {next(reversed(used))})" if used else ""
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """mcore-bridge draws one while it loads and has no setting for it."""
+    original = gpt_bridge.tqdm
+    gpt_bridge.tqdm = lambda *args, **options: original(*args, **{**options, "disable": True})
+    try:
+        yield
+    finally:
+        gpt_bridge.tqdm = original
 
 
 def _tied(chunks: list[Any]) -> bool:

@@ -60,7 +60,9 @@ class MegatronStrategy:
         self.precision, self.batching, self.device, self.adam = precision, batching, device, adam
         self.max_length = longest_sample(batching.max_length, shape.max_position)
         seed_everything(seed)
-        self.config = build_config(model_dir, topology, precision, recompute, moe, runtime.platform)
+        self.config = build_config(
+            model_dir, topology, precision, recompute, moe, runtime.platform, packing=batching.packing
+        )
         self.bare_chunks = build_chunks(self.config)
         weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
         last = self.bare_chunks[-1]

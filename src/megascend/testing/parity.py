@@ -203,35 +203,38 @@ def oracle(
     )
 
 
+def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
+    """What one rank of ``case`` does and sees; logits only where one data parallel rank has all samples."""
+    from megascend.backend import MegatronBackend
+
+    backend = MegatronBackend(
+        model=checkpoint,
+        parallel=case.parallel,
+        precision=case.precision,
+        optimizer=case.adam,
+        recompute=case.recompute,
+        moe=Moe(aux_loss_coefficient=case.aux_loss),
+        batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
+        timeout_s=60,
+    )
+    everything = causal_samples(tokens)
+    samples = backend.shard(everything)
+    logits = backend.forward(everything, logits=True).logits if backend.topology.data == 1 else None
+    losses, norms = [], []
+    for _ in range(steps):
+        result = backend.forward_backward(samples)
+        step = backend.optimizer_step()
+        losses.append(result.loss)
+        norms.append(step.grad_norm)
+    backend.close()
+    return Trajectory(losses, norms, logits or [])
+
+
 def train_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
     """Run ``case`` with megascend on forked processes; rank 0's trajectory, equal on all ranks or an error."""
     from megascend.testing.distributed import run_distributed
 
-    def on_rank() -> Trajectory:
-        from megascend.backend import MegatronBackend
-
-        backend = MegatronBackend(
-            model=checkpoint,
-            parallel=case.parallel,
-            precision=case.precision,
-            optimizer=case.adam,
-            recompute=case.recompute,
-            moe=Moe(aux_loss_coefficient=case.aux_loss),
-            batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
-            timeout_s=60,
-        )
-        samples = backend.shard(causal_samples(tokens))
-        everything = causal_samples(tokens) if backend.topology.data == 1 else None
-        logits = backend.forward(everything, logits=True).logits if everything else []
-        losses, norms = [], []
-        for _ in range(steps):
-            result = backend.forward_backward(samples)
-            step = backend.optimizer_step()
-            losses.append(result.loss)
-            norms.append(step.grad_norm)
-        return Trajectory(losses, norms, logits or [])
-
-    ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=120)
+    ranks = run_distributed(run_case, case.world_size, case, checkpoint, tokens, steps, init=False, timeout_s=120)
     for rank, other in enumerate(ranks):
         if (other.losses, other.grad_norms) != (ranks[0].losses, ranks[0].grad_norms):
             raise DistributedTestError(f"{case.name}: rank {rank} reports other figures than rank 0")
