@@ -42,7 +42,8 @@ def measure(pattern: str, folder: Path, platform_name: str, precision: str | Non
         if case.precision == "fp32" and found.logits is not None:
             within = within and found.logits <= LOGITS_BOUND
         rows.append({"case": case.name, "processes": case.world_size, **vars(found), "within_bounds": within})
-        print(f"{case.name}: {'ok' if within else 'OVER ITS BOUND'}", file=sys.stderr, flush=True)
+        verdict = "ok" if within else "OVER ITS BOUND"
+        print(f"{case.name}: {verdict}, {found}", file=sys.stderr, flush=True)
     return rows
 
 

@@ -18,7 +18,13 @@ def run_file(small_model: Path, tmp_path: Path) -> Path:
     """A run that would work."""
     (tmp_path / "data.jsonl").write_text(json.dumps(QUESTION) + "\n")
     path = tmp_path / "run.yaml"
-    settings = {"model": str(small_model), "output": "out", "data": {"path": "data.jsonl"}, "steps": 1, "platform": "cpu"}
+    settings = {
+        "model": str(small_model),
+        "output": "out",
+        "data": {"path": "data.jsonl"},
+        "steps": 1,
+        "platform": "cpu",
+    }
     path.write_text(yaml.safe_dump(settings))
     return path
 
@@ -32,7 +38,11 @@ BAD_RUNS = {
     "heads": (["--nproc", "8", "--set", "parallel.tensor=8"], "TopologyError", ["8", "parallel.tensor"]),
     "no model": (["--set", "model=nowhere"], "CheckpointError", ["nowhere"]),
     "no data": (["--set", "data.path=nowhere.jsonl"], "DataError", ["nowhere.jsonl", "data.path"]),
-    "too long": (["--set", "batching.max_length=5"], "DataError", ["data.jsonl:1", "limit is 5", "batching.max_length"]),
+    "too long": (
+        ["--set", "batching.max_length=5"],
+        "DataError",
+        ["data.jsonl:1", "limit is 5", "batching.max_length"],
+    ),
 }
 
 

@@ -86,7 +86,11 @@ def test_the_command(small_model: Path) -> None:
     config = json.loads((small_model / "config.json").read_text())
     sizes = [config[key] for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings")]
     assert sizes == [32, 2, 256]
-    assert {path.name for path in small_model.iterdir()} >= {"model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert {path.name for path in small_model.iterdir()} >= {
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+    }
 
 
 def test_every_byte_has_its_own_token() -> None:

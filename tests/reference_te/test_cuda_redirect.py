@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +19,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is
 
 @pytest.fixture
 def redirect() -> Iterator[None]:
-    assert cuda_redirect.install()
+    mine = bool(cuda_redirect.install())  # False where a test before this one bootstrapped the process
     try:
         yield
     finally:
-        cuda_redirect.uninstall()
+        if mine:
+            cuda_redirect.uninstall()
 
 
 @pytest.mark.usefixtures("redirect")
@@ -84,6 +89,13 @@ class TestRedirect:
 
 
 def test_uninstall_puts_everything_back() -> None:
+    """In a process of its own: this one may be bootstrapped."""
+    code = f"from {__name__} import install_and_uninstall; install_and_uninstall()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+
+
+def install_and_uninstall() -> None:
     names = ("zeros", "empty", "tensor")
     before = [getattr(torch, name) for name in names] + [torch.Tensor.to, torch.cuda.Stream, torch.Tensor.type]
     cuda_redirect.install()

@@ -59,6 +59,22 @@ def test_the_loss_does_not_depend_on_how_samples_fall_into_micro_batches(checkpo
         assert norm == pytest.approx(runs[0][1], abs=2e-5)
 
 
+def test_interleaved_pipelines_are_deterministic(checkpoint):
+    """A send that is still under way must not see its memory reused: ten runs of many small messages are all equal."""
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(pipeline=2, virtual_pipeline=2), lr=1e-2)
+        assert backend._strategy.config.deallocate_pipeline_outputs is False
+        figures = []
+        for _ in range(6):
+            result = backend.forward_backward(causal_samples(token_lists()))
+            figures.append((result.loss, backend.optimizer_step().grad_norm))
+        return figures
+
+    runs = [run_distributed(on_rank, 2, init=False)[0] for _ in range(10)]
+    assert all(run == runs[0] for run in runs)
+
+
 def test_several_calls_add_up(checkpoint):
     """Two calls on halves with equally many trained tokens give the sum of their gradients: twice the mean's norm."""
     samples = causal_samples(token_lists(lengths=(20, 20, 30, 30)))

@@ -50,6 +50,9 @@ def build_config(
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
         arguments["apply_rope_fusion"] = True
+    # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
+    # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).
+    arguments["deallocate_pipeline_outputs"] = platform.backend != "gloo"
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     config = ModelConfig(**arguments)
     check_output_layer(config)

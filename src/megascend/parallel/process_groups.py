@@ -137,7 +137,9 @@ def initialize(
             f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
         )
     if parallel_state.is_initialized():
-        raise ProcessGroupError("Megatron's process groups exist already; close the previous backend first (backend.close())")
+        raise ProcessGroupError(
+            "Megatron's process groups exist already; close the previous backend first (backend.close())"
+        )
     device = platform.device(launch.local_rank)
     owns_default = not dist.is_initialized()
     store = _join(launch, platform, device, timeout_s) if owns_default else _adopt(platform)
