@@ -33,6 +33,6 @@ def megatron_imported() -> Runtime:
     """Import Megatron once, in this process; ranks are forked from it."""
     loaded = bootstrap("cpu")
     loaded.load_megatron()
-    for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.train.step"):
+    for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.strategy.step"):
         import_module(module)
     return loaded

@@ -337,7 +337,7 @@ def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(models, m
 
 
 def test_10_gradient_buffers_of_every_chunk_are_zeroed(models, monkeypatch):
-    from megascend.train.optimizer import Optimizer
+    from megascend.strategy.optimizer import Optimizer
 
     checkpoint = tiny(models, "qwen3")
 

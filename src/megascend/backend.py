@@ -68,7 +68,7 @@ class MegatronBackend:
         from megascend.model.architecture import check_architecture
         from megascend.parallel import process_groups
         from megascend.strategy.megatron import MegatronStrategy
-        from megascend.train.step import Step
+        from megascend.strategy.step import Step
 
         check_architecture(self._model_dir)
         self.groups: ProcessGroups = process_groups.initialize(self.topology, self._runtime.platform, timeout_s, launch)

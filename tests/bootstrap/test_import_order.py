@@ -85,7 +85,7 @@ print('unchanged')
 
 
 @pytest.mark.parametrize(
-    "module", ["megascend.model", "megascend.model.build", "megascend.strategy.megatron", "megascend.train.step"]
+    "module", ["megascend.model", "megascend.model.build", "megascend.strategy.megatron", "megascend.strategy.step"]
 )
 def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
     last = run(f"import {module}").stderr.strip().splitlines()[-1]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megascend.train.linear_logprobs import linear_cross_entropy, linear_logprobs
-from megascend.train.softmax import Statistics, VocabShard, _Plain
+from megascend.kernels.linear_logprobs import linear_cross_entropy, linear_logprobs
+from megascend.kernels.softmax import Statistics, VocabShard, _Plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("columns", [7, 8192, 20001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_the_plain_implementation(dtype, columns):
-    from megascend.train.softmax_triton import Kernels
+    from megascend.kernels.softmax_triton import Kernels
 
     generator = torch.Generator("cuda").manual_seed(1)
     logits = (3 * torch.randn(33, columns, device="cuda", generator=generator)).to(dtype)

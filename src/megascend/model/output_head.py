@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megascend.train.linear_logprobs import VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
+from megascend.kernels.linear_logprobs import VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
 
 
 class OutputHead:

@@ -23,8 +23,8 @@ from megascend.model.build import build_chunks, build_config
 from megascend.model.output_head import OutputHead
 from megascend.parallel.process_groups import ProcessGroups
 from megascend.parallel.topology import ModelShape, Topology
+from megascend.strategy.optimizer import Optimizer
 from megascend.train.micro_batch import MicroBatch
-from megascend.train.optimizer import Optimizer
 from megascend.train.sample import Sample
 
 
@@ -71,7 +71,7 @@ class MegatronStrategy:
         self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
         if runtime.platform.has_transformer_engine_kernels:
             fuse_weight_gradients(self.bare_chunks)
-            from megascend.model import head_norm
+            from megascend.kernels import head_norm
 
             head_norm.install(self.bare_chunks)
         self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups)

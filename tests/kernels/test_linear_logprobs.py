@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megascend.kernels import linear_logprobs as module
+from megascend.kernels.linear_logprobs import VocabShard, linear_cross_entropy, linear_logprobs
 from megascend.testing import run_distributed
-from megascend.train import linear_logprobs as module
-from megascend.train.linear_logprobs import VocabShard, linear_cross_entropy, linear_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 150, 16, 37
 

@@ -1,6 +1,6 @@
 """The softmax of one chunk of logits, split in what a vocabulary shard can know alone and what follows from the whole.
 
-Both functions have a plain implementation here and one in Triton (:mod:`megascend.train.softmax_triton`) for CUDA, which
+Both functions have a plain implementation here and one in Triton (:mod:`megascend.kernels.softmax_triton`) for CUDA, which
 reads the logits once each and needs no fp32 copy of them.
 """
 
@@ -148,6 +148,6 @@ class _Plain:
 def _implementation(logits: Tensor) -> type[Implementation]:
     if not logits.is_cuda or logits.shape[1] == 0:
         return _Plain
-    from megascend.train.softmax_triton import Kernels
+    from megascend.kernels.softmax_triton import Kernels
 
     return Kernels

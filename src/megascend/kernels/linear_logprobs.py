@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.train.softmax import Statistics, VocabShard, gradient_, statistics
+from megascend.kernels.softmax import Statistics, VocabShard, gradient_, statistics
 
 __all__ = ["VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from megascend.config import Schedule
-from megascend.train.schedule import learning_rate
+from megascend.strategy.schedule import learning_rate
 
 
 def rates(schedule, steps, peak=1.0):

@@ -13,8 +13,8 @@ from megascend.config import Adam, Precision, Schedule
 from megascend.model.build import DTYPES
 from megascend.parallel.objects import all_reduce_numbers
 from megascend.parallel.process_groups import ProcessGroups
+from megascend.strategy.schedule import learning_rate
 from megascend.train.results import StepResult
-from megascend.train.schedule import learning_rate
 
 INITIAL_LOSS_SCALE = 2.0**16
 
