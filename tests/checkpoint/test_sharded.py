@@ -1,6 +1,8 @@
 """Saved and loaded, a run goes on exactly; under another layout it goes on from the same numbers."""
 
 import json
+import multiprocessing
+import multiprocessing.process
 
 import pytest
 
@@ -102,3 +104,21 @@ def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
     run_distributed(on_rank, 2, init=False, timeout_s=60)
     assert (other / "thesis.txt").read_text() == "years of work"
     assert not (tmp_path / "new").exists()
+
+
+def test_saving_starts_no_process(parity_folder, tmp_path, monkeypatch):
+    """Megatron's own writer starts a manager by spawn for every save: seconds, and a hang in scripts without a guard."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def refuse(self):
+        raise AssertionError(f"{self} was started")
+
+    def on_rank():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+        backend.save(tmp_path / "step-0")
+
+    run_distributed(on_rank, 2, init=False, timeout_s=60)
+    assert (tmp_path / "step-0" / "megascend.json").is_file()
