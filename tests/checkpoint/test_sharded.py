@@ -22,7 +22,9 @@ LAYOUTS = {
 }
 
 
-def run(checkpoint, layout, precision="fp32", distributed=True, save_to=None, load_from=None, steps=range(6)):
+def run(
+    checkpoint, layout, precision="fp32", distributed=True, save_to=None, load_from=None, steps=range(6), save_after=2
+):
     world_size, parallel, _ = LAYOUTS[layout]
 
     def on_rank():
@@ -39,12 +41,14 @@ def run(checkpoint, layout, precision="fp32", distributed=True, save_to=None, lo
         )
         if load_from is not None:
             backend.load(load_from)
+        if save_to is not None and save_after is None:
+            backend.save(save_to)
         samples, figures = backend.shard(causal_samples(token_lists())), []
         for step in steps:
             result = backend.forward_backward(samples)
             outcome = backend.optimizer_step()
             figures.append((result.loss, outcome.grad_norm, outcome.lr))
-            if save_to is not None and step == 2:
+            if save_to is not None and step == save_after:
                 backend.save(save_to)
         return figures
 
@@ -58,6 +62,13 @@ def test_the_same_layout_goes_on_bit_for_bit(parity_folder, tmp_path, layout, di
     whole = run(checkpoint, layout, distributed=distributed, save_to=tmp_path / "step-3")
     rest = run(checkpoint, layout, distributed=distributed, load_from=tmp_path / "step-3", steps=range(3))
     assert rest == whole[3:]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_before_the_first_step_is_one_too(parity_folder, tmp_path, distributed):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    whole = run(checkpoint, "DP2", distributed=distributed, save_to=tmp_path / "step-0", save_after=None)
+    assert run(checkpoint, "DP2", distributed=distributed, load_from=tmp_path / "step-0") == whole
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -126,6 +126,7 @@ def load(strategy: MegatronStrategy, path: Path) -> None:
 
 
 def _state(strategy: MegatronStrategy, loading: bool, with_random_state: bool = True) -> dict[str, Any]:
+    strategy.optimizer.create_state()
     metadata = {**SHARDING, "dp_cp_group": strategy.groups.device_group("dp_cp")}
     state: dict[str, Any] = {}
     for index, chunk in enumerate(strategy.bare_chunks):

@@ -68,6 +68,12 @@ class Optimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
+    def create_state(self) -> None:
+        """Make Adam's moments, which otherwise come into being in the first step; a no-op afterwards."""
+        for optimizer in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            if not optimizer.is_stub_optimizer:
+                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+
     def _set_hyperparameters(self, lr: float) -> None:
         """Per parameter group; Megatron leaves the weight-decay multiplier to its own scheduler, which is not used here."""
         for group in self.megatron.param_groups:
