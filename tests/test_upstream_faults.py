@@ -311,7 +311,7 @@ def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(models, monkey
 
 
 def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(models, monkeypatch):
-    from megascend.train import step as module
+    from megascend.strategy import step as module
 
     case = Case("CP2 packed", 2, Parallel(context=2))
     assert_equal(compare(case, models, steps=3), case)
