@@ -112,7 +112,7 @@ def load(strategy: MegatronStrategy, path: Path) -> None:
     same_layout = manifest["layout"] == mine["layout"]
     state = _state(strategy, loading=True, with_random_state=same_layout)
     try:
-        loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
+        loaded: Any = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
     except Exception as error:
         raise CheckpointError(f"load: rank {strategy.groups.rank} cannot read {path}: {error}") from error
     for index, chunk in enumerate(strategy.bare_chunks):
@@ -167,7 +167,7 @@ def _random_state() -> dict[str, Any]:
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),  # type: ignore[reportOptionalMemberAccess]
     }
 
 
@@ -176,7 +176,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])  # type: ignore[reportOptionalMemberAccess]
 
 
 def _agree(problem: str | None, groups: ProcessGroups) -> None:

@@ -20,7 +20,7 @@ def check_architecture(model_dir: Path) -> None:
         raise CheckpointError(
             f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
         ) from error
-    if get_model_meta(get_mcore_model_type(config.model_type)) is None:
+    if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
             f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
             f"model_type {config.model_type!r}"

@@ -131,7 +131,7 @@ def check_output_layer(config: ModelConfig) -> None:
     """Refuse, on every rank alike, models whose logits are more than a product with the output weight."""
     if config.is_multimodal:
         raise ConfigError(f"{config.hf_model_type} is a multimodal model; megascend trains text models only")
-    kind = config.model_meta.loader(config).model_cls
+    kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
     for name in ("_forward_output_layer", "_postprocess"):
         if getattr(kind, name, None) is not getattr(GPTModel, name, None):
             raise ConfigError(

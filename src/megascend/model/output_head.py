@@ -25,7 +25,7 @@ class OutputHead:
         size = parallel_state.get_tensor_model_parallel_world_size()
         group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
         rank = parallel_state.get_tensor_model_parallel_rank()
-        self.shard = VocabShard.of_rank(vocab_size, len(self.weight), rank, group)
+        self.shard = VocabShard.of_rank(vocab_size, len(self.weight), rank, group)  # type: ignore[reportArgumentType]
         self.vocab_size = vocab_size
         # A weight shared with the embedding of the same stage is announced to DDP by the embedding's own gradient.
         shared = model.share_embeddings_and_output_weights and model.pre_process

@@ -235,7 +235,7 @@ def _forget_megatron_groups() -> None:
 def _megatron_groups() -> dict[str, ProcessGroup]:
     from megatron.core import parallel_state as state
 
-    return {
+    return {  # type: ignore[reportReturnType]
         "world": dist.distributed_c10d._get_default_group(),
         "tp": state.get_tensor_model_parallel_group(),
         "pp": state.get_pipeline_model_parallel_group(),
@@ -283,8 +283,8 @@ def _create_twins(groups: ProcessGroups) -> None:
             for ranks in groups.topology.groups(*_axes(name)):
                 group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_GLOO")
                 if groups.rank in ranks:
-                    groups._twins[name] = group
-                    groups._created.append(group)
+                    groups._twins[name] = group  # type: ignore[reportArgumentType]
+                    groups._created.append(group)  # type: ignore[reportArgumentType]
 
 
 def _axes(name: str) -> tuple[str, ...]:

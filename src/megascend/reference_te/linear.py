@@ -101,9 +101,9 @@ class _LinearBase(ReferenceModule):
         bias = self.bias.to(x.dtype) if self.apply_bias else None
         weight = self.weight.to(x.dtype)
         if not (communicates and self.parallel_mode == "row"):
-            return F.linear(x, weight, bias)
+            return F.linear(x, weight, bias)  # type: ignore[reportArgumentType]
         group = self._tp_group_for("output")
-        partial = F.linear(x, weight)
+        partial = F.linear(x, weight)  # type: ignore[reportArgumentType]
         out = sum_and_scatter(partial, group) if self.sequence_parallel else sum_over_ranks(partial, group)
         return out if bias is None else out + bias  # added once, after the sum over ranks
 
@@ -268,7 +268,7 @@ class LayerNormLinear(_LinearBase):
         )
 
     def _norm_parameter(self, name: str, init: Any, device: torch.device | str | int | None) -> torch.nn.Parameter:
-        parameter = self._add_parameter(name, (self.in_features,), init, self.weight.dtype, device)
+        parameter = self._add_parameter(name, (self.in_features,), init, self.weight.dtype, device)  # type: ignore[reportArgumentType]
         parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 

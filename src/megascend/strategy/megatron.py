@@ -102,7 +102,7 @@ class MegatronStrategy:
         self.config.grad_scale_func = self.optimizer.scale_loss
         if self.adam.overlap_grad_reduce:
             functions = [chunk.no_sync for chunk in self.chunks]
-            self.config.no_sync_func = functions if len(functions) > 1 else functions[0]
+            self.config.no_sync_func = functions if len(functions) > 1 else functions[0]  # type: ignore[reportAttributeAccessIssue]
             self.config.finalize_model_grads_func = finalize_model_grads
         else:
             # Reduced once, in optimizer_step, so that forward_backward may be called several times before it.
@@ -176,7 +176,7 @@ def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
+                module.fuse_wgrad_accumulation = True  # type: ignore[reportArgumentType]
                 module.disable_parameter_transpose_cache = True  # type: ignore[assignment]
 
 

@@ -121,7 +121,7 @@ class Step:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=strategy.chunks,
+            model=strategy.chunks,  # type: ignore[reportArgumentType]
             num_microbatches=len(batches),
             seq_length=batches[0].input_ids.shape[1],
             micro_batch_size=batches[0].input_ids.shape[0],
@@ -161,12 +161,12 @@ class Step:
             # where, not a product: a value that is not finite at a padding token must not spread.
             weights = batch.weights
 
-            def total(of: Tensor) -> Tensor:
+            def weighted(of: Tensor) -> Tensor:
                 return torch.where(weights > 0, of * weights, 0.0).sum()
 
-            return total(values) * scale, {
-                "loss": total(values.detach()),
-                **{name: total(metric.detach().float()) for name, metric in metrics.items()},
+            return weighted(values) * scale, {
+                "loss": weighted(values.detach()),
+                **{name: weighted(metric.detach().float()) for name, metric in metrics.items()},
             }
         # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
         parts = self._strategy.topology.context

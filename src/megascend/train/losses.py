@@ -40,9 +40,9 @@ class LossInputs:
     pairs: Tensor
     reduce_context: Callable[[Tensor], Tensor]
     entropy: Tensor | None = None
-    advantages: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
+    advantages: Any = None  # a Tensor where the samples carry it; a loss that needs it says so in Loss.requires
+    old_logprobs: Any = None
+    ref_logprobs: Any = None
     extra: dict[str, Tensor] | None = None
 
     def sum_per_sample(self, values: Tensor) -> Tensor:
