@@ -2,6 +2,7 @@
 
     python scripts/parity.py [--only REGEX] [--json]
     python scripts/parity.py --platform cuda --precision bf16     # on GPUs, one for each process
+    megascend simnpu -- python scripts/parity.py --platform npu   # with MindSpeed on the path, on the simulated device
 
 Exits with 1 if a case is over its bound. On the CPU, all of it takes a few minutes. On CUDA use bf16: Transformer Engine
 has no packed attention in fp32.
@@ -34,7 +35,7 @@ def measure(pattern: str, folder: Path, platform_name: str, precision: str | Non
     from megascend.testing.parity import case_checkpoint, differences, oracle, token_lists
 
     tokens, rows = token_lists(), []
-    for case in cases(pattern, precision):
+    for case in cases(pattern, precision, platform_name):
         checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
         reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
         found = differences(run(case, checkpoint, tokens, platform_name, precision), reference)
@@ -47,25 +48,26 @@ def measure(pattern: str, folder: Path, platform_name: str, precision: str | Non
     return rows
 
 
-def cases(pattern: str, precision: str | None) -> list[Any]:
+def cases(pattern: str, precision: str | None, platform_name: str) -> list[Any]:
     """The matrix's cases whose name matches, in ``precision`` if one is asked for."""
     from megascend.testing.parity import matrix
 
-    chosen = [case for case in matrix() if re.search(pattern, case.name)]
+    chosen = [case for case in matrix(platform_name) if re.search(pattern, case.name)]
     if precision is None:
         return chosen
     return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
 
 
 def run(case: Any, checkpoint: Path, tokens: list[list[int]], platform_name: str, precision: str | None) -> Any:
-    """The case's trajectory: on forked processes on the CPU, on fresh ones with torchrun for GPUs."""
+    """The case's trajectory: on forked processes where devices are CPU memory, else on fresh ones with torchrun."""
     import torch
 
     import megascend
+    from megascend import simnpu
     from megascend.testing.parity import train_case
 
-    if platform_name == "cpu":
-        megascend.bootstrap("cpu").load_megatron()
+    if platform_name == "cpu" or simnpu.is_active():
+        megascend.bootstrap(platform_name).load_megatron()
         return train_case(case, checkpoint, tokens)
     result = checkpoint.parent / "trajectory.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.world_size}"]
@@ -83,7 +85,7 @@ def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precis
     from megascend.testing.parity import run_case, token_lists
 
     megascend.bootstrap(platform_name)
-    (case,) = cases(f"^{re.escape(name)}$", precision)
+    (case,) = cases(f"^{re.escape(name)}$", precision, platform_name)
     trajectory = run_case(case, checkpoint, token_lists())
     if os.environ["RANK"] == "0":
         torch.save(trajectory, result)
@@ -112,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name matches")
     parser.add_argument("--json", action="store_true", help="JSON instead of a Markdown table")
-    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--platform", choices=("cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "CHECKPOINT", "RESULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

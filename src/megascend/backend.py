@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ class MegatronBackend:
         precision: ``fp32``, ``fp16`` or ``bf16``, for parameters, activations and pipeline messages. Main parameters,
             gradients and moments are fp32 in every case.
         optimizer, schedule, recompute, moe, batching: see :mod:`megascend.config`.
+        mindspeed: on an NPU, arguments of MindSpeed's beside those that follow from the model and the layout.
         platform: as for :func:`megascend.bootstrap`, which is called if it has not been.
         seed: of dropout and everything else that is random.
         timeout_s: seconds after which a missing rank is an error on all others.
@@ -52,17 +53,20 @@ class MegatronBackend:
         recompute: Recompute | None = None,
         moe: Moe | None = None,
         batching: Batching | None = None,
+        mindspeed: Mapping[str, bool | int | float | str | None] | None = None,
         platform: PlatformName = "auto",
         seed: int = 1234,
         timeout_s: float = 600.0,
     ) -> None:
         if precision not in ("fp32", "fp16", "bf16"):
             raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-        self._runtime = bootstrap(platform)
+        parallel, batching = parallel or Parallel(), batching or Batching()
+        self._runtime = bootstrap(platform, parallel)
         self._model_dir = Path(model)
         self._info: ModelInfo = inspect_checkpoint(self._model_dir)
         launch = Launch.from_environment()
-        self.topology: Topology = plan(parallel or Parallel(), launch.world_size, self._info.shape)
+        self.topology: Topology = plan(parallel, launch.world_size, self._info.shape)
+        self.platform.check_batching(self.topology, batching)
         self._runtime.load_megatron()
 
         from megascend.model.architecture import check_architecture
@@ -71,6 +75,7 @@ class MegatronBackend:
         from megascend.strategy.step import Step
 
         check_architecture(self._model_dir)
+        self._runtime.configure_topology(self.topology)
         self.groups: ProcessGroups = process_groups.initialize(self.topology, self._runtime.platform, timeout_s, launch)
         self._precision: Precision = precision
         try:
@@ -86,7 +91,8 @@ class MegatronBackend:
                 schedule=schedule or Schedule(),
                 recompute=recompute or Recompute(),
                 moe=moe or Moe(),
-                batching=batching or Batching(),
+                batching=batching,
+                mindspeed=mindspeed or {},
                 seed=seed,
                 device=self.groups.device,
             )

@@ -16,6 +16,7 @@ from megascend.errors import ConfigError
 
 Precision = Literal["fp32", "fp16", "bf16"]
 PlatformName = Literal["auto", "cpu", "cuda", "npu"]
+ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
 
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -44,6 +45,11 @@ class Parallel(Section):
     pipeline: Size = Field(1, description="pipeline parallel size (PP)")
     virtual_pipeline: Size = Field(1, description="model chunks per pipeline rank (VPP); above 1 needs pipeline > 1")
     context: Size = Field(1, description="context parallel size (CP): the sequence is split over these ranks")
+    context_algorithm: ContextAlgorithm = Field(
+        "ring",
+        description="how CP ranks meet: ring (keys and values travel from rank to rank), all_gather (of keys and values) "
+        "or ulysses (all-to-all over the heads)",
+    )
     expert: Size = Field(1, description="expert parallel size (EP), MoE models only")
     expert_tensor: Size | None = Field(None, description="tensor parallel size inside an expert (ETP); default: tensor")
     sequence: bool | None = Field(
@@ -136,6 +142,9 @@ class RunConfig(Section):
     recompute: Recompute = Recompute()
     moe: Moe = Moe()
     batching: Batching = Batching()
+    mindspeed: dict[str, bool | int | float | str | None] = Field(
+        {}, description="NPU only: arguments of MindSpeed's, spelt as its command line's with underscores"
+    )
     tensorboard: bool = False
     plot: bool = Field(True, description="draw loss, grad norm and throughput to metrics.png at the end")
     export: bool = Field(True, description="write the trained model to OUTPUT/hf at the end")

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megascend import platforms
+from megascend.bootstrap.versions import STACKS
+from megascend.config import Parallel
 from megascend.errors import MegascendError, PlatformError
 from megascend.platforms import PLATFORMS, choose, cuda
 from megascend.platforms.cuda import CudaPlatform
@@ -74,7 +76,7 @@ def test_auto_asks_in_the_tables_order(monkeypatch):
 def test_cuda_without_transformer_engine_says_how_to_get_it_or_do_without(pretend_cuda, monkeypatch):
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     with pytest.raises(PlatformError) as raised:
-        choose("cuda").prepare()
+        choose("cuda").prepare(STACKS[0], Parallel())
     message = str(raised.value)
     assert "platform 'cuda' needs Transformer Engine: pip install" in message
     assert "transformer-engine[pytorch]" in message
@@ -87,18 +89,18 @@ def test_cuda_takes_the_reference_only_when_it_is_asked_for_by_name(pretend_cuda
     monkeypatch.setattr("megascend.reference_te.install", lambda force: forced.append(force) or ["reference"])
     monkeypatch.setenv("MEGASCEND_REFERENCE_TE", "1")
     platform = CudaPlatform()
-    assert platform.prepare() == ["reference"]
+    assert platform.prepare(STACKS[0], Parallel()) == ["reference"]
     assert forced == [True]
     assert not platform.fuses_rope if hasattr(platform, "fuses_rope") else not platform.has_transformer_engine_kernels
 
 
 def test_cuda_reports_the_variable_that_it_sets_and_respects_the_users(pretend_cuda, monkeypatch):
     monkeypatch.setattr(cuda, "find_spec", lambda name: object())
-    assert CudaPlatform().prepare() == []
+    assert CudaPlatform().prepare(STACKS[0], Parallel()) == []
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    assert CudaPlatform().prepare() == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    assert CudaPlatform().prepare(STACKS[0], Parallel()) == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert CudaPlatform().prepare() == []
+    assert CudaPlatform().prepare(STACKS[0], Parallel()) == []
 
 
 def test_a_local_rank_without_a_gpu_is_an_error(monkeypatch):

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from megascend.bootstrap.runtime import Runtime, bootstrap, current_runtime
+
+if TYPE_CHECKING:
+    from megascend.config import Parallel
 
 __all__ = ["Runtime", "bootstrap", "current_runtime"]
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self, platform: str = "auto") -> Runtime:
-        return bootstrap(platform)
+    def __call__(self, platform: str = "auto", parallel: Parallel | None = None) -> Runtime:
+        return bootstrap(platform, parallel)
 
 
 _CallablePackage.__call__.__doc__ = bootstrap.__doc__

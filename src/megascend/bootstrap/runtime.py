@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megascend.bootstrap.import_order import require_clean
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
 from megascend.errors import ConfigError, ImportOrderError
 
 if TYPE_CHECKING:
+    from megascend.config import Parallel
+    from megascend.parallel.topology import Topology
     from megascend.platforms.base import Platform
 
 
@@ -55,11 +58,28 @@ class Runtime:
         self.changes += self.platform.finish()
         self._megatron_loaded = True
 
+    def configure_topology(self, topology: Topology) -> None:
+        """Get ready for a layout. Call before its process groups are created."""
+        self.changes += self.platform.configure_topology(topology)
+
+    def configure_model(self, config: Any, options: Mapping[str, Any]) -> None:
+        """Get ready for a model. Call with its ModelConfig, before it is built; costs nothing if nothing changed.
+
+        Args:
+            config: mcore-bridge's ModelConfig.
+            options: arguments for the package that patches Megatron on this platform.
+
+        Raises:
+            ConfigError: the platform would get this model, or an option, wrong.
+            PlatformError: the process is not as it must be for this model.
+        """
+        self.changes += self.platform.configure_model(config, options)
+
 
 _current: Runtime | None = None
 
 
-def bootstrap(platform: str = "auto") -> Runtime:
+def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runtime:
     """Prepare this process for Megatron-Core. Call it first; calling it again returns the same Runtime.
 
     It checks the version table, chooses the platform, and refuses to go on if Megatron-Core, Transformer Engine or
@@ -75,9 +95,13 @@ def bootstrap(platform: str = "auto") -> Runtime:
     - all, once Megatron is loaded: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's logger
       set to warnings.
     - ``cuda`` with ``MEGASCEND_REFERENCE_TE=1``: the reference Transformer Engine instead of the real one.
+    - ``npu``: MindSpeed's adaptor is imported with arguments of the bootstrap's, and patches megatron.core and parts of
+      torch (docs/npu.md lists them); ``HCCL_IF_BASE_PORT`` where no port is set.
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
+        parallel: the layout, where it is known already. It may be another one later; on an NPU with context
+            parallelism, telling it here saves patching Megatron twice (about a second).
 
     Raises:
         VersionError: the installed packages are not a row of the version table.
@@ -93,13 +117,14 @@ def bootstrap(platform: str = "auto") -> Runtime:
                 "Start another process."
             )
         return _current
+    from megascend.config import Parallel
     from megascend.platforms import choose
 
     stack = require_supported(installed_versions())
     chosen = choose(platform)
     if chosen.must_patch_first:
         require_clean(sys.modules, chosen.name)
-    _current = Runtime(chosen, stack, changes=chosen.prepare())
+    _current = Runtime(chosen, stack, changes=chosen.prepare(stack, parallel or Parallel()))
     return _current
 
 

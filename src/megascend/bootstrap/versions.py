@@ -34,6 +34,11 @@ class Stack:
         """The versions of ``package`` (a name as on PyPI) that this row admits."""
         return SpecifierSet(getattr(self, package.replace("-", "_")), prereleases=True)
 
+    @property
+    def mindspeed_version(self) -> Version:
+        """The version that the branch :attr:`mindspeed` gives itself."""
+        return Version(self.mindspeed.removeprefix("core_r"))
+
     def __str__(self) -> str:
         parts = ", ".join(f"{package}{self.requirement(package)}" for package in PACKAGES)
         return f"stack {self.name}: {parts}, MindSpeed {self.mindspeed}"
@@ -58,7 +63,7 @@ STACKS = (
         mcore_bridge=">=1.4.3,<1.5",
         mindspeed="core_r0.15.3",
         torch=">=2.6,<2.14",
-        torch_npu=">=2.6,<2.13",
+        torch_npu=">=2.6,<2.14",
         transformers=">=4.57,<5.11",
         peft=">=0.19,<0.20",
     ),

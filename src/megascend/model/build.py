@@ -19,6 +19,9 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.parallel.topology import Topology
 from megascend.platforms.base import Platform
 
+CONTEXT_COMMUNICATION = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
+"""``Parallel.context_algorithm`` as Transformer Engine names it; MindSpeed has names of its own."""
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -72,6 +75,7 @@ def parallel_arguments(topology: Topology) -> dict[str, Any]:
         "pipeline_model_parallel_size": topology.pipeline,
         "virtual_pipeline_model_parallel_size": topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
         "context_parallel_size": topology.context,
+        "cp_comm_type": CONTEXT_COMMUNICATION[topology.context_algorithm],
         "expert_model_parallel_size": topology.expert,
         "expert_tensor_parallel_size": topology.expert_tensor,
         "sequence_parallel": topology.sequence_parallel,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megascend.config import Parallel
+from megascend.config import ContextAlgorithm, Parallel
 from megascend.errors import TopologyError
 from megascend.parallel.constraints import check_grid, check_model, resolve_sequence_parallel
 from megascend.parallel.model_shape import ModelShape
@@ -56,6 +56,7 @@ class Topology:
         data: what the other axes of the attention grid leave of the world size.
         expert_data: the same for the expert grid; ranks that hold the same experts.
         sequence_parallel: whether activations between tensor parallel regions are split along the sequence.
+        context_algorithm: how context parallel ranks exchange keys and values.
         is_moe: whether the model has experts.
         vocab_size: of the model, without padding; None if the model was not given.
         notes: one sentence for everything that was decided automatically.
@@ -71,6 +72,7 @@ class Topology:
     expert: int
     expert_data: int
     sequence_parallel: bool
+    context_algorithm: ContextAlgorithm = "ring"
     is_moe: bool = False
     vocab_size: int | None = None
     notes: tuple[str, ...] = ()
@@ -185,6 +187,7 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
         expert=parallel.expert,
         expert_data=world_size // (expert_tensor * parallel.expert * parallel.pipeline),
         sequence_parallel=sequence_parallel,
+        context_algorithm=parallel.context_algorithm,
         is_moe=is_moe,
         vocab_size=model.vocab_size if model else None,
         notes=tuple(notes),

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from megascend.bootstrap.versions import Stack
+    from megascend.config import Batching, Parallel
+    from megascend.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Platform(ABC):
         bind_device: True if ``init_process_group`` shall be given the device (eager communicator; NCCL only).
         has_transformer_engine_kernels: True if the real Transformer Engine runs here, on CUDA: fused rotary embedding,
             matrix products that add to Megatron's fp32 gradient buffers.
+        implicit_causal_masks: True if the attention kernel must not be given a dense causal mask.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
@@ -39,6 +47,7 @@ class Platform(ABC):
     backend: ClassVar[str]
     must_patch_first: ClassVar[bool]
     bind_device: ClassVar[bool] = False
+    implicit_causal_masks: ClassVar[bool] = False
     has_transformer_engine_kernels: bool = False
     fuses_activations: bool = False
 
@@ -47,8 +56,12 @@ class Platform(ABC):
         """Why this platform cannot be used here, or None. Imports torch, changes nothing."""
 
     @abstractmethod
-    def prepare(self) -> list[str]:
+    def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
         """Put in place what megatron.core needs; returns one line for every change made to the process.
+
+        Args:
+            stack: the row of the version table in use.
+            parallel: the layout, as far as it is known this early; only its context parallelism matters here.
 
         Raises:
             PlatformError: something is missing; the message says how to install it.
@@ -57,6 +70,29 @@ class Platform(ABC):
     @abstractmethod
     def finish(self) -> list[str]:
         """Whatever has to be done once megatron.core and mcore_bridge are imported; one line for every change."""
+
+    def check_batching(self, topology: Topology, batching: Batching) -> None:
+        """Raise ConfigError for a form of micro batches that this platform computes wrongly on ``topology``."""
+        return
+
+    def configure_topology(self, topology: Topology) -> list[str]:
+        """Get ready for the process groups of ``topology``; one line for every change."""
+        return []
+
+    def configure_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
+        """Get ready for the model of an mcore-bridge ModelConfig; one line for every change.
+
+        Args:
+            options: arguments of the package that patches Megatron here.
+
+        Raises:
+            ConfigError: this platform would get the model wrong, or has no such options.
+        """
+        if options:
+            raise ConfigError(
+                f"mindspeed: {', '.join(sorted(options))} set, but platform {self.name!r} runs without MindSpeed; leave it empty"
+            )
+        return []
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:

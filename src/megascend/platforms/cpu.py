@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megascend.platforms.base import MemoryFigures, Platform
+
+if TYPE_CHECKING:
+    from megascend.bootstrap.versions import Stack
+    from megascend.config import Parallel
 
 
 class CpuPlatform(Platform):
@@ -17,7 +21,7 @@ class CpuPlatform(Platform):
     def unavailable_because(self) -> str | None:
         return None
 
-    def prepare(self) -> list[str]:
+    def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
         changes = self._threads()
         # Must be set before torch is imported for the first time to spare the dynamo import; harmless afterwards.
         if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
+
+if TYPE_CHECKING:
+    from megascend.bootstrap.versions import Stack
+    from megascend.config import Parallel
 
 # Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {
@@ -34,7 +38,7 @@ class CudaPlatform(Platform):
 
         return None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
 
-    def prepare(self) -> list[str]:
+    def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
         changes = []
         if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
             os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

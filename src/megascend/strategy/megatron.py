@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megascend.bootstrap import Runtime
 from megascend.config import Adam, Batching, Moe, Precision, Recompute, Schedule
 from megascend.errors import DataError
-from megascend.model import weights
+from megascend.model import attention_mask, weights
 from megascend.model.build import build_chunks, build_config
 from megascend.model.output_head import OutputHead
 from megascend.parallel.process_groups import ProcessGroups
@@ -53,6 +53,7 @@ class MegatronStrategy:
         recompute: Recompute,
         moe: Moe,
         batching: Batching,
+        mindspeed: Mapping[str, Any],
         seed: int,
         device: torch.device,
     ) -> None:
@@ -63,7 +64,10 @@ class MegatronStrategy:
         self.config = build_config(
             model_dir, topology, precision, recompute, moe, runtime.platform, packing=batching.packing
         )
+        runtime.configure_model(self.config, mindspeed)
         self.bare_chunks = build_chunks(self.config)
+        if runtime.platform.implicit_causal_masks:
+            attention_mask.install(self.bare_chunks, self.config)
         weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
         last = self.bare_chunks[-1]
         overlap = adam.overlap_grad_reduce

@@ -11,12 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
+from megascend.testing.environment import reference_environment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +66,28 @@ class Case:
         return Adam(**settings)
 
 
-def matrix() -> list[Case]:
-    """Every layout that docs/numerics.md reports."""
+def matrix(platform: str = "cpu") -> list[Case]:
+    """Every layout that docs/numerics.md reports for a platform.
+
+    On ``npu`` context parallelism needs padded batches, and has two algorithms.
+    """
+    if platform != "npu":
+        return _layouts()
+    cases = []
+    for case in _layouts():
+        if case.parallel.context == 1:
+            cases.append(case)
+        elif not case.packing or "packed" not in case.name:
+            name = case.name.replace(" padded", "")
+            for algorithm in ("ring", "all_gather"):
+                parallel = case.parallel.model_copy(update={"context_algorithm": algorithm})
+                cases.append(
+                    replace(case, name=f"{name}, {algorithm}", parallel=parallel, packing=False, micro_batch_tokens=200)
+                )
+    return cases
+
+
+def _layouts() -> list[Case]:
     moe: dict[str, Any] = {"arch": "qwen3_moe"}
     padded: dict[str, Any] = {"packing": False, "micro_batch_tokens": 200}
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -189,7 +210,7 @@ def oracle(
             capture_output=True,
             text=True,
             timeout=ORACLE_TIMEOUT_S,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=reference_environment(),
             check=False,
         )
         if done.returncode:

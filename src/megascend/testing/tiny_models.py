@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
+from megascend.testing.environment import reference_environment
 
 _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -127,13 +128,12 @@ def _holds(path: Path, recipe: str) -> bool:
 
 
 def _build(path: Path, recipe: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "megascend.testing._build_tiny", str(path)],
         input=recipe,
         capture_output=True,
         text=True,
-        env=environment | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        env=reference_environment() | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
         timeout=300,
         check=False,
     )

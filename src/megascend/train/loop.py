@@ -68,7 +68,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
     # World: the process is made ready before anything imports Megatron.
     import megascend
 
-    megascend.bootstrap(config.platform)
+    megascend.bootstrap(config.platform, config.parallel)
 
     # Data that cannot be read is found before the model is built.
     from megascend.train.data import batches, read_documents
@@ -87,6 +87,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         recompute=config.recompute,
         moe=config.moe,
         batching=config.batching,
+        mindspeed=config.mindspeed,
         platform=config.platform,
         seed=config.seed,
         timeout_s=config.timeout_s,

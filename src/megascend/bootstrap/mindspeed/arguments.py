@@ -1,0 +1,88 @@
+"""MindSpeed's arguments from the ModelConfig and the layout: pure, and the only source of what MindSpeed is told."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megascend.errors import ConfigError
+
+ALGORITHMS = {"ring": "megatron_cp_algo", "all_gather": "kvallgather_cp_algo", "ulysses": "ulysses_cp_algo"}
+"""``Parallel.context_algorithm`` in MindSpeed's words."""
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def seed(defaults: Mapping[str, Any], context_size: int, context_algorithm: str) -> dict[str, Any]:
+    """Arguments for when only the layout is known: before the adaptor is imported, and before groups are created."""
+    return dict(defaults) | {
+        "context_parallel_size": context_size,
+        "context_parallel_algo": ALGORITHMS[context_algorithm],
+        "optimization_level": 2 if context_size > 1 else 0,
+        "use_flash_attn": True,
+        "transformer_impl": "transformer_engine",
+    }
+
+
+def from_config(
+    defaults: Mapping[str, Any], config: Any, context_algorithm: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments for a model: MindSpeed's defaults, then the ModelConfig, then what the user asked for.
+
+    Args:
+        defaults: from MindSpeed's parser, given no command line.
+        config: mcore-bridge's ModelConfig.
+        options: MindSpeed's own arguments by name; they were checked by :func:`check_options`.
+    """
+    known = set(getattr(type(config), "__dataclass_fields__", {}))
+    of_model = {name: getattr(config, name) for name in sorted(known) if _is_plain(getattr(config, name, None))}
+    # None in the model means "not set"; it must not hide a default of MindSpeed's.
+    of_model = {name: value for name, value in of_model.items() if value is not None or name not in defaults}
+    return {
+        **defaults,
+        **of_model,
+        "context_parallel_algo": ALGORITHMS[context_algorithm],
+        "optimization_level": optimization_level(config),
+        "use_flash_attn": True,
+        "transformer_impl": "transformer_engine",
+        **options,
+    }
+
+
+def optimization_level(config: Any) -> int:
+    """2 if the model needs one of MindSpeed's level-2 features, else 0 (the basic patches)."""
+    grouped_experts = bool(getattr(config, "num_moe_experts", None)) and getattr(config, "moe_grouped_gemm", False)
+    latent = getattr(config, "multi_latent_attention", False)
+    return 2 if config.context_parallel_size > 1 or latent or grouped_experts else 0
+
+
+def signature(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What two sets of arguments must share for MindSpeed's patches to be the same."""
+    return tuple((name, repr(arguments[name])) for name in sorted(arguments))
+
+
+def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that MindSpeed does not have, or that belong to another setting."""
+    unknown = sorted(set(options) - set(defaults))
+    if unknown:
+        raise ConfigError(f"mindspeed: no argument of MindSpeed is called {', '.join(unknown)}")
+    owned = {
+        "context_parallel_algo": "parallel.context_algorithm",
+        "optimization_level": "nothing: it follows from the model and the layout",
+        "transformer_impl": "nothing: layers are always Transformer Engine's interface",
+    }
+    for name, setting in owned.items():
+        if name in options:
+            raise ConfigError(f"mindspeed.{name} is decided by {setting}")
+
+
+def namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
+    """``arguments`` in the form MindSpeed keeps them."""
+    return argparse.Namespace(**arguments)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, PLAIN) or type(value).__module__ == "torch"  # dtypes

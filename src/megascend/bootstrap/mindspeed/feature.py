@@ -1,0 +1,119 @@
+"""What megascend changes in MindSpeed's own list of patches.
+
+The changes are a MindSpeed feature, the last of its list. So they are part of every patch and repatch, are undone and
+redone with the rest, and nothing has to be repaired afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from megascend.errors import PlatformError
+
+BRIDGE = "mcore_bridge"
+ROPE = "megatron.core.models.common.embeddings.rope_utils.apply_rotary_pos_emb"
+ALL_REDUCE = "torch.distributed.all_reduce"
+DROPS_FLOAT64 = "torch_all_reduce_double_dtype_bypass_wrapper"
+EXTENSIONS = "megatron.core.extensions.transformer_engine"
+CAPABILITY = "torch.cuda.get_device_capability"
+
+
+def install(stack: str, rotary: Callable[..., Any] | None = None) -> Any:
+    """Append the feature to MindSpeed's list; idempotent. Call before the adaptor is imported.
+
+    Args:
+        stack: name of the version table's row.
+
+    Returns:
+        The feature; set its ``rotary`` attribute to mcore-bridge's function once that is known.
+    """
+    manager = import_module("mindspeed.features_manager.features_manager").MindSpeedFeaturesManager
+    for feature in manager.FEATURES_LIST:
+        if getattr(feature, "feature_name", None) == "megascend":
+            return feature
+    feature = _feature_class()(stack)
+    manager.FEATURES_LIST.append(feature)
+    return feature
+
+
+def _feature_class() -> type:
+    base: Any = import_module("mindspeed.features_manager.feature").MindSpeedFeature
+
+    class MegascendFeature(base):
+        """Patches on top of MindSpeed's: see :func:`patches`."""
+
+        def __init__(self, stack: str) -> None:
+            super().__init__("megascend", optimization_level=0)
+            self.stack = stack
+            self.rotary: Callable[..., Any] | None = None
+
+        def register_patches(self, patch_manager: Any, args: Any) -> None:
+            register(patch_manager, args, self.stack, self.rotary)
+
+    return MegascendFeature
+
+
+def register(manager: Any, args: Any, stack: str, rotary: Callable[..., Any] | None) -> None:
+    """Register megascend's patches with MindSpeed's ``manager`` for the arguments ``args``."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    # MindSpeed's own linears are neither Transformer Engine's nor Megatron's to peft, which then finds no LoRA for them.
+    manager.register_patch(f"{EXTENSIONS}.TEColumnParallelLinear", ColumnParallelLinear, force_patch=True)
+    manager.register_patch(f"{EXTENSIONS}.TERowParallelLinear", RowParallelLinear, force_patch=True)
+    if rotary is not None:
+        # MindSpeed's lacks mla_rotary_interleaved, and would replace mcore-bridge's wherever that was imported.
+        manager.register_patch(ROPE, rotary, force_patch=True)
+    _all_reduce(manager)
+    if stack == "0.15":
+        _only_in_0_15(manager, args)
+
+
+def _all_reduce(manager: Any) -> None:
+    """float64: MindSpeed reduces a copy and throws the result away."""
+    if DROPS_FLOAT64 in [wrapper.__name__ for wrapper in manager.patches_info[ALL_REDUCE].wrappers]:
+        manager.remove_wrappers(ALL_REDUCE, DROPS_FLOAT64)
+        manager.register_patch(ALL_REDUCE, refusing_float64_wrapper)
+
+
+def refusing_float64_wrapper(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_reduce`` that reduces float64 on the CPU, and on a device says that it cannot."""
+
+    @functools.wraps(all_reduce)
+    def wrapper(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if tensor.dtype == torch.float64 and tensor.device.type != "cpu":
+            raise PlatformError(
+                "all_reduce of a float64 tensor on an NPU: HCCL has no float64, and MindSpeed would silently leave the "
+                "tensor as it was. Reduce it as float32, or on the CPU over a Gloo group"
+            )
+        return all_reduce(tensor, *args, **kwargs)
+
+    return wrapper
+
+
+def _only_in_0_15(manager: Any, args: Any) -> None:
+    """Two faults of branch core_r0.15.3 that no order of imports prevents."""
+    if int(getattr(args, "context_parallel_size", 1)) > 1 and args.context_parallel_algo == "megatron_cp_algo":
+        # It selects the class that knows no ring ("Unsupported CP strategy").
+        ring = import_module("mindspeed.core.context_parallel.adaptor").MindSpeedCPDotProductAttention
+        manager.register_patch(f"{EXTENSIONS}.TEDotProductAttention", ring, force_patch=True)
+    if CAPABILITY in manager.patches_info:
+        # Its replacement takes no argument, and torch's collectives pass the device.
+        manager.register_patch(CAPABILITY, device_capability, force_patch=True)
+
+
+def device_capability(device: Any = None) -> tuple[int, int]:
+    """CUDA compute capability that an NPU is given: 9.0, as core_r0.16.0 answers."""
+    return 9, 0
+
+
+def bridge_rotary() -> Callable[..., Any]:
+    """The ``apply_rotary_pos_emb`` that mcore-bridge's modules hold. Call right after its import."""
+    if BRIDGE not in sys.modules:
+        raise PlatformError("mcore_bridge is not imported yet")
+    return import_module("megatron.core.models.common.embeddings.rope_utils").apply_rotary_pos_emb

@@ -1,0 +1,96 @@
+"""The MindSpeed provider: its two phases in order, and the state between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, refusals, verification
+from megascend.bootstrap.providers import PatchProvider
+from megascend.bootstrap.versions import Stack
+
+if TYPE_CHECKING:
+    from megascend.parallel.topology import Topology
+
+
+class MindSpeed(PatchProvider):
+    """MindSpeed, patching Megatron-Core for Ascend.
+
+    Attributes:
+        repatches: how often Megatron has been patched again since the adaptor's import.
+    """
+
+    name: ClassVar[str] = "mindspeed"
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._defaults: dict[str, Any] = {}
+        self._patched: dict[str, Any] = {}  # the arguments that the present patches were made with
+        self._algorithm = "ring"
+        self._feature: Any = None
+        self.repatches = 0
+
+    # --- phase one ---
+
+    def before_megatron(self, context_size: int, context_algorithm: str) -> list[str]:
+        prerequisites.check(self._stack)
+        self._defaults = adaptor.default_arguments()
+        self._feature = feature.install(self._stack.name)
+        self._patched = arguments.seed(self._defaults, context_size, context_algorithm)
+        adaptor.import_adaptor(self._patched)
+        return [
+            f"mindspeed {prerequisites.mindspeed_version()}: adaptor imported with seeded arguments, sys.argv not read; "
+            "torch.cuda names mean the NPU; torch.compile and torch.jit.script do nothing; dummy transformer_engine, "
+            "apex, flash_attn and fla modules; importlib.metadata knows a transformer-engine",
+            "on top of it: Megatron's own column and row parallel linears; all_reduce of float64 works on the CPU and is "
+            "refused on the NPU",
+        ]
+
+    def after_megatron(self) -> list[str]:
+        self._feature.rotary = feature.bridge_rotary()
+        return ["mcore-bridge's apply_rotary_pos_emb stays when MindSpeed patches again"]
+
+    # --- phase two ---
+
+    def for_topology(self, topology: Topology) -> list[str]:
+        self._algorithm = topology.context_algorithm
+        seeded = arguments.seed(self._defaults, topology.context, topology.context_algorithm)
+        # The ModelConfig takes fields that nobody gives it from these arguments: none of an earlier model may be left.
+        adaptor.set_arguments(seeded)
+        decides = ("context_parallel_size", "context_parallel_algo")
+        if all(self._patched.get(name) == seeded[name] for name in decides):
+            return []
+        return self._repatch(seeded)
+
+    def for_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
+        arguments.check_options(options, self._defaults)
+        wanted = arguments.from_config(self._defaults, config, self._algorithm, options)
+        refusals.check_model(wanted)
+        adaptor.set_arguments(wanted)
+        changes = [] if arguments.signature(wanted) == arguments.signature(self._patched) else self._repatch(wanted)
+        self._tell(config, wanted)
+        verification.verify(config, wanted, self._feature.rotary)
+        return changes
+
+    def _repatch(self, wanted: dict[str, Any]) -> list[str]:
+        self._patched = {}  # should it fail half-way, the next attempt patches everything again
+        with adaptor.quietly():
+            import_module(adaptor.ADAPTOR).repatch(wanted)
+        self._patched = wanted
+        self.repatches += 1
+        return [
+            f"Megatron patched again (level {wanted['optimization_level']}, context parallel size "
+            f"{wanted['context_parallel_size']}, {wanted['context_parallel_algo']})"
+        ]
+
+    @staticmethod
+    def _tell(config: Any, wanted: Mapping[str, Any]) -> None:
+        """Give the ModelConfig the arguments that are no fields of it: MindSpeed's layers read them there.
+
+        MindSpeed does so itself when a configuration is made, but from values that may be older than the repatch.
+        """
+        fields = getattr(type(config), "__dataclass_fields__", {})
+        for name, value in wanted.items():
+            if name not in fields or name in ("context_parallel_algo", "use_flash_attn", "attention_mask_type"):
+                setattr(config, name, value)

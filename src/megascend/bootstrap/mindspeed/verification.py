@@ -1,0 +1,95 @@
+"""What must hold once MindSpeed has patched Megatron for a model; each failure names the check and its likely cause."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from megascend.errors import PlatformError
+
+EXTENSIONS = "megatron.core.extensions.transformer_engine"
+RING = "MindSpeedCPDotProductAttention"
+
+
+def verify(config: Any, arguments: dict[str, Any], rotary: Any) -> None:
+    """Check the patched process.
+
+    Args:
+        config: the ModelConfig that the model will be built from.
+        arguments: what MindSpeed was told.
+        rotary: mcore-bridge's ``apply_rotary_pos_emb``.
+
+    Raises:
+        PlatformError: a check failed. Training would run on the wrong implementation, or fail later.
+    """
+    failed = problems(config, arguments, rotary)
+    if failed:
+        raise PlatformError(
+            "MindSpeed's patches are not as they must be: "
+            + "; ".join(failed)
+            + ". Something imported Megatron before "
+            "megascend.bootstrap() or patched it afterwards; start a fresh process with the bootstrap first"
+        )
+
+
+def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
+    """The checks that fail, one sentence each."""
+    extensions = import_module(EXTENSIONS)
+    layers = import_module("megatron.core.tensor_parallel.layers")
+    found = []
+    if not getattr(extensions, "HAVE_TE", False):
+        found.append(f"{EXTENSIONS}.HAVE_TE is False, so layers would be Megatron's slow local ones")
+    found += _attention(extensions.TEDotProductAttention, arguments)
+    for name, native in (
+        ("TEColumnParallelLinear", layers.ColumnParallelLinear),
+        ("TERowParallelLinear", layers.RowParallelLinear),
+    ):
+        if getattr(extensions, name) is not native:
+            found.append(
+                f"{EXTENSIONS}.{name} is {_place(getattr(extensions, name))}, not Megatron's own {native.__name__}"
+            )
+    fuser = import_module("megatron.core.jit").jit_fuser
+    if not _from_mindspeed(fuser):
+        found.append(f"megatron.core.jit.jit_fuser is {_place(fuser)}, which would compile for CUDA")
+    adam = import_module("megatron.core.optimizer").Adam
+    if not _from_mindspeed(adam):
+        found.append(f"the optimizer's Adam is {_place(adam)}, not MindSpeed's")
+    found += _rotary(rotary)
+    for name in ("context_parallel_algo", "attention_mask_type", "use_flash_attn"):
+        if name in arguments and getattr(config, name, None) != arguments[name]:
+            found.append(
+                f"the model configuration has {name}={getattr(config, name, None)!r} instead of {arguments[name]!r}: its "
+                "class has lost MindSpeed's patch"
+            )
+    return found
+
+
+def _attention(kind: Any, arguments: dict[str, Any]) -> list[str]:
+    if not _from_mindspeed(kind):
+        return [f"TEDotProductAttention is {_place(kind)}, not MindSpeed's"]
+    ring = arguments["context_parallel_size"] > 1 and arguments["context_parallel_algo"] == "megatron_cp_algo"
+    if (kind.__name__ == RING) != ring:
+        expected = RING if ring else "TEDotProductAttention"
+        return [
+            f"attention is {_place(kind)}, but context parallel size {arguments['context_parallel_size']} with "
+            f"{arguments['context_parallel_algo']} needs {expected}"
+        ]
+    return []
+
+
+def _rotary(rotary: Any) -> list[str]:
+    changed = [
+        name
+        for name, module in sys.modules.copy().items()
+        if name.startswith("mcore_bridge.") and vars(module).get("apply_rotary_pos_emb", rotary) is not rotary
+    ]
+    return [f"apply_rotary_pos_emb of {', '.join(changed)} is no longer mcore-bridge's"] if changed else []
+
+
+def _from_mindspeed(thing: Any) -> bool:
+    return getattr(thing, "__module__", "").split(".")[0] == "mindspeed"
+
+
+def _place(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', thing)}"

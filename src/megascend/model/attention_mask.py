@@ -1,0 +1,152 @@
+"""Attention masks on NPUs: which of them may reach the fused attention kernel, and in which form.
+
+``npu_fusion_attention`` has rules of its own. For causal attention MindSpeed hands it a compressed 2048 x 2048 triangle and
+``sparse_mode`` 2; a dense mask in its place is rejected by the kernel, or, if the sequence happens to have 2048 tokens,
+read as the compressed triangle. So a dense causal mask never gets there: it says nothing that the kernel does not know.
+Padding needs no mask either: packing separates samples, and padded positions come last and have weight 0.
+
+Rules from CANN's documentation of FlashAttentionScore: boolean or uint8, True where attention is *not* allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megascend.errors import DataError
+
+MaskType = Literal["causal", "general"]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one attention call: batch, query heads of this rank, query and key tokens."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+    def accepted(self) -> list[tuple[int, ...]]:
+        """The shapes of a dense mask that the kernel takes."""
+        b, n, q, k = self.batch, self.heads, self.queries, self.keys
+        return list(dict.fromkeys([(q, k), (1, 1, q, k), (b, 1, q, k), (b, n, q, k)]))
+
+
+def kernel_mask(
+    mask: Tensor | None,
+    shape: AttentionShape,
+    mask_type: MaskType = "causal",
+    positions: Tensor | None = None,
+    packed: bool = False,
+) -> Tensor | None:
+    """The mask to hand to the fused attention of an NPU, or None where the kernel needs none.
+
+    Args:
+        mask: as the caller has it; True where attention is not allowed (Megatron's convention), or None.
+        shape: of the attention call.
+        mask_type: ``causal`` for models whose attention is causal by itself, ``general`` where only the mask decides
+            (MindSpeed's ``attention_mask_type``).
+        positions: int64 [queries], place of each query in the whole sequence where this rank does not hold all of it
+            (context parallelism); default: 0, 1, 2...
+        packed: the batch holds several samples in one row (THD).
+
+    Returns:
+        None for causal attention, ``mask`` itself for a general one.
+
+    Raises:
+        DataError: the mask says something that the kernel would not do, or has a form it does not take. The message
+            lists the shapes that it does.
+    """
+    if mask is None:
+        if mask_type == "general":
+            raise DataError(
+                "attention_mask_type 'general' without a mask is full attention in the kernel; pass the mask"
+            )
+        return None
+    if mask.dtype not in (torch.bool, torch.uint8):
+        raise DataError(
+            f"attention mask of {mask.dtype}: the NPU kernel takes bool or uint8 with True where attention is not allowed; "
+            "turn an additive or float mask into one"
+        )
+    if packed:
+        raise DataError(
+            "an attention mask with packed samples: the NPU kernel separates them by their lengths; pass None as the mask"
+        )
+    if mask_type == "causal":
+        _require_causal(mask, shape, positions)
+        return None
+    if tuple(mask.shape) not in shape.accepted():
+        raise DataError(
+            f"attention mask of shape {list(mask.shape)}: the NPU kernel takes {_listed(shape.accepted())} here "
+            "(queries x keys, with or without batch and heads); expand it to one of them"
+        )
+    if bool(mask.bool().all(-1).any()):
+        raise DataError(
+            "attention mask with a row that allows no key at all: the NPU kernel's result is undefined there"
+        )
+    return mask
+
+
+def _require_causal(mask: Tensor, shape: AttentionShape, positions: Tensor | None) -> None:
+    """Is this mask the causal triangle, apart from padding at the end? One comparison; who passes None saves it."""
+    if tuple(mask.shape) not in shape.accepted():
+        raise DataError(
+            f"attention mask of shape {list(mask.shape)} on a causal model: causal attention is implicit on NPUs, so pass "
+            f"None; a mask would have to be the causal triangle in one of the shapes {_listed(shape.accepted())}. Express "
+            "padding by packing, or by weight 0 at a sample's end"
+        )
+    if positions is None:
+        positions = torch.arange(shape.queries, device=mask.device)
+    keys = torch.arange(shape.keys, device=mask.device)
+    future = keys[None, :] > positions[:, None]
+    blocked = mask.bool().reshape(-1, shape.queries, shape.keys)
+    own = blocked.gather(2, positions[None, :, None].expand(len(blocked), -1, -1))[..., 0]  # padding masks itself
+    real = ~own
+    # Padding must come last: a real query's keys up to itself are then all real, and its row is the triangle's.
+    if not bool(((blocked == future) | ~real[..., None]).all()):
+        raise DataError(
+            "attention mask on a causal model that is not the causal triangle: the fused NPU attention would ignore what it "
+            "says. Padding on the left must move to the right end (weight 0), samples in one row need packing, and other "
+            "masks need a model with attention_mask_type 'general'"
+        )
+
+
+def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
+    """Hold every mask that any caller passes to these model chunks against :func:`kernel_mask`.
+
+    Args:
+        chunks: mcore-bridge's models of this rank.
+        config: their ModelConfig.
+    """
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+
+    def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
+        if mask is None and config.attention_mask_type == "causal":
+            return args, kwargs
+        ids = args[0] if args else kwargs["input_ids"]
+        position_ids = args[1] if len(args) > 1 else kwargs["position_ids"]
+        batch, queries = ids.shape
+        context = config.context_parallel_size
+        mask = kernel_mask(
+            mask,
+            AttentionShape(batch, heads, queries, queries * context),
+            config.attention_mask_type,
+            position_ids[0] if context > 1 else None,
+            packed=kwargs.get("packed_seq_params") is not None,
+        )
+        if len(args) > 2:
+            return (*args[:2], mask, *args[3:]), kwargs
+        return args, kwargs | {"attention_mask": mask}
+
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)

@@ -1,0 +1,128 @@
+"""Ascend NPUs: torch_npu, HCCL, and MindSpeed patching Megatron-Core."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megascend.errors import PlatformError
+from megascend.platforms.base import MemoryFigures, Platform
+
+if TYPE_CHECKING:
+    from megascend.bootstrap.providers import PatchProvider
+    from megascend.bootstrap.versions import Stack
+    from megascend.config import Batching, Parallel
+    from megascend.parallel.topology import Topology
+
+HCCL_PORTS = 64
+"""Ports that the ranks of one host may take, counted from the base port (16 devices, a few each)."""
+
+FIRST_PORT, LAST_PORT = 17_000, 32_000
+"""Where base ports are chosen: above the services, below Linux's ephemeral ports (32768 and up)."""
+
+
+class NpuPlatform(Platform):
+    name: ClassVar[str] = "npu"
+    device_type: ClassVar[str] = "npu"
+    backend: ClassVar[str] = "hccl"
+    must_patch_first: ClassVar[bool] = True
+    bind_device: ClassVar[bool] = False  # Gloo groups made beside a bound HCCL group would inherit the device
+
+    implicit_causal_masks: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._provider: PatchProvider | None = None
+
+    @property
+    def provider(self) -> PatchProvider:
+        """What patches Megatron-Core in this process.
+
+        Raises:
+            PlatformError: :meth:`prepare` has not run.
+        """
+        if self._provider is None:
+            raise PlatformError("platform 'npu' is not prepared: call megascend.bootstrap() first")
+        return self._provider
+
+    def unavailable_because(self) -> str | None:
+        from megascend.bootstrap.mindspeed.prerequisites import torch_npu_problem
+
+        return torch_npu_problem()
+
+    def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
+        from megascend.bootstrap.mindspeed import MindSpeed
+
+        provider = MindSpeed(stack)
+        changes = provider.before_megatron(parallel.context, parallel.context_algorithm)
+        self._provider = provider
+        return changes + choose_hccl_port(os.environ)
+
+    def finish(self) -> list[str]:
+        return self.provider.after_megatron()
+
+    def check_batching(self, topology: Topology, batching: Batching) -> None:
+        from megascend.bootstrap.mindspeed.refusals import check_batching
+
+        check_batching(topology.context, batching.packing)
+
+    def configure_topology(self, topology: Topology) -> list[str]:
+        return self.provider.for_topology(topology)
+
+    def configure_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
+        return self.provider.for_model(config, options)
+
+    def device(self, local_rank: int):
+        import torch
+
+        count = torch.npu.device_count()
+        if local_rank >= count:
+            raise PlatformError(
+                f"local rank {local_rank} has no NPU of its own: this host shows {count} (ASCEND_RT_VISIBLE_DEVICES)"
+            )
+        torch.npu.set_device(local_rank)
+        return torch.device("npu", torch.npu.current_device())
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.npu.synchronize()
+
+    def memory(self) -> MemoryFigures:
+        import torch
+
+        total = torch.npu.get_device_properties(torch.npu.current_device()).total_memory
+        return MemoryFigures(torch.npu.memory_allocated(), torch.npu.max_memory_allocated(), total)
+
+    def reset_peak_memory(self) -> None:
+        import torch
+
+        torch.npu.reset_peak_memory_stats()
+
+
+def choose_hccl_port(environment: Any) -> list[str]:
+    """Give this job's HCCL its own ports on the host, unless the user did.
+
+    HCCL listens on 16 ports from 60000 by default, on which two jobs of one host collide. All ranks of a job derive the
+    same base from the rendezvous address, which differs between jobs of one host.
+    """
+    if any(name in environment for name in ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")):
+        return []
+    port = hccl_base_port(environment)
+    environment["HCCL_IF_BASE_PORT"] = str(port)
+    return [f"HCCL_IF_BASE_PORT={port}"]
+
+
+def hccl_base_port(environment: Mapping[str, str]) -> int:
+    """A base port that follows from the job's rendezvous; from the process id where there is none.
+
+    Jobs with one master address and neighbouring master ports never share ports.
+    """
+    slots = (LAST_PORT - FIRST_PORT) // HCCL_PORTS
+    if "MASTER_PORT" not in environment:
+        slot = os.getpid()
+    else:
+        job = environment.get("MASTER_ADDR", "") + environment.get("TORCHELASTIC_RUN_ID", "")
+        slot = zlib.crc32(job.encode()) + int(environment["MASTER_PORT"])
+    return FIRST_PORT + slot % slots * HCCL_PORTS

@@ -1,0 +1,42 @@
+"""What the npu platform decides without a card: the ports of a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascend.errors import PlatformError
+from megascend.platforms.npu import FIRST_PORT, HCCL_PORTS, LAST_PORT, NpuPlatform, choose_hccl_port, hccl_base_port
+
+
+def job(port):
+    return {"MASTER_ADDR": "node0", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+
+
+def test_all_ranks_of_a_job_derive_the_same_port():
+    ranks = [hccl_base_port(job(29500) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(8)]
+    assert len(set(ranks)) == 1
+
+
+def test_two_jobs_of_a_host_do_not_share_ports():
+    """Jobs that follow each other's rendezvous port, as launchers hand them out."""
+    bases = [hccl_base_port(job(port)) for port in range(29500, 29508)]
+    assert len(set(bases)) == len(bases)
+    assert all((base - FIRST_PORT) % HCCL_PORTS == 0 for base in bases)
+    assert all(base >= FIRST_PORT and base + HCCL_PORTS <= LAST_PORT + HCCL_PORTS < 32_768 for base in bases)
+
+
+def test_the_port_is_set_and_reported():
+    environment = job(29500)
+    assert choose_hccl_port(environment) == [f"HCCL_IF_BASE_PORT={environment['HCCL_IF_BASE_PORT']}"]
+
+
+@pytest.mark.parametrize("name", ["HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"])
+def test_the_users_own_ports_are_respected(name):
+    environment = job(29500) | {name: "50000"}
+    assert choose_hccl_port(environment) == []
+    assert environment[name] == "50000"
+
+
+def test_an_unprepared_platform_says_so():
+    with pytest.raises(PlatformError, match=r"call megascend\.bootstrap\(\) first"):
+        NpuPlatform().configure_topology(None)  # type: ignore[arg-type]
