@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,9 @@ class Runtime:
         """Import megatron.core and mcore_bridge, then let the platform finish its work on them. Idempotent."""
         if self._megatron_loaded:
             return
-        with warnings.catch_warnings():
-            # Deprecations inside these packages and the absence of Apex: nothing that a user could act on.
+        with warnings.catch_warnings(), logged_from(logging.ERROR):
+            # Deprecations inside these packages, the absence of Apex, what of a dummy Transformer Engine mcore-bridge could
+            # not patch: nothing that a user could act on.
             warnings.simplefilter("ignore")
             mcore_bridge = import_module("mcore_bridge")
             mcore_bridge.get_logger().setLevel(logging.WARNING)  # before its modules report settings at import
@@ -74,6 +76,17 @@ class Runtime:
             PlatformError: the process is not as it must be for this model.
         """
         self.changes += self.platform.configure_model(config, options)
+
+
+@contextlib.contextmanager
+def logged_from(level: int) -> Iterator[None]:
+    """Nothing below ``level`` is logged by anyone until the block ends."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, level - 1))
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 _current: Runtime | None = None

@@ -43,12 +43,17 @@ class _DirectSave(TorchDistSaveShardedStrategy):
     def __init__(self, groups: ProcessGroups) -> None:
         super().__init__("torch_dist", 1)
         self._gloo = groups.gloo("world")
+        # Copying ahead, torch leaves tensors on the device whose type is not the one it takes for this machine's: MindSpeed
+        # makes torch.cuda.is_available() true, and NPU tensors would not be copied at all.
+        self._copy_ahead = 10_000_000 if groups.device.type == "cuda" else 0
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:  # type: ignore[override]
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
+            storage_writer=dcp.FileSystemWriter(
+                checkpoint_dir, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=self._copy_ahead
+            ),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megascend.cli import doctor, export, new_model, show_config, train
+from megascend.cli import doctor, export, new_model, show_config, simnpu, train
 from megascend.errors import MegascendError
 
 EXIT_ERROR = 2
@@ -77,6 +77,7 @@ app.command("doctor")(doctor.doctor_command)
 app.command("show-config")(show_config.show_config_command)
 app.command("new-model")(new_model.new_model_command)
 app.command("export")(export.export_command)
+app.command("simnpu", context_settings=simnpu.CONTEXT_SETTINGS)(simnpu.simnpu_command)
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ class _WeightGradient:
             return
         if grad_logits.dtype == torch.float32:
             self._sum.addmm_(grad_logits.t(), hidden)
-        elif grad_logits.is_cuda:
+        elif grad_logits.device.type == "cuda":
             torch.addmm(self._sum, grad_logits.t(), hidden, out_dtype=torch.float32, out=self._sum)
         else:
             self._sum += torch.mm(grad_logits.t(), hidden)

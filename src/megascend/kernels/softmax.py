@@ -146,7 +146,7 @@ class _Plain:
 
 
 def _implementation(logits: Tensor) -> type[Implementation]:
-    if not logits.is_cuda or logits.shape[1] == 0:
+    if logits.device.type != "cuda" or logits.shape[1] == 0:
         return _Plain
     from megascend.kernels.softmax_triton import Kernels
 

@@ -177,11 +177,12 @@ def preserved_rope_functions() -> Iterator[None]:
         ROPE_INIT_FUNCTIONS.update(before)
 
 
-def build_chunks(config: ModelConfig) -> list[Any]:
-    """The model chunks of this rank (one, or one per virtual pipeline stage), weights not loaded yet."""
+def build_chunks(config: ModelConfig, device: torch.device) -> list[Any]:
+    """The model chunks of this rank (one, or one per virtual pipeline stage) on ``device``, weights not loaded yet."""
     with preserved_rope_functions():
         chunks = get_mcore_model(config)
     for chunk in chunks:
+        chunk.to(device)  # MindSpeed makes the parameters of norms on the CPU
         mark_tensor_parallel(chunk)
     return chunks
 

@@ -16,6 +16,7 @@ from megascend.errors import ProcessGroupError, TopologyError
 from megascend.parallel.arrivals import Arrivals
 from megascend.parallel.launch import Launch
 from megascend.parallel.topology import ATTENTION_AXES, Coordinates, Topology
+from megascend.parallel.upstream_objects import ObjectDetour
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,6 +63,7 @@ class ProcessGroups:
     _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
     _twins: dict[str, ProcessGroup] = field(default_factory=dict)
     _created: list[ProcessGroup] = field(default_factory=list)
+    _detour: ObjectDetour | None = None
 
     @property
     def rank(self) -> int:
@@ -100,6 +102,9 @@ class ProcessGroups:
         """Destroy Megatron's groups, the twins and, if :func:`initialize` created it, the default group."""
         if not self._device_groups:
             return
+        if self._detour is not None:
+            self._detour.remove()
+            self._detour = None
         _forget_megatron_groups()
         self._device_groups.clear()
         self._twins.clear()
@@ -149,6 +154,7 @@ def initialize(
         groups._device_groups = _megatron_groups()
         _verify(groups)
         _create_twins(groups)
+        groups._detour = _detour_objects(groups)
     except BaseException:
         _forget_megatron_groups()
         if owns_default:
@@ -272,7 +278,8 @@ def _create_twins(groups: ProcessGroups) -> None:
         "dp_cp": state.get_data_parallel_group_gloo(with_context_parallel=True),
         "edp": state.get_expert_data_parallel_group_gloo(),
     }
-    dist.distributed_c10d._set_pg_timeout(timeout, made_by_megatron["edp"])  # Megatron leaves torch's 30 minutes
+    # Megatron leaves torch's 30 minutes. Not through torch's _set_pg_timeout, which also asks for a device backend.
+    made_by_megatron["edp"]._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # type: ignore[reportAttributeAccessIssue]
     for name in TWINNED:
         device_group = groups._device_groups[name]
         if name in made_by_megatron:
@@ -285,6 +292,17 @@ def _create_twins(groups: ProcessGroups) -> None:
                 if groups.rank in ranks:
                     groups._twins[name] = group  # type: ignore[reportArgumentType]
                     groups._created.append(group)  # type: ignore[reportArgumentType]
+
+
+def _detour_objects(groups: ProcessGroups) -> ObjectDetour | None:
+    """Keep what upstream gathers itself off the device groups; nothing to do where they are on Gloo."""
+    if dist.get_backend(groups._device_groups["world"]) == "gloo":
+        return None
+    detour = ObjectDetour(
+        groups._twins["world"], [(groups._device_groups[name], groups._twins[name]) for name in groups._twins]
+    )
+    detour.install()
+    return detour
 
 
 def _axes(name: str) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class MegatronStrategy:
             model_dir, topology, precision, recompute, moe, runtime.platform, packing=batching.packing
         )
         runtime.configure_model(self.config, mindspeed)
-        self.bare_chunks = build_chunks(self.config)
+        self.bare_chunks = build_chunks(self.config, device)
         if runtime.platform.implicit_causal_masks:
             attention_mask.install(self.bare_chunks, self.config)
         weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)

@@ -35,6 +35,7 @@ class Step:
             context_size=topology.context,
             context_rank=place.context,
             token_multiple=topology.tensor if topology.sequence_parallel else 1,
+            lengths_on_host=strategy.runtime.platform.packed_lengths_on_host,
         )
 
     # --- the two verbs ---

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megascend import simnpu
 from megascend.errors import DistributedTestError, ProcessGroupError
 from megascend.testing._rank import Outcome, RankFiles, run_rank
 
@@ -171,7 +172,7 @@ def _check_forkable(world_size: int) -> None:
             "run_distributed forks ranks, and the calling process already has a default process group: "
             "call torch.distributed.destroy_process_group() first"
         )
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and not simnpu.is_active():  # the simulated device is CPU memory, which forks
         raise ProcessGroupError(
             "run_distributed forks ranks, and the calling process has already used CUDA, which does not survive a "
             "fork: keep GPU work inside the function that the ranks run"

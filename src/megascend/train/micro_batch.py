@@ -14,6 +14,8 @@ from megascend.train.losses import Loss
 from megascend.train.packing import round_up
 from megascend.train.sample import Sample
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class SequenceLayout:
@@ -25,12 +27,14 @@ class SequenceLayout:
             chunks r and 2 * size - 1 - r, which balances causal attention (Megatron-Core's zigzag).
         token_multiple: the tokens that a rank holds must be a multiple of this (tensor parallel size under sequence
             parallelism, else 1).
+        lengths_on_host: keep the boundaries of packed samples on the CPU, for attention that reads them there.
     """
 
     packing: bool = True
     context_size: int = 1
     context_rank: int = 0
     token_multiple: int = 1
+    lengths_on_host: bool = False
 
     @property
     def sample_multiple(self) -> int:
@@ -133,7 +137,7 @@ def build(
         padded_lengths=padded,
         input_ids=inputs(columns["input_ids"]),
         position_ids=inputs(columns["position"]),
-        packed=_packed_parameters(padded, device) if layout.packing else None,
+        packed=_packed_parameters(padded, CPU if layout.lengths_on_host else device) if layout.packing else None,
         targets=column(columns["target_ids"]),
         weights=column(columns["weights"]),
         fields={name: column(columns[name]) for name in names},

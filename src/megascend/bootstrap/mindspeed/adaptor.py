@@ -68,25 +68,17 @@ def guard_module_scan() -> None:
     patch_utils = import_module("mindspeed.patch_utils")
 
     def present(owner: Any, name: str) -> bool:
-        if isinstance(owner, ModuleType) and type(owner) is not ModuleType and "__getattr__" in _methods(type(owner)):
-            return name in vars(owner)
-        if isinstance(owner, ModuleType) and "__getattr__" in vars(owner):
-            return name in vars(owner)
-        return hasattr(owner, name)
+        return name in vars(owner) if isinstance(owner, ModuleType) else hasattr(owner, name)
 
     patch_utils.hasattr = present
 
 
-def _methods(kind: type) -> set[str]:
-    return {name for base in kind.__mro__ if base not in (ModuleType, object) for name in vars(base)}
-
-
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Nothing logged below warning level, no Python warnings, and the root logger as it was when the block ends."""
+    """Only errors are logged, no Python warnings, and the root logger is as it was when the block ends."""
     root = logging.getLogger()
     handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
-    logging.disable(max(disabled, logging.INFO))
+    logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -19,6 +19,7 @@ ROPE = "megatron.core.models.common.embeddings.rope_utils.apply_rotary_pos_emb"
 ALL_REDUCE = "torch.distributed.all_reduce"
 DROPS_FLOAT64 = "torch_all_reduce_double_dtype_bypass_wrapper"
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
+LOAD_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict"
 CAPABILITY = "torch.cuda.get_device_capability"
 
 
@@ -59,6 +60,7 @@ def _feature_class() -> type:
 
 def register(manager: Any, args: Any, stack: str, rotary: Callable[..., Any] | None) -> None:
     """Register megascend's patches with MindSpeed's ``manager`` for the arguments ``args``."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     # MindSpeed's own linears are neither Transformer Engine's nor Megatron's to peft, which then finds no LoRA for them.
@@ -67,6 +69,9 @@ def register(manager: Any, args: Any, stack: str, rotary: Callable[..., Any] | N
     if rotary is not None:
         # MindSpeed's lacks mla_rotary_interleaved, and would replace mcore-bridge's wherever that was imported.
         manager.register_patch(ROPE, rotary, force_patch=True)
+    # MindSpeed's is older than Megatron's and refuses optimizer state that any layout can read (fully_reshardable).
+    # While patches are being registered, the class still (or again) has Megatron's own.
+    manager.register_patch(LOAD_OPTIMIZER, DistributedOptimizer.load_state_dict, force_patch=True)
     _all_reduce(manager)
     if stack == "0.15":
         _only_in_0_15(manager, args)

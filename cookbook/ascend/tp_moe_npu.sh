@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Smoke run on Ascend: a mixture of experts with TP 2 x DP 4, sequence parallelism and EP 4, on 8 cards.
+#
+#   bash cookbook/ascend/tp_moe_npu.sh                                      # small random Qwen3-MoE, on cards
+#   bash cookbook/ascend/tp_moe_npu.sh --model MODEL --lr 1e-5              # your model
+#   megascend simnpu -- bash cookbook/ascend/tp_moe_npu.sh                  # without cards, on the simulated device
+#   bash cookbook/ascend/tp_moe_npu.sh --platform cpu                       # without any of Ascend's packages
+#
+# Arguments go to tp_moe_npu.py. NPROC: processes, one for each card (default: 8). PYTHON: interpreter (default: python).
+# MEGASCEND_RUN: where the small model goes. What an Ascend run needs from its shell: environment.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source cookbook/ascend/environment.sh
+python=${PYTHON:-python}
+small=${MEGASCEND_RUN:-runs/cookbook}/qwen3_moe_npu
+
+if [[ " $* " != *" --model"[\ =]* ]]; then
+  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3_moe --layers 2 --hidden 64 --experts 8
+  set -- --model "$small" "$@"
+fi
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" cookbook/ascend/tp_moe_npu.py "$@"

@@ -1,0 +1,27 @@
+"""``megascend simnpu``: run a program for Ascend NPUs on this machine, on a simulated device."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # options behind the command's name are the command's
+
+
+def simnpu_command(
+    command: Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="-- COMMAND...")],
+) -> None:
+    """Run COMMAND with a simulated Ascend device: megascend simnpu -- torchrun --nproc_per_node 8 train.py
+
+    The device is CPU memory, hccl runs over Gloo, and torch_npu's operators check their arguments as the kernels do.
+    Speed and memory use say nothing about hardware. Ends with COMMAND's exit code.
+    """
+    from megascend.errors import ConfigError
+    from megascend.simnpu import environment
+
+    try:
+        os.execvpe(command[0], command, environment())
+    except OSError as error:
+        raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error

@@ -1,0 +1,34 @@
+"""``torch_npu._C._distributed_c10d``: the process-group class whose options Megatron and MindSpeed fill in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._C._distributed_c10d import Backend
+
+from megascend.errors import PlatformError
+
+
+class Options(Backend.Options):
+    """Options of an HCCL process group. Kept for the program to read back; Gloo, which carries it, obeys the timeout.
+
+    ``hccl_config`` holds e.g. ``{"hccl_buffer_size": 200, "group_name": "tp"}``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("hccl")
+        self.op_timeout = self._timeout
+        self.is_high_priority_stream = False
+        self.hccl_config: dict[str, Any] = {}
+        self.group_id = ""
+
+
+class ProcessGroupHCCL:
+    """Carries :class:`Options`. Groups themselves come from ``torch.distributed.new_group``."""
+
+    Options = Options
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise PlatformError(
+            "ProcessGroupHCCL cannot be made directly on the simulated device: use torch.distributed.new_group"
+        )

@@ -1,0 +1,120 @@
+"""Operators that MindSpeed compiles at run time against CANN: their Python modules, without a compiler.
+
+``MindSpeedOpBuilder.load()`` calls ``torch.utils.cpp_extension.load`` with sources that link against ``torch_npu``.
+Such a call is answered with the simulated operators below; every other extension is built as usual. The functions take
+the positional arguments of the extension's bindings (mindspeed/ops/csrc).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.simnpu.missing import NotSimulatedError
+from megascend.simnpu.operators import activation, attention, matmul, moe, norm, optimizer, ring, rope
+
+ASCEND_LIBRARY = "-ltorch_npu"
+
+ATTENTION_OPTIONS = """scale keep_prob pre_tokens next_tokens inner_precise prefix actual_seq_qlen actual_seq_kvlen
+sparse_mode gen_mask_parallel sync pse_type q_start_idx kv_start_idx"""
+GRADIENT_OPTIONS = """scale_value keep_prob pre_tokens next_tokens inner_precise seed offset numels prefix
+actual_seq_qlen actual_seq_kvlen sparse_mode gen_mask_parallel sync pse_type q_start_idx kv_start_idx"""
+MASKS = "pse padding_mask atten_mask "
+STATISTICS = "softmax_max softmax_sum softmax_in attention_in "
+
+Groups = Tensor | Sequence[int]
+
+
+def attention_forward(*args: Any) -> tuple[Any, ...]:
+    """Without autograd: MindSpeed's own Function calls it."""
+    with torch.no_grad():
+        options = dict(zip((MASKS + ATTENTION_OPTIONS).split(), args[5:], strict=True))
+        return attention.npu_fusion_attention_v2(*args[:5], **options)
+
+
+def attention_backward(*args: Any) -> tuple[Any, ...]:
+    options = dict(zip((MASKS + STATISTICS + GRADIENT_OPTIONS).split(), args[6:], strict=True))
+    return attention.npu_fusion_attention_grad_v2(*args[:6], **options)
+
+
+def gmm(
+    x: list[Tensor], weight: list[Tensor], bias: list[Tensor], group_list: Groups, group_type: int, group_list_type: int
+) -> list[Tensor]:
+    return matmul.npu_grouped_matmul(
+        x, weight, bias=bias, group_list=group_list, split_item=3, group_type=group_type,
+        group_list_type=group_list_type,
+    )  # fmt: skip
+
+
+def gmm_backward(
+    grad: list[Tensor], x: list[Tensor], weight: list[Tensor], group_list: Groups, group_list_type: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of x and of the weight; the empty list stands for the bias, which gets none."""
+    d_x, _, d_bias = gmm_backward_fusion(grad, weight, group_list, group_list_type)
+    d_weight = gmm([x[0].t()], grad, [], group_list, matmul.BY_INNER, group_list_type)
+    return d_x, [d_weight[0].reshape(weight[0].shape)], d_bias
+
+
+def gmm_backward_fusion(
+    grad: list[Tensor], weight: list[Tensor], group_list: Groups, group_list_type: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The gradient of x alone: that of the weight is added to main_grad by another operator."""
+    transposed = [weight[0].transpose(-1, -2)]
+    return gmm(grad, transposed, [], group_list, matmul.BY_ROWS, group_list_type), [], []
+
+
+GROUPED = {"npu_gmm": gmm, "npu_gmm_backward": gmm_backward, "npu_gmm_backward_fusion": gmm_backward_fusion}
+
+EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "fusion_attention_v2": {
+        "npu_fusion_attention_v2": attention_forward,
+        "npu_fusion_attention_grad_v2": attention_backward,
+    },
+    "grouped_matmul": GROUPED,
+    "grouped_matmul_v2": GROUPED,
+    "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": optimizer.npu_apply_fused_adamw_v2},
+    "npu_groupmatmul_add_fp32": {"npu_groupmatmul_add_fp32": matmul.npu_groupmatmul_add_fp32},
+    "npu_matmul_add_fp32": {"npu_matmul_add_fp32": matmul.npu_matmul_add_fp32},
+    "npu_moe_token_permute": {"npu_moe_token_permute": moe.npu_moe_token_permute},
+    "npu_moe_token_unpermute": {"npu_moe_token_unpermute": moe.npu_moe_token_unpermute},
+    "npu_ring_attention_update": {"npu_ring_attention_update": ring.npu_ring_attention_update},
+    "npu_rotary_position_embedding": {"npu_rotary_position_embedding": rope.npu_rotary_position_embedding},
+    "rms_norm": {"rms_norm": lambda x, gamma, epsilon: norm.npu_rms_norm(x, gamma, epsilon)[0]},
+    "swiglu": {"swiglu": activation.npu_swiglu},
+}
+"""The functions of each extension that is simulated, by the name it is built under."""
+
+
+@functools.cache
+def install() -> None:
+    """Put :func:`load` in the place of ``torch.utils.cpp_extension.load``."""
+    from torch.utils import cpp_extension
+
+    build = cpp_extension.load
+
+    @functools.wraps(build)
+    def load(name: str, *args: Any, **kwargs: Any) -> Any:
+        if ASCEND_LIBRARY in (kwargs.get("extra_ldflags") or ()):
+            return extension(name)
+        return build(name, *args, **kwargs)
+
+    cpp_extension.load = load
+
+
+def extension(name: str) -> types.SimpleNamespace:
+    """The simulated extension of this name.
+
+    Raises:
+        NotSimulatedError: there is none.
+    """
+    if name not in EXTENSIONS:
+        raise NotSimulatedError(
+            f"the operator extension {name!r}, which MindSpeed compiles against CANN, is not simulated by "
+            f"megascend.simnpu (simulated: {', '.join(EXTENSIONS)}); switch off the feature that calls it"
+        )
+    return types.SimpleNamespace(**EXTENSIONS[name])

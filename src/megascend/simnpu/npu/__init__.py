@@ -1,0 +1,121 @@
+"""``torch.npu`` (and ``torch_npu.npu``) of the simulated device.
+
+``__all__`` is what ``transfer_to_npu`` merges into ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megascend.errors import PlatformError
+from megascend.simnpu import device as simulated
+from megascend.simnpu.npu import amp as amp
+from megascend.simnpu.npu import memory as memory
+from megascend.simnpu.npu import random as random
+from megascend.simnpu.npu.devices import (
+    _is_in_bad_fork as _is_in_bad_fork,
+)
+from megascend.simnpu.npu.devices import (
+    _lazy_call as _lazy_call,
+)
+from megascend.simnpu.npu.devices import (
+    _lazy_init as _lazy_init,
+)
+from megascend.simnpu.npu.devices import (
+    can_device_access_peer,
+    current_device,
+    device,
+    device_count,
+    device_of,
+    get_amp_supported_dtype,
+    get_device_capability,
+    get_device_name,
+    get_device_properties,
+    init,
+    is_available,
+    is_bf16_supported,
+    is_initialized,
+    set_device,
+    synchronize,
+    utilization,
+)
+from megascend.simnpu.npu.memory import *  # noqa: F403
+from megascend.simnpu.npu.mstx import mstx
+from megascend.simnpu.npu.random import *  # noqa: F403
+from megascend.simnpu.npu.settings import (
+    config,
+    conv,
+    is_jit_compile_false,
+    matmul,
+    set_compile_mode,
+    set_deterministic_level,
+    set_option,
+)
+from megascend.simnpu.npu.streams import (
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
+from megascend.simnpu.npu.types import TYPES as _TYPES
+
+globals().update(_TYPES)
+
+default_generators: tuple[torch.Generator, ...] = (simulated.generator(),) * device_count()
+
+
+class NPUGraph:
+    """Graph capture, which the simulated device does not have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise PlatformError("torch.npu.NPUGraph is not simulated by megascend.simnpu: run without graph capture")
+
+
+def is_current_stream_capturing() -> bool:
+    """False: there is no graph capture here."""
+    return False
+
+
+__all__ = [
+    "Event",
+    "NPUGraph",
+    "Stream",
+    "StreamContext",
+    "can_device_access_peer",
+    "config",
+    "conv",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "get_amp_supported_dtype",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "init",
+    "is_available",
+    "is_bf16_supported",
+    "is_current_stream_capturing",
+    "is_initialized",
+    "is_jit_compile_false",
+    "matmul",
+    "mstx",
+    "set_compile_mode",
+    "set_deterministic_level",
+    "set_device",
+    "set_option",
+    "set_stream",
+    "stream",
+    "synchronize",
+    "utilization",
+    *memory.__all__,
+    *random.__all__,
+    *_TYPES,
+]

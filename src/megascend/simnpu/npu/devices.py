@@ -1,0 +1,183 @@
+"""Which device a process uses, and what the device says of itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from megascend.errors import ConfigError
+from megascend.simnpu.environment import DEVICES_VARIABLE
+
+DEVICE_NAME = "Simulated Ascend (CPU memory, megascend.simnpu)"
+DEFAULT_DEVICES = 8  # cards of an Ascend training node
+
+
+class CurrentDevice:
+    """The device index that this process has set, and what waits for the first use of a device.
+
+    All indices are the same CPU memory: a script that calls ``set_device(local_rank)`` sees its own number back, as on
+    a node with that many cards.
+    """
+
+    def __init__(self) -> None:
+        self.index = 0
+
+
+CURRENT = CurrentDevice()
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What ``get_device_properties`` tells of the simulated device."""
+
+    name: str
+    total_memory: int
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 0
+    cube_core_num: int = 0
+    vector_core_num: int = 0
+
+
+def device_count() -> int:
+    """Devices of this host: ``MEGASCEND_SIMNPU_DEVICES``, else the number of local ranks, else 8."""
+    for variable in (DEVICES_VARIABLE, "LOCAL_WORLD_SIZE"):
+        if text := os.environ.get(variable):
+            if not text.isdigit() or int(text) < 1:
+                raise ConfigError(f"{variable}={text!r}: expected a number of devices, 1 or more")
+            return int(text)
+    return DEFAULT_DEVICES
+
+
+def is_available() -> bool:
+    """There is always a simulated device."""
+    return True
+
+
+def device_index(device: torch.device | str | int | None) -> int:
+    """The index that ``device`` stands for; None and a device without index are the current one.
+
+    Raises:
+        ValueError: not an NPU.
+        RuntimeError: no such device.
+    """
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type not in ("npu", "cuda"):  # torch.cuda's functions, sent here by transfer_to_npu, say cuda
+            raise ValueError(f"Expected a npu device, but got: {device}")
+        device = device.index
+    if device is None:
+        return CURRENT.index
+    if not 0 <= device < device_count():
+        raise RuntimeError(
+            f"Invalid device ID. Set device {device}: this host has {device_count()} simulated devices; "
+            f"{DEVICES_VARIABLE} sets their number"
+        )
+    return device
+
+
+def current_device() -> int:
+    """Index of the device that this process has set (0 at first)."""
+    return CURRENT.index
+
+
+def set_device(device: torch.device | str | int) -> None:
+    """Use this device from now on. All of them are the same memory; the number is kept and reported."""
+    CURRENT.index = device_index(device)
+
+
+class device:
+    """Context manager that uses a device and goes back to the one before; None and negative indices do nothing."""
+
+    def __init__(self, device: torch.device | str | int | None) -> None:
+        self.idx = CURRENT.index if device is None or device == -1 else device_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = CURRENT.index
+        CURRENT.index = self.idx
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        CURRENT.index = self.prev_idx
+
+
+class device_of(device):
+    """Context manager that uses the device of a tensor, if it is on an NPU."""
+
+    def __init__(self, obj: torch.Tensor) -> None:
+        super().__init__(obj.device if obj.device.type == "npu" else None)
+
+
+def get_device_name(device: torch.device | str | int | None = None) -> str:
+    """Says that the device is simulated, so that it cannot pass for hardware in a log or a benchmark."""
+    device_index(device)
+    return DEVICE_NAME
+
+
+def get_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
+    """Name, and the host's memory as ``total_memory`` in bytes."""
+    from megascend.simnpu.npu.memory import host_memory
+
+    device_index(device)
+    return DeviceProperties(DEVICE_NAME, host_memory().total)
+
+
+def get_device_capability(device: torch.device | str | int | None = None) -> None:
+    """None, as in torch_npu: compute capability is a CUDA notion."""
+    return
+
+
+def can_device_access_peer(device: int, peer_device: int) -> bool:
+    """All simulated devices of a process are one memory."""
+    return device_index(device) != device_index(peer_device)
+
+
+def is_initialized() -> bool:
+    """The simulated device needs no initialisation."""
+    return True
+
+
+def init() -> None:
+    """Nothing to do: see :func:`is_initialized`."""
+
+
+def _lazy_init() -> None:
+    """Nothing to do: see :func:`is_initialized`."""
+
+
+def _lazy_call(callback: Callable[[], object]) -> None:
+    """Run now what the real module may put off until a device is initialised."""
+    callback()
+
+
+def _is_in_bad_fork() -> bool:
+    """A forked process can use the simulated device: it is CPU memory."""
+    return False
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    """Nothing to wait for: every operator has finished when its call returns."""
+    device_index(device)
+
+
+def is_bf16_supported() -> bool:
+    """As the 910B generation."""
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Types that autocast may use; torch asks the device module for them."""
+    return [torch.float16, torch.bfloat16]
+
+
+def utilization(device: torch.device | str | int | None = None) -> int:
+    """0: nothing is measured here."""
+    device_index(device)
+    return 0

@@ -1,0 +1,116 @@
+"""Memory figures. The device is host memory, so they are the process's: a sign of a leak, not a size on a card."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from megascend.simnpu.npu.devices import device_index
+
+__all__ = [
+    "empty_cache",
+    "host_empty_cache",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "memory_summary",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+]
+
+Device = torch.device | str | int | None
+
+
+class Peak:
+    """The largest resident size seen at any question since the last reset."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def look(self) -> int:
+        used = process_bytes()
+        self.bytes = max(self.bytes, used)
+        return used
+
+
+PEAK = Peak()
+
+
+def process_bytes() -> int:
+    """Resident memory of this process, in bytes."""
+    return psutil.Process().memory_info().rss
+
+
+def host_memory():
+    """Total and available memory of the host."""
+    return psutil.virtual_memory()
+
+
+def memory_allocated(device: Device = None) -> int:
+    """Resident memory of the process in bytes: weights and activations, but the interpreter too."""
+    device_index(device)
+    return PEAK.look()
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    """The largest value of :func:`memory_allocated` at any call since the last reset; nothing watches in between."""
+    device_index(device)
+    PEAK.look()
+    return PEAK.bytes
+
+
+def reset_peak_memory_stats(device: Device = None) -> None:
+    device_index(device)
+    PEAK.bytes = 0
+    PEAK.look()
+
+
+memory_reserved = memory_allocated
+max_memory_reserved = max_memory_allocated
+reset_max_memory_allocated = reset_peak_memory_stats
+
+
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """No accumulated figures are kept."""
+    device_index(device)
+
+
+def memory_stats(device: Device = None) -> dict[str, int]:
+    """The figures above under the names of PyTorch's caching allocator; others are not kept."""
+    used, peak = memory_allocated(device), max_memory_allocated(device)
+    stats = {"num_alloc_retries": 0, "num_ooms": 0}
+    for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
+        stats[f"{kind}.all.current"] = used
+        stats[f"{kind}.all.peak"] = peak
+    return stats
+
+
+def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
+    used, peak = memory_allocated(device), max_memory_allocated(device)
+    return f"simulated NPU: process holds {used / 2**20:.0f} MiB, {peak / 2**20:.0f} MiB at most when asked"
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """Available and total memory of the host, in bytes."""
+    device_index(device)
+    memory = host_memory()
+    return memory.available, memory.total
+
+
+def empty_cache() -> None:
+    """Memory goes back to the host's allocator when a tensor dies; nothing is cached here."""
+
+
+host_empty_cache = empty_cache
+
+
+def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+    """Accepted and without effect: there is no device memory to divide."""
+    device_index(device)
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")

@@ -1,0 +1,34 @@
+"""The fused operators of ``torch_npu`` in plain PyTorch, with the argument checks of the Ascend kernels.
+
+One file per family. Formulas and argument names follow the public documentation of torch_npu (Ascend Extension for
+PyTorch, API reference) and of the aclnn operators below it; sums are taken in float32. An operator that is not here
+raises :class:`~megascend.simnpu.missing.NotSimulatedError` when its name is looked up.
+"""
+
+from megascend.simnpu.operators import (
+    activation,
+    attention,
+    casting,
+    matmul,
+    moe,
+    moe_routing_map,
+    norm,
+    optimizer,
+    ring,
+    rope,
+)
+from megascend.simnpu.operators.dispatch import OPERATORS
+
+__all__ = [
+    "OPERATORS",
+    "activation",
+    "attention",
+    "casting",
+    "matmul",
+    "moe",
+    "moe_routing_map",
+    "norm",
+    "optimizer",
+    "ring",
+    "rope",
+]

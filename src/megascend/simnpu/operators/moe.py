@@ -1,0 +1,103 @@
+"""Moving tokens to their experts and back: ``npu_moe_token_permute`` / ``unpermute``, by indices.
+
+As in the kernel, ``sorted_indices`` is the inverse permutation: entry ``token * topk + k`` is the row of the permuted
+tokens that holds the token's k-th copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megascend.simnpu.missing import NotSimulatedError
+from megascend.simnpu.operators.dispatch import differentiable, on_host, operator
+from megascend.simnpu.operators.refusal import Refusal
+
+
+@operator
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens in the order of their experts.
+
+    Args:
+        tokens: [tokens, hidden].
+        indices: the experts of each token, int32 or int64, [tokens, topk] or [tokens].
+        num_out_tokens: rows to return; None or 0: all.
+
+    Returns:
+        permuted tokens [rows, hidden], and sorted_indices (int32, [tokens * topk]).
+    """
+    refuse = Refusal("npu_moe_token_permute", "aclnnMoeTokenPermute")
+    if padded_mode:
+        raise NotSimulatedError("npu_moe_token_permute with padded_mode is not simulated by megascend.simnpu")
+    if tokens.dim() != 2 or indices.dim() not in (1, 2) or indices.shape[0] != tokens.shape[0]:
+        refuse.kernel(
+            f"tokens must be [tokens, hidden] and indices [tokens, topk], but got {list(tokens.shape)} and "
+            f"{list(indices.shape)}"
+        )
+    if indices.dtype not in (torch.int32, torch.int64):
+        refuse.kernel(f"indices must be int32 or int64, but got {indices.dtype}")
+    topk = 1 if indices.dim() == 1 else indices.shape[1]
+
+    def permute(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.argsort(indices.flatten(), stable=True)
+        rows = order[: num_out_tokens or order.numel()]
+        return tokens.index_select(0, rows // topk), torch.argsort(order).int()
+
+    return differentiable(permute)(tokens, indices)
+
+
+@operator
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """The sum of a token's copies, weighted by ``probs`` [tokens, topk] if given; [tokens, hidden]."""
+    if padded_mode:
+        raise NotSimulatedError("npu_moe_token_unpermute with padded_mode is not simulated by megascend.simnpu")
+    topk = 1 if probs is None else probs.shape[1]
+    if sorted_indices.numel() % topk:
+        Refusal("npu_moe_token_unpermute", "aclnnMoeTokenUnpermute").kernel(
+            f"{sorted_indices.numel()} sorted_indices are not a multiple of topk {topk}"
+        )
+
+    def unpermute(permuted: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+        return gather_copies(permuted, places, topk, probs)
+
+    return differentiable(unpermute)(permuted_tokens, sorted_indices, probs)
+
+
+def gather_copies(permuted: Tensor, places: Tensor, topk: int, probs: Tensor | None) -> Tensor:
+    """Sum the ``topk`` copies of every token; copies that were not kept (rows beyond the last) count as zero."""
+    places = places.long()
+    kept = (places < permuted.shape[0]).unsqueeze(-1)
+    copies = permuted.index_select(0, places.clamp_max(max(permuted.shape[0] - 1, 0))).float() * kept
+    copies = copies.view(-1, topk, permuted.shape[-1])
+    if probs is not None:
+        copies = copies * probs.float().unsqueeze(-1)
+    return copies.sum(1).to(permuted.dtype)
+
+
+@operator
+def npu_moe_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of ``x`` in the order of their experts, where each went, and the sorted experts. Not differentiable.
+
+    ``row_idx`` numbers the copies column by column: entry (row, k) is k * rows + row.
+    """
+
+    def route(x: Tensor, row_idx: Tensor, expert_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        experts, order = torch.sort(expert_idx.flatten(), stable=True)
+        sources = row_idx.flatten()[order].long()
+        places = torch.empty_like(sources).scatter_(0, sources, torch.arange(sources.numel()))
+        active = min(active_num, x.shape[0]) * expert_idx.shape[-1]
+        return x[sources[:active] % x.shape[0]], places.int(), experts.int()
+
+    return on_host(route)(x, row_idx, expert_idx)

@@ -1,0 +1,11 @@
+"""``torch_npu.utils``; see :mod:`megascend.simnpu.utilities`."""
+
+from megascend.simnpu.utilities import FlopsCounter, get_cann_version
+
+__all__ = ["FlopsCounter", "get_cann_version"]
+
+
+def __getattr__(name: str) -> object:
+    from megascend.simnpu.missing import missing
+
+    raise missing(name, __name__)

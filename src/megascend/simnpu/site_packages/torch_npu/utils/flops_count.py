@@ -1,0 +1,3 @@
+"""``torch_npu.utils.flops_count``; see :mod:`megascend.simnpu.utilities`."""
+
+from megascend.simnpu.utilities import FlopsCounter as FlopsCounter

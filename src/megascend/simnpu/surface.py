@@ -1,0 +1,71 @@
+"""Putting the pieces together under the name ``torch_npu``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+import torch
+from torch.utils._device import _device_constructors
+
+from megascend.simnpu import collectives, npu, operators
+from megascend.simnpu import device as simulated
+from megascend.simnpu.environment import ACTIVE_VARIABLE
+from megascend.simnpu.environment import simulated_version as simulated_version
+from megascend.simnpu.missing import missing as missing
+
+UNSUPPORTED_DTYPES = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
+
+
+def install(package: str) -> None:
+    """Register the device and ``hccl`` with torch, and fill the module named ``package`` (``torch_npu``)."""
+    module = sys.modules[package]
+    _device_constructors()  # cached: `with torch.device(...)` knows the factories by identity, so before any is wrapped
+    simulated.register(npu)
+    if torch.npu is not npu:  # type: ignore[attr-defined]  # the device was registered alone before
+        del torch.npu  # type: ignore[attr-defined]
+        torch._register_device_module("npu", npu)
+    collectives.register()
+    alias(f"{package}.npu", npu)
+    for name in ("amp", "amp.autocast_mode", "amp.common", "amp.grad_scaler", "memory", "random", "streams"):
+        alias(f"{package}.npu.{name}", sys.modules[f"{npu.__name__}.{name}"])
+    alias(f"{package}._C", bindings(f"{package}._C"))
+    for name, operator in operators.OPERATORS.items():
+        setattr(module, name, operator)
+    module.unsupported_dtype = UNSUPPORTED_DTYPES  # type: ignore[attr-defined]
+    announce()
+
+
+def alias(name: str, module: types.ModuleType) -> None:
+    """Let ``module`` be imported as ``name`` and found as an attribute of the package above it."""
+    sys.modules[name] = module
+    above, _, last = name.rpartition(".")
+    setattr(sys.modules[above], last, module)
+
+
+def bindings(name: str) -> types.ModuleType:
+    """``torch_npu._C``, of which the process-group options are used from Python."""
+    from megascend.simnpu import hccl_options
+
+    module = types.ModuleType(name, "Stand-in for torch_npu's C++ bindings.")
+    module._distributed_c10d = hccl_options  # type: ignore[attr-defined]
+    module.__getattr__ = lambda attribute: raise_missing(attribute, name)  # type: ignore[attr-defined]
+    sys.modules[f"{name}._distributed_c10d"] = hccl_options
+    return module
+
+
+def raise_missing(attribute: str, where: str) -> None:
+    raise missing(attribute, where)
+
+
+def announce() -> None:
+    """One line on stderr per job, so that its log says what it ran on: from rank 0, or from the launcher above it."""
+    launcher_spoke = ACTIVE_VARIABLE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    if os.environ.get("RANK", "0") != "0" or launcher_spoke:
+        return
+    print(
+        f"megascend.simnpu: torch.device('npu') is SIMULATED on CPU memory (torch_npu {simulated_version()}); its "
+        "speed and memory use say nothing about hardware",
+        file=sys.stderr,
+    )

@@ -1,0 +1,71 @@
+"""Tests of the Ascend path. They run in a pytest process of their own, on the simulated device:
+
+    bash scripts/test.sh 0.16 npu                                    # with the tests' double of MindSpeed
+    MEGASCEND_MINDSPEED=CHECKOUT bash scripts/test.sh 0.16 npu       # with the real one
+
+The process is bootstrapped once for the platform ``npu``; ranks are forked from it. What needs a fresh process (the order
+of imports, for one) starts it with :func:`run_python`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megascend import simnpu
+from megascend.bootstrap.runtime import Runtime, bootstrap
+
+DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
+
+
+def mindspeed_folder() -> Path:
+    """The real MindSpeed if MEGASCEND_MINDSPEED names a checkout, else the double."""
+    named = os.environ.get("MEGASCEND_MINDSPEED")
+    return Path(named) if named else DOUBLES
+
+
+def npu_environment(**changes: str) -> dict[str, str]:
+    """The environment of a process on the simulated device, with MindSpeed on its path."""
+    path = [str(mindspeed_folder()), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
+    base = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return simnpu.environment(base) | changes
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run code in a fresh process on the simulated device: ``run_python(code, *arguments, check=True, **environment)``."""
+
+    def run(
+        code: str, *arguments: str, check: bool = True, timeout: float = 120, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=npu_environment(**environment),
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stderr[-4000:]
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def npu() -> Runtime:
+    """This process bootstrapped for the platform ``npu``, with everything imported that ranks need."""
+    simnpu.activate()
+    if str(mindspeed_folder()) not in sys.path:
+        sys.path.insert(0, str(mindspeed_folder()))
+    runtime = bootstrap("npu")
+    runtime.load_megatron()
+    for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.strategy.step"):
+        import_module(module)
+    return runtime

@@ -1,0 +1,113 @@
+"""What reaches the fused attention kernel during training: read from the simulated device's log of operator calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megascend.config import Batching, Parallel
+from megascend.simnpu import call_log
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("npu")
+
+COMPRESSED = (2048, 2048)
+
+
+def train_once(checkpoint, parallel, packing, lengths):
+    """One forward and backward; the attention calls as plain data, and what the caller's mask met."""
+    from megascend.backend import MegatronBackend
+
+    backend = MegatronBackend(
+        checkpoint,
+        parallel,
+        "fp32",
+        batching=Batching(packing=packing, micro_batch_tokens=10_000),
+        platform="npu",
+        timeout_s=60,
+    )
+    samples = causal_samples(token_lists(lengths=lengths))
+    with call_log.recording() as calls:
+        backend.forward_backward(backend.shard(samples))
+    backend.close()
+    return [call for call in calls if call.name == "npu_fusion_attention"]
+
+
+def calls_of(parity_folder, world_size, parallel, packing=True, lengths=(12, 20, 8)):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    ranks = run_distributed(train_once, world_size, checkpoint, parallel, packing, lengths, init=False, timeout_s=120)
+    assert all(len(calls) >= 1 for calls in ranks)
+    return [call.arguments for calls in ranks for call in calls]
+
+
+CAUSAL = [
+    pytest.param(1, Parallel(), id="single"),
+    pytest.param(2, Parallel(tensor=2), id="TP2"),
+    pytest.param(2, Parallel(tensor=2, sequence=True), id="TP2 + SP"),
+    pytest.param(2, Parallel(pipeline=2), id="PP2"),
+    pytest.param(2, Parallel(), id="DP2"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), CAUSAL)
+def test_causal_attention_gets_the_compressed_triangle(world_size, parallel, parity_folder):
+    for call in calls_of(parity_folder, world_size, parallel, packing=False):
+        assert call["input_layout"] == "SBH"
+        assert call["sparse_mode"] == 2
+        assert call["atten_mask"].shape == COMPRESSED
+        assert call["atten_mask"].dtype == "bool"
+        assert (call["pre_tockens"], call["next_tockens"], call["keep_prob"]) == (65536, 0, 1.0)
+
+
+def test_packed_samples_are_told_apart_by_their_lengths(parity_folder):
+    for call in calls_of(parity_folder, 1, Parallel(), packing=True):
+        assert call["input_layout"] == "TND"
+        assert call["atten_mask"].shape == COMPRESSED
+        assert list(call["actual_seq_qlen"])[-1] == 40
+        assert list(call["actual_seq_qlen"]) == list(call["actual_seq_kvlen"])
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
+def test_context_parallel_algorithms_never_see_a_dense_mask(algorithm, parity_folder):
+    parallel = Parallel(context=2, context_algorithm=algorithm)
+    for call in calls_of(parity_folder, 2, parallel, packing=False):
+        mask = call["atten_mask"]
+        assert mask is None or mask.shape == COMPRESSED
+        assert call["sparse_mode"] == (0 if mask is None else 3)
+
+
+def pass_a_mask(checkpoint, kind):
+    """Call the model as a trainer would that builds dense masks."""
+    from megascend.backend import MegatronBackend
+    from megascend.errors import DataError
+
+    backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="npu", timeout_s=60)
+    (chunk,) = backend._strategy.bare_chunks
+    ids = torch.arange(2 * 16, device="npu").reshape(2, 16)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(16, device="npu").expand(2, 16).contiguous()}
+    dense = torch.ones(16, 16, dtype=torch.bool, device="npu").triu(1).expand(2, 1, 16, 16).contiguous()
+    if kind == "left padding":
+        dense[:, :, :, :4] = True
+    chunk.eval()
+    with torch.no_grad(), call_log.recording() as calls:
+        implicit = chunk(attention_mask=None, **inputs)
+        try:
+            explicit = chunk(attention_mask=dense, **inputs)
+        except DataError as error:
+            return str(error)
+    backend.close()
+    shapes = {call.arguments["atten_mask"].shape for call in calls if call.name == "npu_fusion_attention"}
+    return bool(torch.equal(implicit.cpu(), explicit.cpu())), shapes
+
+
+def test_a_callers_dense_causal_mask_is_dropped_at_the_models_door(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    (result,) = run_distributed(pass_a_mask, 1, checkpoint, "causal", init=False)
+    assert result == (True, {COMPRESSED})
+
+
+def test_a_callers_other_mask_is_refused_at_the_models_door(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    (message,) = run_distributed(pass_a_mask, 1, checkpoint, "left padding", init=False)
+    assert "Padding on the left must move to the right end" in message

@@ -1,0 +1,164 @@
+"""The two phases of MindSpeed's bootstrap: order, arguments, side effects, repatching, cost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+FIRST = {
+    "megatron.core": "import megatron.core",
+    "megatron.core, through one of its modules": "import megatron.core.transformer.transformer_config",
+    "mcore_bridge without Transformer Engine": "try:\n    import mcore_bridge\nexcept ModuleNotFoundError:\n    pass",
+    "mcore_bridge with an importable Transformer Engine": (
+        "from megascend import reference_te; reference_te.install(force=True); import mcore_bridge"
+    ),
+    "transformer_engine": "from megascend import reference_te; reference_te.install(force=True)",
+    "MindSpeed's adaptor": "from mindspeed import megatron_adaptor",
+}
+
+REFUSED = """
+import json, sys
+{first}
+import torch
+before = torch.distributed.all_reduce, torch.compile
+loaded = set(sys.modules)
+import megascend
+try:
+    megascend.bootstrap("npu")
+except megascend.ImportOrderError as error:
+    new = sorted(name for name in set(sys.modules) - loaded if name.startswith("mindspeed"))
+    untouched = before == (torch.distributed.all_reduce, torch.compile)
+    print(json.dumps({{"message": str(error), "untouched": untouched, "new": new}}))
+"""
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST.keys())
+def test_the_wrong_import_order_is_refused_before_anything_is_patched(first, run_python):
+    done = run_python(REFUSED.format(first=first))
+    report = json.loads(done.stdout.splitlines()[-1])
+    named = (
+        "mindspeed.megatron_adaptor" if "mindspeed" in first else "megatron.core" if "megatron.core" in first else ""
+    )
+    named = named or ("mcore_bridge" if "import mcore_bridge" in first else "transformer_engine")
+    assert named in report["message"] or "megatron.core" in report["message"]
+    assert "megascend.bootstrap()" in report["message"]
+    assert report["untouched"]
+    assert "mindspeed.megatron_adaptor" not in report["new"]
+
+
+AFTER = """
+import json, logging, sys
+sys.argv = ["train.py", "--hidden-dropout", "0.5", "--optimization-level", "3", "-h"]
+import transformers, peft  # before the bootstrap: no problem
+handler = logging.StreamHandler(sys.stderr)
+logging.getLogger().addHandler(handler)
+logging.getLogger().setLevel(logging.ERROR)
+import megascend
+runtime = megascend.bootstrap("npu")
+runtime.load_megatron()
+import torch
+from megatron.core import jit
+from megatron.core.extensions import transformer_engine as extensions
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megascend.bootstrap.mindspeed import verification, adaptor
+config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
+print(json.dumps({
+    "argv": sys.argv,
+    "handlers_kept": logging.getLogger().handlers == [handler], "level": logging.getLogger().level,
+    "hidden_dropout": config.hidden_dropout,
+    "have_te": extensions.HAVE_TE,
+    "attention": extensions.TEDotProductAttention.__module__.split(".")[0],
+    "level_of_optimization": config.optimization_level,
+    "changes": runtime.changes,
+    "platform": runtime.platform.name, "stack": runtime.stack.name,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def after(run_python):
+    """A process whose command line and logging would mislead MindSpeed, after the bootstrap."""
+    done = run_python(AFTER)
+    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr, "stdout": done.stdout}
+
+
+def test_the_command_line_is_neither_parsed_nor_touched(after):
+    assert after["argv"] == ["train.py", "--hidden-dropout", "0.5", "--optimization-level", "3", "-h"]
+    assert after["hidden_dropout"] == 0.1  # Megatron's default, a number
+    assert after["level_of_optimization"] == 0
+    assert "usage:" not in after["stdout"]
+
+
+def test_root_logging_is_left_alone(after):
+    assert after["handlers_kept"]
+    assert after["level"] == 40
+
+
+def test_megatron_takes_mindspeeds_layers(after):
+    assert after["have_te"] is True
+    assert after["attention"] == "mindspeed"
+
+
+def test_what_was_changed_is_told(after):
+    told = " ".join(after["changes"])
+    for change in ("sys.argv not read", "torch.compile", "dummy transformer_engine", "HCCL_IF_BASE_PORT="):
+        assert change in told
+
+
+def test_the_device_says_that_it_is_simulated(after):
+    assert "SIMULATED" in after["stderr"]
+
+
+FLOAT64 = """
+import torch, torch.distributed as dist, megascend
+megascend.bootstrap("npu")
+import tempfile, os
+from megascend.testing.distributed import run_distributed
+def rank():
+    number = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64)
+    dist.all_reduce(number)
+    from torch.distributed import distributed_c10d
+    other = torch.tensor([2.0], dtype=torch.float64)
+    distributed_c10d.all_reduce(other)
+    return number.item(), other.item()
+print(run_distributed(rank, 2, backend="gloo"))
+def on_npu():
+    try:
+        dist.all_reduce(torch.ones(1, dtype=torch.float64, device="npu"))
+    except megascend.PlatformError as error:
+        return str(error)
+print(run_distributed(on_npu, 2, backend="hccl")[0])
+"""
+
+
+def test_all_reduce_of_float64_is_right_on_the_cpu_and_refused_on_the_npu(run_python):
+    lines = run_python(FLOAT64).stdout.strip().splitlines()
+    assert lines[-2] == "[(3.0, 4.0), (3.0, 4.0)]"
+    assert "HCCL has no float64" in lines[-1]
+
+
+COST = """
+import json, sys, time
+if sys.argv[1] == "mindspeed":
+    import torch, torch_npu
+    start = time.perf_counter()
+    from mindspeed import args_utils
+    args_utils._MINDSPEED_ARGS = args_utils.get_mindspeed_args(get_defaults=True)
+    import mindspeed.megatron_adaptor
+else:
+    import torch, torch_npu, megascend
+    start = time.perf_counter()
+    megascend.bootstrap("npu")
+print(json.dumps(time.perf_counter() - start))
+"""
+
+
+def test_the_bootstrap_costs_little_more_than_mindspeeds_own_import(run_python, record_property):
+    def seconds(which):
+        return min(json.loads(run_python(COST, which).stdout.splitlines()[-1]) for _ in range(2))
+
+    ratio = seconds("megascend") / seconds("mindspeed")
+    record_property("bootstrap_to_adaptor_import", ratio)
+    print(f"bootstrap / MindSpeed's own import: {ratio:.2f}")
+    assert ratio < 1.5  # 1.0 to 1.1 measured; the margin is for a busy machine

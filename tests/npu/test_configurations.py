@@ -1,0 +1,166 @@
+"""Several configurations after each other in one process, and what patching again leaves behind."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from megascend.config import Batching, Parallel
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("npu")
+
+
+def train(checkpoint, parallel, packing):
+    from megascend.backend import MegatronBackend
+
+    backend = MegatronBackend(
+        checkpoint, parallel, "fp32", batching=Batching(packing=packing), platform="npu", timeout_s=60
+    )
+    samples = backend.shard(causal_samples(token_lists()))
+    figures = []
+    for _ in range(2):
+        loss = backend.forward_backward(samples).loss
+        figures += [loss, backend.optimizer_step().grad_norm]
+    backend.close()
+    return figures
+
+
+def one_after_the_other(dense, experts):
+    """Context parallelism, its other algorithm and experts switch patches on and off again."""
+    return {
+        "TP2": train(dense, Parallel(tensor=2), False),
+        "ring": train(dense, Parallel(context=2), False),
+        "all_gather": train(dense, Parallel(context=2, context_algorithm="all_gather"), False),
+        "EP2": train(experts, Parallel(expert=2), True),
+        "TP2 again": train(dense, Parallel(tensor=2), False),
+        "ring again": train(dense, Parallel(context=2), False),
+    }
+
+
+def test_configurations_follow_each_other_without_a_trace(parity_folder):
+    dense, experts = (case_checkpoint(parity_folder, arch) for arch in ("qwen3", "qwen3_moe"))
+    figures, _ = run_distributed(one_after_the_other, 2, dense, experts, init=False, timeout_s=240)
+    assert figures["TP2 again"] == figures["TP2"]
+    assert figures["ring again"] == figures["ring"]
+    for algorithm in ("ring", "all_gather"):
+        assert figures[algorithm] == pytest.approx(figures["TP2"], rel=1e-5)
+    assert figures["EP2"][0] != pytest.approx(figures["TP2"][0], rel=1e-2)  # it is another model
+
+
+def holders():
+    """Which object every module of Megatron, mcore-bridge and torch.distributed holds under every name."""
+    prefixes = ("megatron.", "mcore_bridge.", "torch.distributed", "torch.cuda", "transformer_engine", "apex")
+    return {
+        (name, attribute): id(value)
+        for name, module in sys.modules.copy().items()
+        if name.startswith(prefixes)
+        for attribute, value in vars(module).copy().items()
+        if callable(value)
+    }
+
+
+def repatch_ten_times():
+    from megascend.bootstrap import current_runtime
+    from megascend.parallel.topology import plan
+
+    runtime = current_runtime("a test")
+    provider = runtime.platform.provider
+    one, two = plan(Parallel(), 1), plan(Parallel(context=2), 2)
+    runtime.configure_topology(two)
+    runtime.configure_topology(one)
+    before, count = holders(), provider.repatches
+    for _ in range(5):
+        runtime.configure_topology(two)
+        runtime.configure_topology(one)
+    after = holders()
+    return provider.repatches - count, {key for key in before | after if before.get(key) != after.get(key)}
+
+
+def test_ten_repatches_leave_no_trace():
+    ((repatches, changed),) = run_distributed(repatch_ten_times, 1, init=False)
+    assert repatches == 10
+    assert changed == set()
+
+
+def configure_again(checkpoint):
+    from megascend.backend import MegatronBackend
+
+    backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="npu", timeout_s=60)
+    runtime, config = backend._runtime, backend._strategy.config
+    provider = runtime.platform.provider
+    count, times = provider.repatches, []
+    for _ in range(20):
+        start = time.perf_counter()
+        runtime.configure_topology(backend.topology)
+        runtime.configure_model(config, {})
+        times.append(time.perf_counter() - start)
+    backend.close()
+    return provider.repatches - count, min(times)
+
+
+def test_an_unchanged_configuration_costs_under_a_millisecond(parity_folder, record_property):
+    ((repatches, seconds),) = run_distributed(configure_again, 1, case_checkpoint(parity_folder, "qwen3"), init=False)
+    record_property("unchanged_configuration_ms", seconds * 1e3)
+    print(f"unchanged configuration: {seconds * 1e3:.2f} ms")
+    assert repatches == 0
+    assert seconds < 1e-3
+
+
+def options(checkpoint, names):
+    from megascend.backend import MegatronBackend
+    from megascend.errors import ConfigError
+
+    try:
+        MegatronBackend(checkpoint, Parallel(), "fp32", mindspeed=names, platform="npu").close()
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"swap_attention": True}, "swap_attention=True: that feature imports megatron.training"),
+        ({"use_flsh_attn": True}, "no argument of MindSpeed is called use_flsh_attn"),
+        ({"optimization_level": 1}, "mindspeed.optimization_level is decided by"),
+    ],
+)
+def test_options_that_mindspeed_would_fail_at_are_refused_before_the_model_is_built(names, message, parity_folder):
+    (found,) = run_distributed(options, 1, case_checkpoint(parity_folder, "qwen3"), names, init=False)
+    assert message in found
+
+
+def refused(checkpoint, parallel, batching):
+    from megascend.backend import MegatronBackend
+    from megascend.errors import ConfigError
+
+    try:
+        MegatronBackend(checkpoint, parallel, "fp32", batching=batching, platform="npu").close()
+    except ConfigError as error:
+        return str(error)
+
+
+def test_packing_with_context_parallelism_is_refused(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    for message in run_distributed(refused, 2, checkpoint, Parallel(context=2), Batching(), init=False):
+        assert "set batching.packing: false" in message
+
+
+def test_ulysses_is_refused(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    parallel = Parallel(context=2, context_algorithm="ulysses")
+    for message in run_distributed(refused, 2, checkpoint, parallel, Batching(packing=False), init=False):
+        assert "ulysses needs one fixed seq_length" in message
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"), [("all_gather", "another dropout mask"), ("ring", None)], ids=["all_gather", "ring"]
+)
+def test_dropout_under_all_gather_is_refused_and_under_ring_is_not(algorithm, message, parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", attention_dropout=0.1)
+    parallel = Parallel(context=2, context_algorithm=algorithm)
+    for found in run_distributed(refused, 2, checkpoint, parallel, Batching(packing=False), init=False):
+        assert (found is None) if message is None else (message in found)

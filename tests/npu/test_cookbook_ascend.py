@@ -1,0 +1,148 @@
+"""Every recipe of ``cookbook/ascend`` on 8 simulated ranks, started as its user starts it; and what makes one fail.
+
+A run takes about 50 s on two free cores, nearly all of it the start of 8 processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ASCEND = ROOT / "cookbook" / "ascend"
+DEADLINE_S = 300
+RECIPES = {
+    "tp_npu": "8 ranks = tensor 2 x context 1 x data 2 x pipeline 2",
+    "tp_moe_npu": "8 ranks = tensor 2 x context 1 x data 4 x pipeline 1, sequence parallel\n"
+    "experts: expert tensor 1 x expert 4 x data 2 x pipeline 1",
+    "tp_moe_cp_npu": "8 ranks = tensor 2 x context 2 x data 2 x pipeline 1, sequence parallel\n"
+    "experts: expert tensor 1 x expert 4 x data 2 x pipeline 1",
+}
+STEP = re.compile(r"^step (\d+)/(\d+)  loss ([\d.]+)  grad norm ([\d.]+)  ([\d,]+) ms$", re.MULTILINE)
+
+
+@contextmanager
+def started(recipe: str, folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """``megascend simnpu -- bash cookbook/ascend/RECIPE.sh ARGUMENTS``; nothing of it is left when the block ends."""
+    mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or str(ROOT / "tests" / "doubles")
+    path = [str(ROOT / "src"), mindspeed, *(entry for entry in sys.path if entry and "simnpu" not in entry)]
+    variables = {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "MEGASCEND_RUN": str(folder),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megascend.cli.main", "simnpu", "--", "bash", str(ASCEND / f"{recipe}.sh"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | variables | environment,
+        start_new_session=True,
+    )
+    family = psutil.Process(process.pid)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            ranks = family.children(recursive=True)  # torchrun gives every rank a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            for rank in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
+            process.wait()
+
+
+def script(recipe: str) -> ModuleType:
+    """The recipe as a module; ``main`` does not run."""
+    spec = importlib.util.spec_from_file_location(recipe, ASCEND / f"{recipe}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "layout"), RECIPES.items(), ids=RECIPES.keys())
+def test_a_recipe_learns_on_eight_simulated_ranks(recipe: str, layout: str, tmp_path: Path) -> None:
+    with started(recipe, tmp_path) as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output[:8000]
+    assert layout in output
+    assert "parameters on npu" in output
+    steps = STEP.findall(output)
+    assert [int(number) for number, *_ in steps] == list(range(1, 11)), output[:8000]
+    losses = [float(loss) for _, _, loss, *_ in steps]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[0] == pytest.approx(math.log(259), abs=0.3)  # a random model guesses among the tokenizer's tokens
+    assert losses[-1] < 0.75 * losses[0]
+    assert re.search(r"^peak device memory: [\d.,]+ to [\d.,]+ MiB a rank$", output, re.MULTILINE)
+    assert output.rstrip().splitlines()[-1] == "SMOKE OK"
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_the_run_fails_when_a_rank_dies(tmp_path: Path) -> None:
+    arguments = ("--tensor", "1", "--pipeline", "1", "--steps", "100000")
+    with started("tp_npu", tmp_path, *arguments, NPROC="2") as process:
+        lines = []
+        for line in process.stdout:  # ends when every rank has closed it
+            lines.append(line)
+            if line.startswith("step 2/"):
+                children = psutil.Process(process.pid).children(recursive=True)
+                (victim,) = (child for child in children if child.environ().get("RANK") == "1")
+                victim.kill()
+        process.wait(timeout=60)
+    output = "".join(lines)
+    assert process.returncode == 1, output[:8000]
+    assert "step 2/" in output
+    assert "SMOKE OK" not in output
+    assert "SIGKILL" in output
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_a_run_that_does_not_learn_fails_and_says_why(tmp_path: Path) -> None:
+    arguments = ("--tensor", "1", "--pipeline", "1", "--steps", "2", "--lr", "0", "--precision", "fp32")
+    with started("tp_npu", tmp_path, *arguments, NPROC="1") as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1, output[:8000]
+    assert "SMOKE FAILED: the loss of one and the same batch did not fall: 5." in output
+    assert "SMOKE OK" not in output
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("losses", "norms", "skipped", "problem"),
+    [
+        ([[5.0, 4.0], [5.0, 4.0]], [1.0, 1.0], 0, None),
+        ([[5.0, 4.0], [5.0, 4.0]], [math.inf, 1.0], 1, None),  # fp16 looks for its loss scale
+        ([[5.0, 4.0], [5.0, 4.0]], [math.nan, 1.0], 0, "step 1 has loss 5.0 and gradient norm nan"),
+        ([[5.0, math.nan], [5.0, 4.0]], [1.0, 1.0], 1, "step 2 has loss nan"),
+        ([[5.0, 5.0], [5.0, 5.0]], [1.0, 1.0], 2, "did not fall: 5.0000 -> 5.0000, 2 steps skipped"),
+        (
+            [[5.0, 4.0], [5.0, 4.1]],
+            [1.0, 1.0],
+            0,
+            "the ranks disagree: rank 0 has losses [5.0, 4.0], rank 1 [5.0, 4.1]",
+        ),
+        ([[5.0, 4.0], [5.0, math.nan]], [1.0, 1.0], 0, "rank 1 [5.0, nan]"),
+    ],
+    ids=["learns", "learns after a skipped step", "norm", "loss", "level", "other rank", "other rank's NaN"],
+)
+def test_what_counts_as_learning(recipe: str, losses, norms, skipped: int, problem: str | None) -> None:
+    found = script(recipe).what_is_wrong(losses, norms, skipped)
+    assert found == problem if problem is None else problem in found

@@ -1,0 +1,119 @@
+"""``scripts/npu_smoke.sh``: its table, verdicts and exit code, with a stand-in for the interpreter that trains nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LOG = """\
+8 ranks = tensor 2 x context 1 x data 4 x pipeline 1, sequence parallel
+experts: expert tensor 1 x expert 4 x data 2 x pipeline 1
+263,552 parameters on npu
+step 1/3  loss 5.7703  grad norm 1.880  1,928 ms
+step 2/3  loss 5.3885  grad norm 1.889  201 ms  SKIPPED
+step 3/3  loss 5.1563  grad norm 1.975  182 ms
+"""
+RAISED = """\
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "somewhere.py", line 1, in <module>
+[rank3]: megascend.errors.ConfigError: this is why
+[rank5]: megascend.errors.ConfigError: the same from another rank
+W1121 torch.distributed.elastic Sending process 4711 closing signal SIGTERM
+"""
+# Answers for `python -c` (is there a mindspeed?), and for the simulated device's command that runs a recipe's script.
+STAND_IN = """\
+#!/usr/bin/env bash
+[ "$1" != -c ] || exec {python} "$@"
+case "${{*: -1}}" in
+  */tp_npu.sh) cat "$FOLDER/log"; echo "SMOKE OK" ;;
+  */tp_moe_npu.sh) cat "$FOLDER/raised"; exit 1 ;;
+  */tp_moe_cp_npu.sh) cat "$FOLDER/log"; exec sleep 60 ;;
+esac
+"""
+
+
+@pytest.fixture
+def smoke(tmp_path: Path):
+    """Run the script: ``smoke(*arguments, **environment)``."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable))
+    stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "log").write_text(LOG)
+    (tmp_path / "raised").write_text(RAISED)
+    base = {name: value for name, value in os.environ.items() if name not in ("MEGASCEND_MINDSPEED", "PYTHONPATH")}
+    own = {"PYTHON": str(stand_in), "FOLDER": str(tmp_path), "MEGASCEND_RUN": str(tmp_path / "run")}
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(ROOT / "scripts" / "npu_smoke.sh"), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=base | own | environment,
+            check=False,
+        )
+
+    return run
+
+
+def cells(output: str, recipe: str) -> list[str]:
+    """The row of a recipe, cut at double spaces."""
+    (row,) = (line for line in output.splitlines() if line.startswith(f"{recipe}  "))
+    return [cell.strip() for cell in row.split("  ") if cell.strip()]
+
+
+def test_a_recipe_that_went_through_has_its_figures_in_the_table(smoke) -> None:
+    done = smoke("--simulated", "--double", "tp_npu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *figures, seconds, verdict = cells(done.stdout, "tp_npu")
+    assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201"]
+    assert int(seconds) < 30
+    assert verdict == "OK"
+
+
+def test_a_failure_shows_the_rank_that_raised_and_ends_with_1(smoke, tmp_path: Path) -> None:
+    done = smoke("--simulated", "--double", MEGASCEND_SMOKE_DEADLINE="2")
+    assert done.returncode == 1
+    assert cells(done.stdout, "tp_npu")[-1] == "OK"
+    assert cells(done.stdout, "tp_moe_npu")[1:6] == ["-"] * 5
+    assert cells(done.stdout, "tp_moe_npu")[-1] == "FAILED (exit code 1)"
+    assert cells(done.stdout, "tp_moe_cp_npu")[-1] == "FAILED (not done after 2 s)"
+    _, of_moe, of_cp = done.stdout.split("\n== ")
+    assert of_moe.startswith(f"{tmp_path}/run/logs/tp_moe_npu.log\n")
+    assert "this is why" in of_moe
+    assert "rank5" not in of_moe
+    assert "step 3/3" in of_cp
+
+
+def test_the_heading_says_what_stood_for_mindspeed_and_the_device(smoke, tmp_path: Path) -> None:
+    done = smoke("--simulated", "--double", "tp_npu")
+    assert done.stdout.startswith(
+        "device: simulated (its times say nothing about cards)\nMindSpeed: the tests' double, not MindSpeed\n"
+    )
+    checkout = tmp_path / "checkout"
+    (checkout / "mindspeed").mkdir(parents=True)
+    (checkout / "mindspeed" / "__init__.py").touch()
+    done = smoke("--simulated", "tp_npu", MEGASCEND_MINDSPEED=str(checkout))
+    assert f"\nMindSpeed: {checkout}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--simulated",), "no mindspeed for"),
+        (("--double",), "--double needs --simulated"),
+        (("--simulated", "--double", "tp_other"), "no recipe cookbook/ascend/tp_other.py"),
+    ],
+)
+def test_it_does_not_start_without_what_it_needs(smoke, arguments: tuple[str, ...], message: str) -> None:
+    done = smoke(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""

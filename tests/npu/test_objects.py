@@ -1,0 +1,139 @@
+"""Python objects never travel over HCCL: the simulated HCCL refuses them, and everything works all the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascend.bootstrap import current_runtime
+from megascend.config import Parallel
+from megascend.errors import CollectiveTimeoutError, ProcessGroupError
+from megascend.parallel.objects import gather_objects
+from megascend.parallel.process_groups import initialize
+from megascend.parallel.topology import plan
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+COLLECTIVES = {
+    "all_gather_object": lambda group: dist.all_gather_object([None] * 2, "x", group=group),
+    "broadcast_object_list": lambda group: dist.broadcast_object_list(["x"], src=0, group=group),
+    "gather_object": lambda group: dist.gather_object(
+        "x", [None] * 2 if dist.get_rank() == 0 else None, dst=0, group=group
+    ),
+    "scatter_object_list": lambda group: dist.scatter_object_list(
+        [None], ["a", "b"] if dist.get_rank() == 0 else None, src=0, group=group
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_simulated_hccl_refuses_objects(name, npu):
+    def work():
+        with pytest.raises(RuntimeError, match=f"{name} on an hccl group"):
+            COLLECTIVES[name](None)
+
+    run_distributed(work, 2, backend="hccl")
+
+
+def test_the_default_group_is_on_hccl_without_a_device_and_carriers_have_gloo_twins(npu):
+    def work():
+        groups = initialize(plan(Parallel(context=2), 4), npu.platform, 30)
+        default = dist.distributed_c10d._get_default_group()
+        assert dist.get_backend() == "hccl"
+        assert getattr(default, "bound_device_id", None) is None
+        for name in ("world", "dp", "dp_cp", "cp", "tp", "pp", "ep", "edp"):
+            assert dist.get_backend(groups.gloo(name)) == "gloo"
+            assert dist.get_backend(groups.device_group(name)) == "hccl"
+            assert dist.get_process_group_ranks(groups.gloo(name)) == groups.ranks(name)
+        gathered = gather_objects(groups.rank, "dp", groups), gather_objects(groups.rank, "dp_cp", groups)
+        groups.destroy()
+        return gathered
+
+    npu.configure_topology(plan(Parallel(), 1))
+    results = run_distributed(work, 4, init=False)
+    assert results[1] == ([1, 3], [0, 1, 2, 3])  # the gather over DP x CP spans both
+
+
+def test_upstreams_own_object_collectives_take_the_twin(npu):
+    """megatron-core gathers parameter groups on the default group, for one."""
+
+    original = dist.all_gather_object
+
+    def work():
+        groups = initialize(plan(Parallel(tensor=2), 2), npu.platform, 30)
+        found: list = [None, None]
+        dist.all_gather_object(found, {"rank": dist.get_rank()})
+        over_tp: list = [None, None]
+        dist.all_gather_object(over_tp, dist.get_rank(), group=groups.device_group("tp"))
+        box = ["from 1"] if dist.get_rank() == 1 else [None]
+        dist.broadcast_object_list(box, src=1, device=torch.device("npu"))
+        with pytest.raises(ProcessGroupError, match=r"all_gather_object on a hccl group of ranks.*no Gloo twin"):
+            dist.all_gather_object(found, 1, group=groups.device_group("mp"))
+        groups.destroy()
+        assert dist.all_gather_object is original
+        return found, over_tp, box
+
+    npu.configure_topology(plan(Parallel(), 1))
+    for result in run_distributed(work, 2, init=False):
+        assert result == ([{"rank": 0}, {"rank": 1}], [0, 1], ["from 1"])
+
+
+def save_and_load(checkpoint, folder):
+    from megascend.backend import MegatronBackend
+
+    backend = MegatronBackend(checkpoint, Parallel(tensor=2), "fp32", platform="npu", timeout_s=60)
+    samples = backend.shard(causal_samples(token_lists()))
+    backend.forward_backward(samples)
+    backend.optimizer_step()
+    backend.save(folder)
+    after = backend.forward_backward(samples).loss
+    backend.optimizer_step()
+    backend.load(folder)
+    again = backend.forward_backward(samples).loss
+    backend.close()
+    return after, again
+
+
+def test_training_metrics_checkpoints_and_export_need_no_objects_on_hccl(npu, parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    for after, again in run_distributed(save_and_load, 4, checkpoint, tmp_path / "step-1", init=False, timeout_s=120):
+        assert after == again
+
+
+TIMEOUT = 4.0
+VICTIM = 2
+
+
+def gather_without(how):
+    """What each rank saw: its error's message, and the seconds until it came."""
+    if int(os.environ["RANK"]) == VICTIM and (participant := os.fork()):
+        # The harness ends all ranks as soon as one of its own dies; so a child takes part, and dies, in its place.
+        time.sleep(2.5 * TIMEOUT)
+        os.kill(participant, signal.SIGKILL)
+        os.waitpid(participant, 0)
+        return None
+    groups = initialize(plan(Parallel(), 4), current_runtime("a test").platform, TIMEOUT)
+    gather_objects("first", "dp_cp", groups)
+    if groups.rank == VICTIM:
+        if how == "missing":  # alive, but somewhere else
+            time.sleep(4 * TIMEOUT)
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(how, signal.SIGKILL))
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        gather_objects("second", "dp_cp", groups)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "missing"])
+def test_every_other_rank_ends_in_time_and_names_the_one(how, npu):
+    npu.configure_topology(plan(Parallel(), 1))
+    results = run_distributed(gather_without, 4, how, init=False, timeout_s=60)
+    for rank in (0, 1, 3):
+        message, seconds = results[rank]
+        assert seconds < TIMEOUT + 3
+        assert f"did not arrive at gather_objects on group 'dp_cp' within {TIMEOUT:g} s: rank {VICTIM}." in message

@@ -1,0 +1,44 @@
+"""Every layout's losses and gradient norms on the simulated device equal those of Hugging Face + torch AdamW."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megascend.testing.parity import Case, case_checkpoint, differences, matrix, oracle, token_lists, train_case
+
+LOGITS_BOUND = 1e-5
+pytestmark = pytest.mark.usefixtures("npu")
+
+# What CI runs with the double; the whole matrix is for the real MindSpeed.
+IN_SHORT = (
+    "single",
+    "TP2 + SP",
+    "PP2",
+    "DP2, distributed optimizer",
+    "CP2, ring",
+    "CP2, all_gather",
+    "full recompute",
+    "TP2 x PP2",
+    "MoE EP2",
+    "MoE TP2 x EP2 + SP",
+)
+CASES = [case for case in matrix("npu") if os.environ.get("MEGASCEND_MINDSPEED") or case.name in IN_SHORT]
+
+
+def test_the_short_list_names_cases():
+    assert set(IN_SHORT) <= {case.name for case in matrix("npu")}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_trajectory_equals_hugging_face(case: Case, parity_folder):
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
+    tokens = token_lists()
+    found = differences(
+        train_case(case, checkpoint, tokens), oracle(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss)
+    )
+    assert found.loss <= case.loss_bound, found
+    assert found.grad_norm <= case.norm_bound, found
+    if case.precision == "fp32" and found.logits is not None:
+        assert found.logits <= LOGITS_BOUND, found
