@@ -5,11 +5,13 @@ This is about the double: a double that trains wrongly would make every test on 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +32,23 @@ RING = "MindSpeedCPDotProductAttention"
 
 
 @pytest.fixture(scope="module")
-def architecture(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint, and Hugging Face's logits, loss and gradient norm for ``TOKENS``."""
-    folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = write_tiny_checkpoint(folder / "checkpoint", request.param, num_hidden_layers=2)
-    job = {
-        "checkpoint": str(checkpoint),
-        "samples": [{"token_ids": TOKENS, "prompt_length": 0}],
-        "loss": "cross_entropy",
-        "steps": 1,
-        "lr": 0.0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
-        "aux_loss": 0.0,
-    }
-    (folder / "job.json").write_text(json.dumps(job))
-    result = folder / "result.safetensors"
-    oracle = [sys.executable, str(hf_oracle.__file__), str(folder / "job.json"), str(result)]
-    subprocess.run(oracle, check=True, timeout=DEADLINE_S, capture_output=True)
-    return checkpoint, load_file(result)
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, torch.Tensor]]]:
+    """By architecture: a checkpoint, and Hugging Face's logits, loss and gradient norm for ``TOKENS``."""
+
+    @functools.cache
+    def make(architecture: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        folder = tmp_path_factory.mktemp(architecture)
+        checkpoint = write_tiny_checkpoint(folder / "checkpoint", architecture, num_hidden_layers=2)
+        job = {"checkpoint": str(checkpoint), "samples": [{"token_ids": TOKENS, "prompt_length": 0}]}
+        job |= {"loss": "cross_entropy", "aux_loss": 0.0, "steps": 1}
+        job |= {"lr": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
+        (folder / "job.json").write_text(json.dumps(job))
+        result = folder / "result.safetensors"
+        oracle = [sys.executable, str(hf_oracle.__file__), str(folder / "job.json"), str(result)]
+        subprocess.run(oracle, check=True, timeout=DEADLINE_S, capture_output=True)
+        return checkpoint, load_file(result)
+
+    return make
 
 
 def run(checkpoint: Path, tmp_path: Path, ranks: int, algorithm: str) -> dict[str, Any]:
@@ -98,10 +96,9 @@ def run(checkpoint: Path, tmp_path: Path, ranks: int, algorithm: str) -> dict[st
         ("qwen3", 2, "kvallgather_cp_algo"),
         ("qwen3_moe", 1, "megatron_cp_algo"),
     ],
-    indirect=["architecture"],
 )
-def test_the_numbers_are_hugging_faces(architecture, ranks, algorithm, tmp_path):
-    checkpoint, expected = architecture
+def test_the_numbers_are_hugging_faces(architecture, ranks, algorithm, reference, tmp_path):
+    checkpoint, expected = reference(architecture)
     report = run(checkpoint, tmp_path, ranks, algorithm)
     assert report["device"] == "npu"
     logits = expected["logits.0"][report["positions"]]

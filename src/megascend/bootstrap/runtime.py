@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megascend.bootstrap import upstream_fixes
 from megascend.bootstrap.import_order import require_clean
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
 from megascend.errors import ConfigError, ImportOrderError
@@ -57,6 +58,7 @@ class Runtime:
         self.changes.append(
             f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only"
         )
+        self.changes += upstream_fixes.apply()
         self.changes += self.platform.finish()
         self._megatron_loaded = True
 
@@ -105,7 +107,8 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
       (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``; ``OMP_NUM_THREADS=1`` and one torch
       thread a process when several processes share the machine and the variable is not set.
     - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on).
-    - all, once Megatron is loaded: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's logger
+    - all, once Megatron is loaded: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
+      contiguous (see :mod:`megascend.bootstrap.upstream_fixes`); a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's logger
       set to warnings.
     - ``cuda`` with ``MEGASCEND_REFERENCE_TE=1``: the reference Transformer Engine instead of the real one.
     - ``npu``: MindSpeed's adaptor is imported with arguments of the bootstrap's, and patches megatron.core and parts of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -27,6 +28,7 @@ def install(package: str) -> None:
         del torch.npu  # type: ignore[attr-defined]
         torch._register_device_module("npu", npu)
     collectives.register()
+    accept_simulated_streams()
     alias(f"{package}.npu", npu)
     for name in ("amp", "amp.autocast_mode", "amp.common", "amp.grad_scaler", "memory", "random", "streams"):
         alias(f"{package}.npu.{name}", sys.modules[f"{npu.__name__}.{name}"])
@@ -35,6 +37,21 @@ def install(package: str) -> None:
         setattr(module, name, operator)
     module.unsupported_dtype = UNSUPPORTED_DTYPES  # type: ignore[attr-defined]
     announce()
+
+
+def accept_simulated_streams() -> None:
+    """Let ``tensor.record_stream`` take the simulated ``Stream``, which is no ``torch.Stream`` to torch's argument parser.
+
+    Nothing has to be remembered: a simulated stream has done its work when a call returns.
+    """
+    original = torch.Tensor.record_stream
+
+    @functools.wraps(original)
+    def record_stream(self: torch.Tensor, stream: object) -> None:
+        if self.device.type != "npu":
+            original(self, stream)  # type: ignore[arg-type]
+
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
 
 
 def alias(name: str, module: types.ModuleType) -> None:
