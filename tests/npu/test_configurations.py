@@ -48,14 +48,23 @@ def test_configurations_follow_each_other_without_a_trace(parity_folder):
     assert figures["ring again"] == figures["ring"]
     for algorithm in ("ring", "all_gather"):
         assert figures[algorithm] == pytest.approx(figures["TP2"], rel=1e-5)
-    assert figures["EP2"][0] != pytest.approx(figures["TP2"][0], rel=1e-2)  # it is another model
+    assert figures["EP2"][0] != pytest.approx(figures["TP2"][0], rel=1e-3)  # it is another model
+
+
+def layers(function):
+    """What a callable is, wrapper by wrapper: wrappers are made anew by every patch, so identity says nothing."""
+    chain = []
+    while function is not None and len(chain) < 50:
+        chain.append((getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(type(function)))))
+        function = getattr(function, "__wrapped__", None)
+    return tuple(chain)
 
 
 def holders():
-    """Which object every module of Megatron, mcore-bridge and torch.distributed holds under every name."""
+    """What every module of Megatron, mcore-bridge and torch.distributed holds under every name."""
     prefixes = ("megatron.", "mcore_bridge.", "torch.distributed", "torch.cuda", "transformer_engine", "apex")
     return {
-        (name, attribute): id(value)
+        (name, attribute): layers(value)
         for name, module in sys.modules.copy().items()
         if name.startswith(prefixes)
         for attribute, value in vars(module).copy().items()
@@ -77,13 +86,15 @@ def repatch_ten_times():
         runtime.configure_topology(two)
         runtime.configure_topology(one)
     after = holders()
-    return provider.repatches - count, {key for key in before | after if before.get(key) != after.get(key)}
+    changed = {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
+    return provider.repatches - count, changed, len(after)
 
 
 def test_ten_repatches_leave_no_trace():
-    ((repatches, changed),) = run_distributed(repatch_ten_times, 1, init=False)
+    ((repatches, changed, compared),) = run_distributed(repatch_ten_times, 1, init=False)
     assert repatches == 10
-    assert changed == set()
+    assert compared > 1000
+    assert changed == {}
 
 
 def configure_again(checkpoint):

@@ -191,21 +191,28 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     """Set the attributes by which Megatron's gradient norm knows sharded parameters.
 
     Megatron sets them while it initialises weights, which mcore-bridge skips (``perform_initialization=False``); without
-    them the norm leaves out every rank's embedding and output shard but the first's.
+    them the norm leaves out every rank's embedding and output shard but the first's. MindSpeed's grouped linear layers
+    never set them, so that all ranks' experts but the first's would be missing.
     """
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
-    dims = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    from megatron.core.extensions import transformer_engine as te  # here: what a platform has put there by now
+
+    dims = {
+        VocabParallelEmbedding: 0,
+        ColumnParallelLinear: 0,
+        RowParallelLinear: 1,
+        te.TEColumnParallelGroupedLinear: 0,
+        te.TERowParallelGroupedLinear: 1,
+    }
     for module in model.modules():
         dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
-        weight = getattr(module, "weight", None)
-        if dim is None or weight is None or getattr(weight, "tensor_model_parallel", False):
+        if dim is None:
             continue
-        weight.tensor_model_parallel = True
-        weight.partition_dim = dim
-        weight.partition_stride = 1
-        bias = getattr(module, "bias", None)
-        if bias is not None and dim == 0:
-            bias.tensor_model_parallel = True
-            bias.partition_dim = 0
-            bias.partition_stride = 1
+        for name, parameter in module.named_parameters(recurse=False):
+            # Grouped layers have weight0, weight1...; a row parallel bias is whole on every rank.
+            sharded = name.startswith("weight") or (name.startswith("bias") and dim == 0)
+            if sharded and not getattr(parameter, "tensor_model_parallel", False):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim = dim  # type: ignore[attr-defined]
+                parameter.partition_stride = 1  # type: ignore[attr-defined]

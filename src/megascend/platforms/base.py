@@ -38,6 +38,7 @@ class Platform(ABC):
         has_transformer_engine_kernels: True if the real Transformer Engine runs here, on CUDA: fused rotary embedding,
             matrix products that add to Megatron's fp32 gradient buffers.
         implicit_causal_masks: True if the attention kernel must not be given a dense causal mask.
+        attention_ignores_eval: True if attention dropout has to be switched off by hand for evaluation.
         packed_lengths_on_host: True if attention reads the lengths of packed samples on the CPU; on the device each layer
             would wait for them.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
@@ -50,6 +51,7 @@ class Platform(ABC):
     must_patch_first: ClassVar[bool]
     bind_device: ClassVar[bool] = False
     implicit_causal_masks: ClassVar[bool] = False
+    attention_ignores_eval: ClassVar[bool] = False
     packed_lengths_on_host: ClassVar[bool] = False
     has_transformer_engine_kernels: bool = False
     fuses_activations: bool = False

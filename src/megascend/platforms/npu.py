@@ -31,6 +31,7 @@ class NpuPlatform(Platform):
     bind_device: ClassVar[bool] = False  # Gloo groups made beside a bound HCCL group would inherit the device
 
     implicit_causal_masks: ClassVar[bool] = True
+    attention_ignores_eval: ClassVar[bool] = True
     packed_lengths_on_host: ClassVar[bool] = True
 
     def __init__(self) -> None:

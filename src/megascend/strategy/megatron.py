@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megascend.bootstrap import Runtime
 from megascend.config import Adam, Batching, Moe, Precision, Recompute, Schedule
 from megascend.errors import DataError
-from megascend.model import attention_mask, weights
+from megascend.model import attention_dropout, attention_mask, weights
 from megascend.model.build import build_chunks, build_config
 from megascend.model.output_head import OutputHead
 from megascend.parallel.process_groups import ProcessGroups
@@ -134,8 +134,12 @@ class MegatronStrategy:
         self.finish_param_gather()
         for chunk in self.chunks:
             chunk.eval()
+        kernel_dropout = attention_dropout.switched_off(
+            self.bare_chunks if self.runtime.platform.attention_ignores_eval else []
+        )
         try:
-            yield
+            with kernel_dropout:
+                yield
         finally:
             for chunk in self.chunks:
                 chunk.train()

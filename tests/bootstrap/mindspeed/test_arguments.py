@@ -28,7 +28,6 @@ class Config:
     num_moe_experts: int | None = None
     moe_grouped_gemm: bool = True
     multi_latent_attention: bool = False
-    attention_mask_type: str | None = None
     params_dtype: torch.dtype = torch.bfloat16
     bridge: Any = field(default_factory=object)
 
@@ -61,11 +60,24 @@ def test_the_optimization_level_follows_from_what_the_model_needs(config, level)
 def test_the_model_overrides_defaults_but_an_unset_field_hides_none():
     built = arguments.from_config(DEFAULTS, Config(hidden_size=96), "ring", {})
     assert built["hidden_size"] == 96
-    assert built["attention_mask_type"] == "causal"  # None in the config
+    assert built["attention_mask_type"] == "causal"
     assert built["params_dtype"] is torch.bfloat16
     assert built["transformer_impl"] == "transformer_engine"
     assert built["use_flash_attn"] is True
     assert "bridge" not in built
+
+
+def test_mindspeeds_own_fields_and_callbacks_do_not_come_from_the_model():
+    """MindSpeed adds its arguments to the class, and its layers change them; a second look must find the same."""
+
+    @dataclass
+    class Grown(Config):
+        use_fused_rmsnorm: bool = True
+        grad_scale_func: Any = None
+
+    built = arguments.from_config(DEFAULTS, Grown(), "ring", {})
+    assert built["use_fused_rmsnorm"] is False
+    assert "grad_scale_func" not in built
 
 
 def test_options_come_last():

@@ -35,8 +35,8 @@ def from_config(
         config: mcore-bridge's ModelConfig.
         options: MindSpeed's own arguments by name; they were checked by :func:`check_options`.
     """
-    known = set(getattr(type(config), "__dataclass_fields__", {}))
-    of_model = {name: getattr(config, name) for name in sorted(known) if _is_plain(getattr(config, name, None))}
+    of_model = {name: getattr(config, name, None) for name in model_fields(type(config), defaults)}
+    of_model = {name: value for name, value in of_model.items() if _is_plain(value)}
     # None in the model means "not set"; it must not hide a default of MindSpeed's.
     of_model = {name: value for name, value in of_model.items() if value is not None or name not in defaults}
     return {
@@ -48,6 +48,23 @@ def from_config(
         "transformer_impl": "transformer_engine",
         **options,
     }
+
+
+def model_fields(kind: type, defaults: Mapping[str, Any]) -> list[str]:
+    """Fields of the ModelConfig class ``kind`` that describe the model, sorted.
+
+    MindSpeed makes its own arguments fields of every configuration class made after its import, and its layers write to
+    them while the model is built; those are not the model's to say. Callbacks are set later and say nothing either.
+    """
+    described = set(getattr(kind, "__dataclass_fields__", {}))
+    megatrons = {name for base in kind.__mro__ if base.__module__.startswith("megatron.") for name in _annotated(base)}
+    return sorted(
+        name for name in described if (name in megatrons or name not in defaults) and not name.endswith("_func")
+    )
+
+
+def _annotated(kind: type) -> set[str]:
+    return set(vars(kind).get("__annotations__", {}))
 
 
 def optimization_level(config: Any) -> int:

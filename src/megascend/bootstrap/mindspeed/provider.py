@@ -27,6 +27,7 @@ class MindSpeed(PatchProvider):
         self._stack = stack
         self._defaults: dict[str, Any] = {}
         self._patched: dict[str, Any] = {}  # the arguments that the present patches were made with
+        self._verified: Any = None  # signature of the arguments that passed the checks with these patches
         self._algorithm = "ring"
         self._feature: Any = None
         self.repatches = 0
@@ -68,12 +69,16 @@ class MindSpeed(PatchProvider):
         wanted = arguments.from_config(self._defaults, config, self._algorithm, options)
         refusals.check_model(wanted)
         adaptor.set_arguments(wanted)
-        changes = [] if arguments.signature(wanted) == arguments.signature(self._patched) else self._repatch(wanted)
         self._tell(config, wanted)
-        verification.verify(config, wanted, self._feature.rotary)
+        signature = arguments.signature(wanted)
+        changes = [] if signature == arguments.signature(self._patched) else self._repatch(wanted)
+        if changes or signature != self._verified:
+            verification.verify(config, wanted, self._feature.rotary)
+            self._verified = signature
         return changes
 
     def _repatch(self, wanted: dict[str, Any]) -> list[str]:
+        self._verified = None
         self._patched = {}  # should it fail half-way, the next attempt patches everything again
         with adaptor.quietly():
             import_module(adaptor.ADAPTOR).repatch(wanted)
