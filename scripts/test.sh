@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Run the test suite on one supported stack, in its own virtual environment.
+# Run the tests on one supported stack, in its own virtual environment.
 #
-#   bash scripts/test.sh [0.16|0.15] [pytest arguments]
+#   bash scripts/test.sh [0.16|0.15] [npu] [pytest arguments]
+#
+# Without "npu": everything but the Ascend path. With it: the Ascend path, in a process of its own on the simulated device,
+# with the tests' double of MindSpeed, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
 #
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
 # MEGASCEND_TEST_DEADLINE   seconds after which the whole run is stopped (default: 1800)
@@ -16,6 +19,8 @@ case $stack in
   0.16 | 0.15) ;;
   *) echo "no stack $stack; there are 0.16 and 0.15" >&2; exit 2 ;;
 esac
+part=main
+if [ "${1:-}" = npu ]; then part=npu; shift; fi
 
 if [ -n "${MEGASCEND_PYTHON:-}" ]; then
   python=$MEGASCEND_PYTHON
@@ -25,10 +30,24 @@ else
   python=.venv-$stack/bin/python
 fi
 
-echo "== tests on stack $stack"
-status=0
-OMP_NUM_THREADS=1 timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest "$@" || status=$?
-if [ "$status" = 124 ]; then
-  echo "the tests did not end within ${MEGASCEND_TEST_DEADLINE:-1800} s" >&2
+run_tests() {
+  local status=0
+  OMP_NUM_THREADS=1 timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest "$@" || status=$?
+  if [ "$status" = 124 ]; then
+    echo "the tests did not end within ${MEGASCEND_TEST_DEADLINE:-1800} s" >&2
+  fi
+  return "$status"
+}
+
+if [ "$part" = main ]; then
+  echo "== tests on stack $stack"
+  run_tests "$@"
+else
+  export MEGASCEND_SIMNPU=1
+  echo "== tests of the Ascend path on stack $stack, MindSpeed: ${MEGASCEND_MINDSPEED:-the tests double}"
+  # Two processes: MindSpeed's patches, and whatever has run a backward pass (ranks are forked), stay in a process for good.
+  status=0
+  run_tests tests/simnpu "$@" || status=$?
+  run_tests tests/npu "$@" || status=$?
+  exit "$status"
 fi
-exit "$status"

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from megascend.bootstrap.runtime import Runtime, bootstrap
+
+ASCEND = ["npu", "simnpu"]
+collect_ignore = [] if os.environ.get("MEGASCEND_SIMNPU") else ASCEND
+
+
+def pytest_report_header() -> list[str]:
+    """Say what is left out, and how to run it."""
+    if collect_ignore:
+        return [
+            "tests/npu, tests/simnpu: not collected; they need a process on the simulated device "
+            "(bash scripts/test.sh STACK npu)"
+        ]
+    mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or "the double in tests/doubles"
+    return [f"on the simulated Ascend device, with MindSpeed from {mindspeed}"]
 
 
 @pytest.fixture(scope="session")

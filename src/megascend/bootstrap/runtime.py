@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.bootstrap import upstream_fixes
 from megascend.bootstrap.import_order import require_clean
+from megascend.bootstrap.missing_leaves import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
 from megascend.errors import ConfigError, ImportOrderError
 
@@ -102,8 +103,9 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
 
     What it changes in the process (also in ``Runtime.changes``):
 
-    - ``cpu``: ``transformer_engine`` in ``sys.modules`` becomes :mod:`megascend.reference_te`, beside a few leaf
-      modules that upstream imports unconditionally; ``torch.cuda`` names that Megatron-Core calls act on the CPU
+    - all: a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
+      :mod:`megascend.bootstrap.missing_leaves`).
+    - ``cpu``: ``transformer_engine`` in ``sys.modules`` becomes :mod:`megascend.reference_te`; ``torch.cuda`` names that Megatron-Core calls act on the CPU
       (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``; ``OMP_NUM_THREADS=1`` and one torch
       thread a process when several processes share the machine and the variable is not set.
     - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on).
@@ -140,7 +142,8 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
     chosen = choose(platform)
     if chosen.must_patch_first:
         require_clean(sys.modules, chosen.name)
-    _current = Runtime(chosen, stack, changes=chosen.prepare(stack, parallel or Parallel()))
+    changes = chosen.prepare(stack, parallel or Parallel())
+    _current = Runtime(chosen, stack, changes + install_missing_leaves())
     return _current
 
 

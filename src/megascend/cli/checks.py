@@ -44,18 +44,18 @@ class Outcome:
 
 def run_checks(timeout: float) -> list[Check]:
     """All checks, in the order in which one explains the next."""
-    checks = [check_python(), *check_versions()]
-    torch = check_torch(timeout)
-    checks += [torch, check_torch_npu(timeout)]
-    for name, check in (
-        ("platform", check_platform),
-        ("bootstrap", check_bootstrap),
-        ("collectives", check_collectives),
-    ):
-        if torch.status == "fail":
-            checks.append(Check(name, "skip", "needs torch"))
+    torch, npu = check_torch(timeout), check_npu(timeout)
+    checks = [check_python(), *check_versions(), torch, *npu]
+    if torch.status == "fail":
+        checks += [Check(name, "skip", "needs torch") for name in ("platform", "bootstrap", "collectives")]
+    else:
+        checks.append(check_platform(timeout))
+        unmet = [check.name for check in npu if check.status == "fail"]
+        if unmet and checks[-1].values.get("chosen") == "npu":
+            checks.append(Check("bootstrap", "skip", f"needs {', '.join(unmet)}"))
         else:
-            checks.append(check(timeout))
+            checks.append(check_bootstrap(timeout))
+        checks.append(check_collectives(timeout))
     return [*checks, check_threads(os.environ), check_memory(), check_shared_memory(), check_disk(Path.cwd())]
 
 
@@ -99,16 +99,18 @@ def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) ->
 
 
 def explain_import_failure(text: str) -> tuple[str, str]:
-    """A failed import's last line, and what to do about it."""
-    last = text.strip().splitlines()[-1] if text.strip() else "unknown error"
-    cann = (
-        "torch_npu is installed but cannot load Ascend's libraries: load CANN's environment (set_env.sh of the "
-        "ascend-toolkit) on an NPU host, or pip uninstall torch_npu on a machine without NPU"
-    )
+    """What a failed import's traceback comes down to, and what to do about it."""
+    from megascend.bootstrap.mindspeed.prerequisites import ASCEND_LIBRARY, WITHOUT_CANN
+
+    lines = text.strip().splitlines() or ["unknown error"]
+    last = lines[-1]
+    if library := next((line for line in lines if ASCEND_LIBRARY.search(line) and "Error: " in line), None):
+        return (last if library == last else f"{last} ({library})"), WITHOUT_CANN
     if "Failed to load the backend extension" in text:
-        return last, cann + "; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch start without it"
-    if "libhccl" in text or "libascend" in text:
-        return last, cann
+        return last, (
+            "torch loads torch_npu by itself, and torch_npu fails: see 'torch_npu' below; "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch start without it"
+        )
     if "No module named" in last:
         return last, "install it into this environment: pip install 'megascend[stack-0-16]'"
     return last, ""
@@ -152,16 +154,31 @@ def check_torch(timeout: float) -> Check:
     return Check("torch import", "ok", found, values=outcome.answer)
 
 
-def check_torch_npu(timeout: float) -> Check:
-    """Does torch_npu import where it is installed?"""
+def check_npu(timeout: float) -> list[Check]:
+    """What the platform ``npu`` needs, one line each, where torch_npu is installed."""
     if find_spec("torch_npu") is None:
-        return Check("torch_npu", "skip", "not installed")
-    code = "import json, torch_npu\nprint(json.dumps({'version': torch_npu.__version__}))"
+        return [Check("torch_npu", "skip", "not installed")]
+    code = (
+        "import json\n"
+        "from dataclasses import asdict\n"
+        "from megascend import simnpu\n"
+        "from megascend.bootstrap.mindspeed.prerequisites import findings\n"
+        "from megascend.bootstrap.versions import installed_versions, nearest_stack\n"
+        "found = [asdict(each) for each in findings(nearest_stack(installed_versions()))]\n"
+        "print(json.dumps({'findings': found, 'simulated': simnpu.is_active()}))"
+    )
     outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     if outcome.answer is None:
-        found, hint = explain_import_failure(outcome.problem)
-        return Check("torch_npu", "fail", found, hint)
-    return Check("torch_npu", "ok", outcome.answer["version"], values=outcome.answer)
+        return [Check("torch_npu", "fail", *explain_import_failure(outcome.problem))]
+    checks = [
+        Check(finding["name"], "fail" if finding["problem"] else "ok", finding["found"] or "no", finding["problem"])
+        for finding in outcome.answer["findings"]
+    ]
+    if outcome.answer["simulated"]:
+        what = "the npu device is SIMULATED on this machine's CPU and memory"
+        hint = "numbers and refusals mean something here, speed and memory use do not; no card has been looked at"
+        checks.insert(0, Check("simulated device", "warn", what, hint, {"simulated": True}))
+    return checks
 
 
 def check_platform(timeout: float) -> Check:

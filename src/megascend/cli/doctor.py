@@ -18,7 +18,7 @@ def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that any single check may take.")] = 120.0,
 ) -> None:
-    """Check versions, platform, collectives, memory, threads and disk. Exits with 1 if a check fails."""
+    """Check versions, NPU, platform, collectives, memory, threads and disk. Exits with 1 if a check fails."""
     from megascend.cli.checks import run_checks
 
     checks = run_checks(timeout)
@@ -53,5 +53,6 @@ def render_table(checks: list[Check]) -> str:
                 check.hint, 110, initial_indent=" " * (width + 8) + "-> ", subsequent_indent=" " * (width + 11)
             )
     failed = [check.name for check in checks if check.status == "fail"]
-    verdict = f"{len(failed)} failed: {', '.join(failed)}" if failed else "ready to train"
+    ready = "ready to train" + (" on a simulated device" if any("simulated" in check.values for check in checks) else "")
+    verdict = f"{len(failed)} failed: {', '.join(failed)}" if failed else ready
     return "\n".join([*lines, "", verdict])

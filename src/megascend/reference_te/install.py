@@ -52,7 +52,4 @@ def install(force: bool = False) -> list[str]:
     setattr(modules[ROOT], MARK, True)
     sys.modules.update(modules)
     changes.append(f"{ROOT} {VERSION}: megascend's reference layers in plain PyTorch ({len(modules)} modules)")
-
-    from megascend.reference_te.missing_leaves import install_missing_leaves
-
-    return changes + install_missing_leaves()
+    return changes

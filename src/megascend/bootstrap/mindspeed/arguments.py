@@ -11,12 +11,15 @@ from megascend.errors import ConfigError
 ALGORITHMS = {"ring": "megatron_cp_algo", "all_gather": "kvallgather_cp_algo", "ulysses": "ulysses_cp_algo"}
 """``Parallel.context_algorithm`` in MindSpeed's words."""
 
+OF_MEGATRON_TRAINING = {"reset_position_ids": False, "reset_attention_mask": False}
+"""Arguments that MindSpeed reads but Megatron's training script declares, at their defaults there."""
+
 PLAIN = (bool, int, float, str, type(None))
 
 
 def seed(defaults: Mapping[str, Any], context_size: int, context_algorithm: str) -> dict[str, Any]:
     """Arguments for when only the layout is known: before the adaptor is imported, and before groups are created."""
-    return dict(defaults) | {
+    return OF_MEGATRON_TRAINING | dict(defaults) | {
         "context_parallel_size": context_size,
         "context_parallel_algo": ALGORITHMS[context_algorithm],
         "optimization_level": 2 if context_size > 1 else 0,
@@ -40,6 +43,7 @@ def from_config(
     # None in the model means "not set"; it must not hide a default of MindSpeed's.
     of_model = {name: value for name, value in of_model.items() if value is not None or name not in defaults}
     return {
+        **OF_MEGATRON_TRAINING,
         **defaults,
         **of_model,
         "context_parallel_algo": ALGORITHMS[context_algorithm],

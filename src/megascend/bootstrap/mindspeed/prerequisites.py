@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -16,13 +18,20 @@ from pathlib import Path
 from packaging.version import Version
 
 from megascend import simnpu
-from megascend.bootstrap.versions import Stack
+from megascend.bootstrap.versions import Stack, installed_versions
 from megascend.errors import PlatformError, VersionError
 
 HOW_MINDSPEED = (
     "git clone -b {branch} MindSpeed from its repository (it is not on PyPI), pip install --no-deps -e it, or put the "
     "checkout on PYTHONPATH; see docs/npu.md"
 )
+
+WITHOUT_CANN = (
+    "On an NPU host: source CANN's set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh). Elsewhere: pip uninstall "
+    "torch_npu, or run on the simulated device: megascend simnpu -- COMMAND. TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch "
+    "start without torch_npu"
+)
+ASCEND_LIBRARY = re.compile(r"lib(hccl|ascend|acl|ge_|graph|opapi|runtime)\S*\.so")
 
 # Hard imports that MindSpeed does not declare: (module, who needs it, what to do, in which stacks).
 UNDECLARED = (
@@ -53,12 +62,8 @@ def torch_npu_problem() -> str | None:
 def explain_torch_npu_failure(error: BaseException) -> str:
     """What the failed import of torch_npu (or, through its auto-loading, of torch) means, and what to do."""
     first = _root_cause(error)
-    if re.search(r"lib(hccl|ascend|acl|ge_|graph|opapi|runtime)\S*\.so", first):
-        return (
-            f"torch_npu cannot load Ascend's libraries ({first}). On an NPU host: source CANN's set_env.sh "
-            "(/usr/local/Ascend/ascend-toolkit/set_env.sh). Elsewhere: pip uninstall torch_npu, or run on the simulated "
-            "device: megascend simnpu -- COMMAND. TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch start without torch_npu"
-        )
+    if ASCEND_LIBRARY.search(first):
+        return f"torch_npu cannot load Ascend's libraries ({first}). {WITHOUT_CANN}"
     return f"torch_npu is installed but cannot be imported: {first}"
 
 
@@ -70,6 +75,28 @@ def _root_cause(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+@dataclass(frozen=True)
+class Prerequisite:
+    """One thing that must be right.
+
+    Attributes:
+        name: of what is looked at.
+        look: returns what was found, in a few words, or raises the PlatformError or VersionError that says what to do.
+    """
+
+    name: str
+    look: Callable[[Stack, Mapping[str, str]], str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one prerequisite: ``problem`` is empty if it holds."""
+
+    name: str
+    found: str
+    problem: str = ""
+
+
 def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a process in which MindSpeed would fail half-way, or patch the wrong thing.
 
@@ -77,40 +104,65 @@ def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
         PlatformError: something is missing, or CUDA's Transformer Engine is in the way.
         VersionError: MindSpeed, torch_npu or the Megatron tree is not that of the stack.
     """
+    for prerequisite in PREREQUISITES:
+        prerequisite.look(stack, environment)
+
+
+def findings(stack: Stack, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Every prerequisite held against this process, whether the ones before it hold or not. For ``megascend doctor``."""
+    result = []
+    for prerequisite in PREREQUISITES:
+        try:
+            result.append(Finding(prerequisite.name, prerequisite.look(stack, environment)))
+        except (PlatformError, VersionError) as error:
+            result.append(Finding(prerequisite.name, "", str(error)))
+    return result
+
+
+def _look_at_torch_npu(stack: Stack, environment: Mapping[str, str]) -> str:
     problem = torch_npu_problem()
     if problem:
         raise PlatformError(f"platform 'npu' cannot be used here: {problem}")
-    if not environment.get("ASCEND_HOME_PATH"):
+    torch, torch_npu = import_module("torch"), import_module("torch_npu")
+    count = torch.npu.device_count()
+    return f"{torch_npu.__version__}, {count} x {torch.npu.get_device_name(0)}"
+
+
+def _look_at_cann(stack: Stack, environment: Mapping[str, str]) -> str:
+    home = environment.get("ASCEND_HOME_PATH")
+    if not home:
         raise PlatformError(
             "ASCEND_HOME_PATH is not set, so CANN's compilers cannot be found: source its set_env.sh "
             "(/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the run"
         )
-    _check_torch_npu(stack)
-    _check_mindspeed(stack)
-    for module, user, remedy, stacks in UNDECLARED:
-        if module == "triton" and simnpu.is_active():
-            continue  # the simulated device brings a stand-in, later: torch must have seen that there is no triton
-        if stack.name in stacks and find_spec(module) is None:
-            raise PlatformError(f"{user} needs {module} without declaring it, and it is not installed: {remedy}")
-    _check_transformer_engine()
-    check_megatron_tree(stack)
+    return home
 
 
-def _check_torch_npu(stack: Stack) -> None:
-    import torch
-    import torch_npu
-
+def _look_at_the_pair(stack: Stack, environment: Mapping[str, str]) -> str:
+    torch, torch_npu = _version_of("torch"), _version_of("torch_npu")
     wanted = stack.requirement("torch-npu")
-    if Version(torch_npu.__version__) not in wanted:
+    if torch_npu not in wanted:
         raise VersionError(
-            f"torch_npu {torch_npu.__version__} is installed; stack {stack.name} needs torch_npu{wanted} with the "
+            f"torch_npu {torch_npu} is installed; stack {stack.name} needs torch_npu{wanted} with the "
             f"torch of the same version. {stack}"
         )
-    if Version(torch_npu.__version__).release[:2] != Version(torch.__version__).release[:2]:
+    if torch_npu.release[:2] != torch.release[:2]:
         raise VersionError(
-            f"torch_npu {torch_npu.__version__} is built for torch of the same version, but torch {torch.__version__} "
+            f"torch_npu {torch_npu} is built for torch of the same version, but torch {torch} "
             "is installed: install the pair that torch_npu's release notes name"
         )
+    return f"torch {torch}, torch_npu {torch_npu}"
+
+
+def _version_of(package: str) -> Version:
+    """From the package's metadata, so that a torch_npu that cannot be imported has a version too."""
+    try:
+        return Version(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        stated = getattr(sys.modules.get(package), "__version__", None)
+    if stated is None:
+        raise VersionError(f"the version of {package} is not known: it has no metadata; install it with pip")
+    return Version(stated)
 
 
 def mindspeed_version() -> Version | None:
@@ -132,7 +184,7 @@ def mindspeed_version() -> Version | None:
         return None
 
 
-def _check_mindspeed(stack: Stack) -> None:
+def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     if find_spec("mindspeed") is None:
         raise PlatformError(
             f"platform 'npu' needs MindSpeed ({stack.mindspeed}), which is not installed: "
@@ -146,17 +198,38 @@ def _check_mindspeed(stack: Stack) -> None:
             f"({import_module('mindspeed').__file__}); stack {stack.name} needs branch {stack.mindspeed}: "
             + HOW_MINDSPEED.format(branch=stack.mindspeed)
         )
+    return f"{found} ({Path(str(import_module('mindspeed').__file__)).parent})"
 
 
-def _check_transformer_engine() -> None:
+def _look_at_undeclared(stack: Stack, environment: Mapping[str, str]) -> str:
+    needed = [row for row in UNDECLARED if stack.name in row[3]]
+    if simnpu.is_active():
+        # The simulated device brings a stand-in for triton, later: torch must have seen that there is no triton.
+        needed = [row for row in needed if row[0] != "triton"]
+    missing = [
+        f"{user} needs {module} without declaring it, and it is not installed: {remedy}"
+        for module, user, remedy, _ in needed
+        if find_spec(module) is None
+    ]
+    if missing:
+        raise PlatformError("; ".join(missing))
+    return ", ".join(row[0] for row in needed)
+
+
+def _look_at_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> str:
     """MindSpeed puts a dummy in the place of ``transformer_engine``; a real one is imported instead, and crashes."""
     spec = find_spec("transformer_engine")
     if spec is None:
-        return
+        return "CUDA's is not installed, as it must be"
     raise PlatformError(
         f"CUDA's Transformer Engine is installed ({spec.origin}). MindSpeed would import it instead of its own layers, and "
         "it cannot run on an NPU host: pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12"
     )
+
+
+def _look_at_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
+    check_megatron_tree(stack)
+    return f"megatron.core is the installed {installed_versions()['megatron-core']}"
 
 
 def check_megatron_tree(stack: Stack) -> None:
@@ -177,6 +250,18 @@ def check_megatron_tree(stack: Stack) -> None:
     if version not in stack.requirement("megatron-core"):
         raise VersionError(
             f"megatron.core would be imported from {info.parent}, which is version {version}, while the installed "
-            f"megatron-core is {metadata.version('megatron-core')}: another Megatron tree comes first on sys.path. "
+            f"megatron-core is {installed_versions()['megatron-core']}: another Megatron tree comes first on sys.path. "
             f"Remove it from PYTHONPATH. {stack}"
         )
+
+
+PREREQUISITES = (
+    Prerequisite("torch_npu", _look_at_torch_npu),
+    Prerequisite("CANN", _look_at_cann),
+    Prerequisite("torch pair", _look_at_the_pair),
+    Prerequisite("MindSpeed", _look_at_mindspeed),
+    Prerequisite("MindSpeed's imports", _look_at_undeclared),
+    Prerequisite("Transformer Engine", _look_at_transformer_engine),
+    Prerequisite("Megatron tree", _look_at_megatron),
+)
+"""In the order in which one explains the next."""

@@ -11,11 +11,13 @@ import ast
 import importlib.util
 import logging
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NoReturn
 
-from megascend.reference_te.refusals import unavailable
+from megascend.errors import PlatformError
 
 KERNEL_LEAVES = (
     # (top package, path inside it)
@@ -33,9 +35,7 @@ def install_missing_leaves() -> list[str]:
             file = _locate(package, f"{inner}.py")
             if file is not None and name not in sys.modules:
                 functions = public_functions(file)
-                _insert(
-                    name, {each: unavailable(f"{name}.{each}", "the feature that needs triton") for each in functions}
-                )
+                _insert(name, {each: _needs_triton(f"{name}.{each}") for each in functions})
                 changes.append(f"{name}: {len(functions)} functions that raise (triton is not installed)")
     gemma = _locate("mcore_bridge", "model/mm_gpts/gemma4.py")
     wants_swift = gemma is not None and "from swift.utils import get_logger" in gemma.read_text()
@@ -53,6 +53,14 @@ def public_functions(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
+def _needs_triton(name: str) -> Callable[..., NoReturn]:
+    def function(*args: Any, **kwargs: Any) -> NoReturn:
+        raise PlatformError(f"{name} needs triton, which is not installed; switch the feature that calls it off")
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
 def _importable(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
@@ -67,8 +75,8 @@ def _locate(package: str, inner: str) -> Path | None:
 
 
 def _insert(name: str, contents: dict[str, object], is_package: bool = False) -> None:
-    module = ModuleType(name, "put here by megascend.reference_te")
-    module.__spec__ = ModuleSpec(name, loader=None, origin="megascend.reference_te", is_package=is_package)
+    module = ModuleType(name, "put here by megascend.bootstrap")
+    module.__spec__ = ModuleSpec(name, loader=None, origin="megascend.bootstrap", is_package=is_package)
     if is_package:
         module.__path__ = []  # type: ignore[attr-defined]
     module.__dict__.update(contents)
