@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from megascend import simnpu
 from megascend.cli import checks
 from megascend.cli.checks import Check, check_shared_memory, check_threads, explain_import_failure, run_python
 from megascend.cli.doctor import render_json, render_table
 
 BROKEN = 'raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")\n'
+DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
 
 
 def test_doctor_on_this_machine(megascend) -> None:
@@ -31,31 +35,98 @@ def test_doctor_on_this_machine(megascend) -> None:
     assert found["threads"]["omp_num_threads"] == "1"
 
 
+def install(folder: Path, name: str, version: str, code: str = "", entry_points: str = "") -> None:
+    """A package with its metadata, as pip leaves it."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code)
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
 @pytest.fixture
 def broken_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The real wheel on a machine without CANN, as far as importing it goes."""
-    (tmp_path / "torch_npu").mkdir()
-    (tmp_path / "torch_npu" / "__init__.py").write_text(BROKEN)
+    """The real wheel on a machine without CANN, as far as importing it goes: torch loads it by itself."""
+    install(tmp_path, "torch_npu", "2.0.0", BROKEN, "[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     return tmp_path
 
 
-def test_a_torch_npu_without_cann_is_explained(broken_torch_npu: Path) -> None:
-    check = checks.check_torch_npu(60)
-    assert check.status == "fail"
-    assert "libhccl" in check.found
-    assert "set_env.sh" in check.hint
-    assert "pip uninstall torch_npu" in check.hint
+def npu_checks() -> dict[str, Check]:
+    return {check.name: check for check in checks.check_npu(60)}
 
 
 def test_a_torch_npu_that_torch_loads_by_itself_is_explained(broken_torch_npu: Path) -> None:
-    info = broken_torch_npu / "torch_npu-2.6.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.6.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     check = checks.check_torch(60)
     assert check.status == "fail"
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in check.hint
+    assert "Failed to load the backend extension: torch_npu" in check.found
+    assert "(ImportError: libhccl.so" in check.found
+    for remedy in ("set_env.sh", "pip uninstall torch_npu", "megascend simnpu", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        assert remedy in check.hint
+
+
+def test_what_an_npu_host_lacks_is_listed_at_once(broken_torch_npu: Path) -> None:
+    found = npu_checks()
+    assert all(found[name].status == "fail" for name in ("torch_npu", "CANN", "torch pair", "MindSpeed"))
+    assert "cannot load Ascend's libraries (libhccl.so" in found["torch_npu"].hint
+    assert "ASCEND_HOME_PATH is not set" in found["CANN"].hint
+    assert "torch_npu 2.0.0 is installed; stack" in found["torch pair"].hint
+    assert "needs MindSpeed (core_r0." in found["MindSpeed"].hint
+    assert "torchair" in found["MindSpeed's imports"].hint
+    assert found["Transformer Engine"].status == found["Megatron tree"].status == "ok"
+
+
+def test_what_is_on_the_path_by_mistake_is_named(broken_torch_npu: Path) -> None:
+    install(broken_torch_npu, "transformer_engine", "2.8.0")
+    install(broken_torch_npu, "mindspeed", "0.12.1", "__version__ = '0.12.1'\n")
+    core = broken_torch_npu / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core.parent / "__init__.py").touch()  # a namespace package would come after the installed one
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\n")
+    found = npu_checks()
+    assert "CUDA's Transformer Engine is installed" in found["Transformer Engine"].hint
+    assert "MindSpeed 0.12.1 is on the path" in found["MindSpeed"].hint
+    assert "needs branch core_r0." in found["MindSpeed"].hint
+    assert f"would be imported from {core}, which is version 0.12.1" in found["Megatron tree"].hint
+    assert "Remove it from PYTHONPATH" in found["Megatron tree"].hint
+
+
+def test_without_torch_npu_nothing_of_an_npu_is_looked_at() -> None:
+    if "torch_npu" in sys.modules:
+        pytest.skip("this process has one")
+    assert [check.status for check in checks.check_npu(60)] == ["skip"]
+
+
+@pytest.mark.slow
+def test_a_machine_without_cann_fails_without_a_traceback(megascend, broken_torch_npu: Path) -> None:
+    done = megascend("doctor")
+    assert done.returncode == 1
+    assert "FAIL  torch import" in done.stdout
+    assert "SKIP  bootstrap" in done.stdout
+    assert "failed: torch import, torch_npu, CANN" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_simulated_device_is_ready_and_never_passes_for_a_card(megascend) -> None:
+    path = os.pathsep.join([str(DOUBLES), *(entry for entry in sys.path if entry)])
+    environment = simnpu.environment(os.environ | {"PYTHONPATH": path})
+    done = megascend("doctor", "--json", **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert found["simulated device"]["status"] == "warn"
+    assert "SIMULATED" in found["simulated device"]["found"]
+    assert "+simnpu, 8 x Simulated Ascend" in found["torch_npu"]["found"]
+    assert "+double" in found["MindSpeed"]["found"]
+    assert found["platform"]["chosen"] == found["bootstrap"]["platform"] == "npu"
+
+
+def test_a_verdict_on_a_simulated_device_says_so() -> None:
+    table = render_table([Check("simulated device", "warn", "SIMULATED", values={"simulated": True})])
+    assert table.endswith("ready to train on a simulated device")
 
 
 def test_a_helper_that_hangs_is_given_up() -> None:

@@ -9,7 +9,7 @@ import pytest
 from megascend.testing.parity import Case, case_checkpoint, differences, matrix, oracle, token_lists, train_case
 
 LOGITS_BOUND = 1e-5
-pytestmark = pytest.mark.usefixtures("npu")
+pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 
 # What CI runs with the double; the whole matrix is for the real MindSpeed.
 IN_SHORT = (

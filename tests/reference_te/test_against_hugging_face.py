@@ -35,9 +35,11 @@ MEGATRON = f"""
 import sys, torch
 import torch.distributed as dist
 from megascend import reference_te
+from megascend.bootstrap.missing_leaves import install_missing_leaves
 from megascend.platforms import cuda_redirect
 reference_te.install()
 cuda_redirect.install()
+install_missing_leaves()
 from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams

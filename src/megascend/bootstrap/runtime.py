@@ -105,13 +105,14 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
 
     - all: a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
       :mod:`megascend.bootstrap.missing_leaves`).
-    - ``cpu``: ``transformer_engine`` in ``sys.modules`` becomes :mod:`megascend.reference_te`; ``torch.cuda`` names that Megatron-Core calls act on the CPU
-      (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``; ``OMP_NUM_THREADS=1`` and one torch
-      thread a process when several processes share the machine and the variable is not set.
+    - ``cpu``: ``transformer_engine`` in ``sys.modules`` becomes :mod:`megascend.reference_te`; ``torch.cuda`` names that
+      Megatron-Core calls act on the CPU (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``;
+      ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable is
+      not set.
     - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on).
     - all, once Megatron is loaded: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous (see :mod:`megascend.bootstrap.upstream_fixes`); a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's logger
-      set to warnings.
+      contiguous (see :mod:`megascend.bootstrap.upstream_fixes`); a warnings filter for the modules in
+      ``QUIET_MODULES``, and mcore-bridge's logger set to warnings.
     - ``cuda`` with ``MEGASCEND_REFERENCE_TE=1``: the reference Transformer Engine instead of the real one.
     - ``npu``: MindSpeed's adaptor is imported with arguments of the bootstrap's, and patches megatron.core and parts of
       torch (docs/npu.md lists them); ``HCCL_IF_BASE_PORT`` where no port is set.
@@ -119,7 +120,7 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
         parallel: the layout, where it is known already. It may be another one later; on an NPU with context
-            parallelism, telling it here saves patching Megatron twice (about a second).
+            parallelism, telling it here saves patching Megatron once more for it (about a second).
 
     Raises:
         VersionError: the installed packages are not a row of the version table.

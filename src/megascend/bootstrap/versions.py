@@ -44,8 +44,8 @@ class Stack:
         return f"stack {self.name}: {parts}, MindSpeed {self.mindspeed}"
 
 
-# torch_npu's minor version is torch's; MindSpeed core_r0.15.3 patches get_device_capability in a way that torch 2.13's
-# collectives do not survive, so its NPU range ends below.
+# torch_npu's minor version is torch's. MindSpeed core_r0.15.3 patches get_device_capability in a way that torch 2.13's
+# collectives do not survive; bootstrap/mindspeed/feature.py mends it, so both stacks end at the same torch.
 STACKS = (
     Stack(
         name="0.16",

@@ -171,8 +171,8 @@ def check_npu(timeout: float) -> list[Check]:
     if outcome.answer is None:
         return [Check("torch_npu", "fail", *explain_import_failure(outcome.problem))]
     checks = [
-        Check(finding["name"], "fail" if finding["problem"] else "ok", finding["found"] or "no", finding["problem"])
-        for finding in outcome.answer["findings"]
+        Check(each["name"], "fail" if each["problem"] else "ok", each["found"] or "not ready", each["problem"])
+        for each in outcome.answer["findings"]
     ]
     if outcome.answer["simulated"]:
         what = "the npu device is SIMULATED on this machine's CPU and memory"
@@ -196,7 +196,8 @@ def check_platform(timeout: float) -> Check:
     outcome = run_python(["-c", code], timeout)
     if outcome.answer is None:
         return Check("platform", "fail", *explain_import_failure(outcome.problem))
-    reasons = "; ".join(outcome.answer["unavailable"].values())
+    above = ["npu"] if find_spec("torch_npu") else []  # check_npu has said why
+    reasons = "; ".join(reason for name, reason in outcome.answer["unavailable"].items() if name not in above)
     return Check(
         "platform", "ok", outcome.answer["chosen"] + (f"  ({reasons})" if reasons else ""), values=outcome.answer
     )

@@ -49,10 +49,17 @@ def render_table(checks: list[Check]) -> str:
         status = typer.style(f"{check.status.upper() if check.status != 'ok' else 'ok':<4}", fg=COLOURS[check.status])
         lines.append(f"{status}  {check.name:<{width}}  {check.found}")
         if check.hint:
+            indent = " " * (width + 8)
             lines += textwrap.wrap(
-                check.hint, 110, initial_indent=" " * (width + 8) + "-> ", subsequent_indent=" " * (width + 11)
+                check.hint,
+                width + 98,
+                initial_indent=indent + "-> ",
+                subsequent_indent=indent + "   ",
+                break_on_hyphens=False,  # paths and package names stay whole, to be copied
+                break_long_words=False,
             )
     failed = [check.name for check in checks if check.status == "fail"]
-    ready = "ready to train" + (" on a simulated device" if any("simulated" in check.values for check in checks) else "")
+    simulated = any("simulated" in check.values for check in checks)
+    ready = "ready to train on a simulated device" if simulated else "ready to train"
     verdict = f"{len(failed)} failed: {', '.join(failed)}" if failed else ready
     return "\n".join([*lines, "", verdict])

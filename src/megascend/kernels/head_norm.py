@@ -123,7 +123,12 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
 def _fits(module: torch.nn.Module) -> bool:
     """Plain RMSNorm over a power of two up to MAX_WIDTH, on a GPU."""
     weight = getattr(module, "weight", None)
-    if type(module).__name__ != "RMSNorm" or weight is None or weight.device.type != "cuda" or not hasattr(module, "eps"):
+    if (
+        type(module).__name__ != "RMSNorm"
+        or weight is None
+        or weight.device.type != "cuda"
+        or not hasattr(module, "eps")
+    ):
         return False
     width = weight.numel()
     return width <= MAX_WIDTH and width & (width - 1) == 0 and not getattr(module, "zero_centered_gamma", False)

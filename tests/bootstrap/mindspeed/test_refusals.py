@@ -41,6 +41,11 @@ def test_a_plain_model_is_not_refused():
             "hybrid_cp_algo needs a fixed seq_length",
         ),
         (ALL_GATHER | {"attention_dropout": 0.1}, "attention_dropout=0.1.*another dropout mask"),
+        (
+            {"context_parallel_size": 2, "use_cp_send_recv_overlap": True},
+            "use_cp_send_recv_overlap=True.*process groups",
+        ),
+        ({"context_parallel_size": 4, "cp_window_size": 2}, "cp_window_size=2.*process groups"),
     ],
 )
 def test_each_silent_fault_has_its_reason(change, message):

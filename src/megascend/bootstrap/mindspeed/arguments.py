@@ -19,17 +19,25 @@ PLAIN = (bool, int, float, str, type(None))
 
 def seed(defaults: Mapping[str, Any], context_size: int, context_algorithm: str) -> dict[str, Any]:
     """Arguments for when only the layout is known: before the adaptor is imported, and before groups are created."""
-    return OF_MEGATRON_TRAINING | dict(defaults) | {
-        "context_parallel_size": context_size,
-        "context_parallel_algo": ALGORITHMS[context_algorithm],
-        "optimization_level": 2 if context_size > 1 else 0,
-        "use_flash_attn": True,
-        "transformer_impl": "transformer_engine",
-    }
+    return (
+        OF_MEGATRON_TRAINING
+        | dict(defaults)
+        | {
+            "context_parallel_size": context_size,
+            "context_parallel_algo": ALGORITHMS[context_algorithm],
+            "optimization_level": 2 if context_size > 1 else 0,
+            "use_flash_attn": True,
+            "transformer_impl": "transformer_engine",
+        }
+    )
 
 
 def from_config(
-    defaults: Mapping[str, Any], config: Any, context_algorithm: str, options: Mapping[str, Any]
+    defaults: Mapping[str, Any],
+    config: Any,
+    context_algorithm: str,
+    options: Mapping[str, Any],
+    feature_levels: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """All arguments for a model: MindSpeed's defaults, then the ModelConfig, then what the user asked for.
 
@@ -37,7 +45,9 @@ def from_config(
         defaults: from MindSpeed's parser, given no command line.
         config: mcore-bridge's ModelConfig.
         options: MindSpeed's own arguments by name; they were checked by :func:`check_options`.
+        feature_levels: optimization level from which on MindSpeed looks at a feature's argument, by its name.
     """
+    levels = feature_levels or {}
     of_model = {name: getattr(config, name, None) for name in model_fields(type(config), defaults)}
     of_model = {name: value for name, value in of_model.items() if _is_plain(value)}
     # None in the model means "not set"; it must not hide a default of MindSpeed's.
@@ -47,7 +57,11 @@ def from_config(
         **defaults,
         **of_model,
         "context_parallel_algo": ALGORITHMS[context_algorithm],
-        "optimization_level": optimization_level(config),
+        "optimization_level": max(
+            optimization_level(config),
+            *(levels[name] for name, value in options.items() if value and name in levels),
+            0,
+        ),
         "use_flash_attn": True,
         "transformer_impl": "transformer_engine",
         **options,
@@ -90,8 +104,8 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
         raise ConfigError(f"mindspeed: no argument of MindSpeed is called {', '.join(unknown)}")
     owned = {
         "context_parallel_algo": "parallel.context_algorithm",
-        "optimization_level": "nothing: it follows from the model and the layout",
-        "transformer_impl": "nothing: layers are always Transformer Engine's interface",
+        "optimization_level": "the model, the layout and the other options",
+        "transformer_impl": "megascend: layers always have Transformer Engine's interface",
     }
     for name, setting in owned.items():
         if name in options:

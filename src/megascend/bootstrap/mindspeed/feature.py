@@ -41,6 +41,19 @@ def install(stack: str, rotary: Callable[..., Any] | None = None) -> Any:
     return feature
 
 
+def levels(own: Any) -> dict[str, int]:
+    """The optimization level from which on each of MindSpeed's features is looked at, by the feature's argument."""
+    manager = import_module("mindspeed.features_manager.features_manager").MindSpeedFeaturesManager
+    return {each.feature_name: each.optimization_level for each in manager.FEATURES_LIST if each is not own}
+
+
+def told_of(stack: str) -> str:
+    """What is mended in one branch only, for ``Runtime.changes``."""
+    if stack != "0.15":
+        return ""
+    return "; core_r0.15.3: the ring's attention class under context parallelism, get_device_capability takes a device"
+
+
 def _feature_class() -> type:
     base: Any = import_module("mindspeed.features_manager.feature").MindSpeedFeature
 

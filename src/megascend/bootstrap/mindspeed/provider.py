@@ -13,6 +13,9 @@ from megascend.bootstrap.versions import Stack
 if TYPE_CHECKING:
     from megascend.parallel.topology import Topology
 
+LATE = ("context_parallel_algo", "use_flash_attn", "attention_mask_type", "optimization_level")
+"""Arguments that are fields of a ModelConfig and may be decided only after it was made."""
+
 
 class MindSpeed(PatchProvider):
     """MindSpeed, patching Megatron-Core for Ascend.
@@ -44,8 +47,9 @@ class MindSpeed(PatchProvider):
             f"mindspeed {prerequisites.mindspeed_version()}: adaptor imported with seeded arguments, sys.argv not read; "
             "torch.cuda names mean the NPU; torch.compile and torch.jit.script do nothing; dummy transformer_engine, "
             "apex, flash_attn and fla modules; importlib.metadata knows a transformer-engine",
-            "on top of it: Megatron's own column and row parallel linears; all_reduce of float64 works on the CPU and is "
-            "refused on the NPU",
+            "on top of it: Megatron's own column and row parallel linears, and its DistributedOptimizer.load_state_dict; "
+            "all_reduce of float64 works on the CPU and is refused on the NPU; MindSpeed's scan of sys.modules leaves lazy "
+            "modules alone" + feature.told_of(self._stack.name),
         ]
 
     def after_megatron(self) -> list[str]:
@@ -66,10 +70,10 @@ class MindSpeed(PatchProvider):
 
     def for_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
         arguments.check_options(options, self._defaults)
-        wanted = arguments.from_config(self._defaults, config, self._algorithm, options)
+        wanted = arguments.from_config(self._defaults, config, self._algorithm, options, feature.levels(self._feature))
         refusals.check_model(wanted)
         adaptor.set_arguments(wanted)
-        self._tell(config, wanted)
+        self._tell(config, wanted, options)
         signature = arguments.signature(wanted)
         changes = [] if signature == arguments.signature(self._patched) else self._repatch(wanted)
         if changes or signature != self._verified:
@@ -90,12 +94,13 @@ class MindSpeed(PatchProvider):
         ]
 
     @staticmethod
-    def _tell(config: Any, wanted: Mapping[str, Any]) -> None:
-        """Give the ModelConfig the arguments that are no fields of it: MindSpeed's layers read them there.
+    def _tell(config: Any, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Give the ModelConfig the arguments that it does not have yet: MindSpeed's layers read them there.
 
-        MindSpeed does so itself when a configuration is made, but from values that may be older than the repatch.
+        MindSpeed does so itself when a configuration is made, but from values that may be older than the repatch, and
+        that know nothing of ``options``.
         """
         fields = getattr(type(config), "__dataclass_fields__", {})
         for name, value in wanted.items():
-            if name not in fields or name in ("context_parallel_algo", "use_flash_attn", "attention_mask_type"):
+            if name not in fields or name in LATE or name in options:
                 setattr(config, name, value)

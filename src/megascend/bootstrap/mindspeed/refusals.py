@@ -74,6 +74,12 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
             f"attention_dropout={value('attention_dropout')} with parallel.context_algorithm: all_gather: its backward pass "
             "draws another dropout mask than the forward pass did; use ring, or set the model's attention_dropout to 0"
         )
+    if context > 1 and (value("use_cp_send_recv_overlap", False) or int(value("cp_window_size", 1)) > 1):
+        found.append(
+            f"use_cp_send_recv_overlap={value('use_cp_send_recv_overlap', False)} or cp_window_size="
+            f"{value('cp_window_size', 1)}: MindSpeed makes their process groups before it is told a model's options; leave "
+            "them out"
+        )
     for name in NEEDS_MEGATRON_TRAINING:
         if value(name, False):
             found.append(

@@ -1,0 +1,39 @@
+"""What the documentation says about the code, where that can be read from both."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megascend.bootstrap.mindspeed.refusals import NEEDS_MEGATRON_TRAINING
+from megascend.bootstrap.versions import STACKS
+
+ROOT = Path(__file__).resolve().parent.parent
+NPU = (ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
+
+
+def test_every_trap_names_tests_that_exist() -> None:
+    table = NPU[NPU.index("## Traps, and the tests that cover them") :]
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", table)
+    assert len(named) > 60
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
+def test_the_refused_options_are_listed() -> None:
+    paragraph = NPU[NPU.index("The names refused for `megatron.training`") :].partition("\n\n")[0]
+    assert tuple(re.findall(r"`(\w+)`", paragraph)) == NEEDS_MEGATRON_TRAINING
+
+
+@pytest.mark.parametrize("column", range(len(STACKS)))
+def test_the_version_table_is_the_codes(column: int) -> None:
+    stack = STACKS[column]
+    table = [line.split("|")[1:-1] for line in NPU.splitlines() if line.startswith("|")][:9]
+    heading, rows = table[0], {row[0].strip(): row[column + 1].strip() for row in table[2:]}
+    assert heading[column + 1].strip() == f"stack {stack.name}"
+    for package in ("megatron-core", "mcore-bridge", "transformers", "peft"):
+        assert rows[package].replace(" ", "") == getattr(stack, package.replace("-", "_")), package
+    assert rows["torch, torch_npu (one minor version for both)"].replace(" ", "") == stack.torch == stack.torch_npu
+    assert rows["MindSpeed branch"] == f"`{stack.mindspeed}`"
