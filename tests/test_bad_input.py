@@ -544,3 +544,24 @@ def test_a_platform_that_is_not_here_is_refused():
     assert (
         done.stderr.strip().splitlines()[-1].startswith(f"megascend.errors.{PlatformError.__name__}: platform 'cuda'")
     )
+
+
+def test_a_window_that_would_be_left_out_is_refused_unless_no_sample_reaches_it(tmp_path):
+    """mcore-bridge drops Qwen's sliding_window: longer samples would silently see everything."""
+    checkpoint = write_tiny_checkpoint(
+        tmp_path / "window", "qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=0
+    )
+
+    def build(max_length):
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(checkpoint, precision="fp32", batching=Batching(max_length=max_length), timeout_s=30)
+        backend.close()
+        return True
+
+    def refused():
+        with pytest.raises(ConfigError, match=r"window of 16 tokens.*set batching\.max_length: 16 or less"):
+            build(None)
+        return build(16)
+
+    assert run_distributed(refused, 1, init=False) == [True]

@@ -75,7 +75,8 @@ class MegatronBackend:
         from megascend.strategy.step import Step
 
         check_architecture(self._model_dir)
-        self._runtime.configure_topology(self.topology)
+        process_groups.require_none_alive()  # before anything is patched under a backend that is in use
+        self._runtime.configure_topology(self.topology, timeout_s)
         self.groups: ProcessGroups = process_groups.initialize(self.topology, self._runtime.platform, timeout_s, launch)
         self._precision: Precision = precision
         try:

@@ -227,3 +227,30 @@ def test_training_goes_on_from_an_export(with_companions, tmp_path):
 def test_parents_of_the_target_are_made(with_companions, tmp_path):
     train_and_export(with_companions, tmp_path / "a" / "b" / "c", LAYOUTS["single"], steps=0)
     assert (tmp_path / "a" / "b" / "c" / "config.json").is_file()
+
+
+def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Parallel]) -> list[tuple[int, int]]:
+    """(tensors compared, tensors that differ from the checkpoint) of each layout's export; nothing is trained."""
+    from megascend.backend import MegatronBackend
+
+    found = []
+    for index, parallel in enumerate(layouts):
+        backend = MegatronBackend(checkpoint, parallel, "fp32", timeout_s=60)
+        backend.export_hf(folder / str(index))
+        backend.close()
+        mine, original = (load_file(path / "model.safetensors") for path in (folder / str(index), checkpoint))
+        found.append((len(original), sum(not torch.equal(mine[name], original[name]) for name in original)))
+    return found
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["own default group", "the trainer's default group"])
+def test_layouts_of_one_process_export_after_each_other(owned, tmp_path):
+    """mcore-bridge keeps the group it exports over in a module global, for ever: the second layout would use the first's."""
+    checkpoint = write_tiny_checkpoint(tmp_path / "moe", "qwen3_moe")
+    layouts = [Parallel(expert=2), Parallel(pipeline=2), Parallel(tensor=2), Parallel(expert=2)]
+    results = run_distributed(
+        export_one_after_another, 2, checkpoint, tmp_path / "out", layouts, init=not owned, timeout_s=120
+    )
+    for found in results:
+        assert len(found) == len(layouts)
+        assert all(count > 30 and differ == 0 for count, differ in found)

@@ -64,12 +64,7 @@ def test_packed_samples_are_told_apart_by_their_lengths(parity_folder):
     for call in calls_of(parity_folder, 1, Parallel(), packing=True):
         assert call["input_layout"] == "TND"
         assert call["atten_mask"].shape == COMPRESSED
-        assert list(call["actual_seq_qlen"]) == [
-            0,
-            19,
-            30,
-            37,
-        ]  # longest first; a sample is one shorter than its tokens
+        assert list(call["actual_seq_qlen"]) == [19, 30, 37]  # longest first; a sample is one shorter than its tokens
         assert list(call["actual_seq_qlen"]) == list(call["actual_seq_kvlen"])
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from megascend.errors import PlatformError
-from megascend.platforms.npu import FIRST_PORT, HCCL_PORTS, LAST_PORT, NpuPlatform, choose_hccl_port, hccl_base_port
+from megascend.platforms.npu import (
+    FIRST_PORT,
+    HCCL_PORTS,
+    LAST_PORT,
+    NpuPlatform,
+    choose_hccl_port,
+    hccl_base_port,
+    limit_hccl,
+)
 
 
 def job(port):
@@ -40,3 +48,11 @@ def test_the_users_own_ports_are_respected(name):
 def test_an_unprepared_platform_says_so():
     with pytest.raises(PlatformError, match=r"call megascend\.bootstrap\(\) first"):
         NpuPlatform().configure_topology(None)  # type: ignore[arg-type]
+
+
+def test_hccl_gets_the_runs_timeout_within_its_own_limits():
+    environment: dict[str, str] = {}
+    assert limit_hccl(environment, 600) == ["HCCL_CONNECT_TIMEOUT=600", "HCCL_EXEC_TIMEOUT=612"]
+    assert environment == {"HCCL_CONNECT_TIMEOUT": "600", "HCCL_EXEC_TIMEOUT": "612"}
+    assert limit_hccl({}, 30) == ["HCCL_CONNECT_TIMEOUT=120", "HCCL_EXEC_TIMEOUT=68"]
+    assert limit_hccl({"HCCL_EXEC_TIMEOUT": "1836"}, 600) == ["HCCL_CONNECT_TIMEOUT=600"]

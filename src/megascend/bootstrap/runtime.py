@@ -63,9 +63,13 @@ class Runtime:
         self.changes += self.platform.finish()
         self._megatron_loaded = True
 
-    def configure_topology(self, topology: Topology) -> None:
-        """Get ready for a layout. Call before its process groups are created."""
-        self.changes += self.platform.configure_topology(topology)
+    def configure_topology(self, topology: Topology, timeout_s: float = 600) -> None:
+        """Get ready for a layout. Call before its process groups are created.
+
+        Args:
+            timeout_s: of its collectives, in seconds.
+        """
+        self.changes += self.platform.configure_topology(topology) + self.platform.limit_collectives(timeout_s)
 
     def configure_model(self, config: Any, options: Mapping[str, Any]) -> None:
         """Get ready for a model. Call with its ModelConfig, before it is built; costs nothing if nothing changed.

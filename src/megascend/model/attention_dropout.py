@@ -1,13 +1,15 @@
-"""Attention dropout that follows ``eval()`` where the attention itself does not.
+"""Attention dropout where the fused attention draws its masks itself (MindSpeed).
 
-MindSpeed hands ``keep_prob = 1 - dropout`` to the fused kernel in training and in evaluation alike, so that log-probabilities
-of a forward pass without gradients would be noisy.
+It hands ``keep_prob = 1 - dropout`` to the kernel in training and in evaluation alike, and draws from the device's default
+stream, which is the same on all tensor parallel ranks: heads of different ranks would lose the same positions.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -30,3 +32,27 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for owner, name, value in undo:
             setattr(owner, name, value)
+
+
+def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
+    """Let every tensor parallel rank draw its own masks, as Megatron's and Transformer Engine's attention do.
+
+    With sequence parallelism the ranks' default streams differ already.
+    """
+    if config.attention_dropout == 0 or config.tensor_model_parallel_size == 1 or config.sequence_parallel:
+        return
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if name.endswith("core_attention"):
+                module.forward = _forked(module.forward)  # type: ignore[method-assign]
+
+
+def _forked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    @functools.wraps(forward)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        with get_cuda_rng_tracker().fork():  # type: ignore[reportOptionalMemberAccess]
+            return forward(*args, **kwargs)
+
+    return function

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from transformers import AutoConfig
 
 from megascend.config import Moe, Precision, Recompute
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError, ConfigError, PlatformError
 from megascend.parallel.topology import Topology
 from megascend.platforms.base import Platform
 
@@ -144,6 +144,26 @@ def check_output_layer(config: ModelConfig) -> None:
             )
 
 
+def check_window(config: ModelConfig, longest: int) -> None:
+    """Refuse samples for which a model's attention window would matter and mcore-bridge has left it out.
+
+    For most architectures it drops ``sliding_window``, and the model would silently see everything.
+
+    Args:
+        longest: tokens of the longest sample allowed.
+    """
+    hf: Any = config.hf_config
+    window = getattr(hf, "sliding_window", None)
+    sliding = getattr(hf, "use_sliding_window", True) and "sliding_attention" in (
+        getattr(hf, "layer_types", None) or ["sliding_attention"]
+    )
+    if window is not None and sliding and getattr(config, "window_size", None) is None and longest > window:
+        raise ConfigError(
+            f"{config.hf_model_type} attends within a window of {window} tokens (sliding_window), which mcore-bridge "
+            f"leaves out, and samples may have {longest}: set batching.max_length: {window} or less"
+        )
+
+
 def check_dropout(config: ModelConfig) -> None:
     """Refuse the one combination whose recomputed dropout masks differ from the first ones (megatron-core 0.16.1)."""
     if (
@@ -182,9 +202,28 @@ def build_chunks(config: ModelConfig, device: torch.device) -> list[Any]:
     with preserved_rope_functions():
         chunks = get_mcore_model(config)
     for chunk in chunks:
-        chunk.to(device)  # MindSpeed makes the parameters of norms on the CPU
+        move(chunk, device)
         mark_tensor_parallel(chunk)
     return chunks
+
+
+def move(chunk: torch.nn.Module, device: torch.device) -> None:
+    """Bring parameters to ``device`` that were made elsewhere, with the attributes that Megatron has given them.
+
+    MindSpeed makes the parameters of norms on the CPU. A move that lost ``sequence_parallel`` would leave their gradients
+    unreduced, without an error.
+
+    Raises:
+        PlatformError: an attribute was lost.
+    """
+    before = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
+    chunk.to(device)
+    for name, parameter in chunk.named_parameters():
+        if vars(parameter) != before[name]:
+            raise PlatformError(
+                f"parameter {name} lost attributes on its way to {device}: {sorted(before[name])} became "
+                f"{sorted(vars(parameter))}; this torch_npu replaces parameters where it should move them"
+            )
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:

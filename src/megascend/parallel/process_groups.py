@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megascend.errors import ProcessGroupError, TopologyError
+from megascend.parallel import upstream_groups
 from megascend.parallel.arrivals import Arrivals
 from megascend.parallel.launch import Launch
 from megascend.parallel.topology import ATTENTION_AXES, Coordinates, Topology
@@ -98,6 +99,10 @@ class ProcessGroups:
         """
         return _look_up(self._twins, name, "Gloo twin")
 
+    def limit_timeouts(self) -> None:
+        """Give groups that upstream has made meanwhile the timeout of this run."""
+        upstream_groups.limit(self.timeout_s)
+
     def destroy(self) -> None:
         """Destroy Megatron's groups, the twins and, if :func:`initialize` created it, the default group."""
         if not self._device_groups:
@@ -105,7 +110,7 @@ class ProcessGroups:
         if self._detour is not None:
             self._detour.remove()
             self._detour = None
-        _forget_megatron_groups()
+        _forget_groups(self.owns_default)
         self._device_groups.clear()
         self._twins.clear()
         if self.owns_default:
@@ -141,10 +146,7 @@ def initialize(
             f"rank {launch.rank}: the topology is for {topology.world_size} ranks, but {launch.world_size} "
             f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
         )
-    if parallel_state.is_initialized():
-        raise ProcessGroupError(
-            "Megatron's process groups exist already; close the previous backend first (backend.close())"
-        )
+    require_none_alive()
     device = platform.device(launch.local_rank)
     owns_default = not dist.is_initialized()
     store = _join(launch, platform, device, timeout_s) if owns_default else _adopt(platform)
@@ -155,12 +157,23 @@ def initialize(
         _verify(groups)
         _create_twins(groups)
         groups._detour = _detour_objects(groups)
+        groups.limit_timeouts()
     except BaseException:
-        _forget_megatron_groups()
+        _forget_groups(owns_default)
         if owns_default:
             dist.destroy_process_group()
         raise
     return groups
+
+
+def require_none_alive() -> None:
+    """Raise ProcessGroupError if Megatron's groups exist: one backend at a time."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        raise ProcessGroupError(
+            "Megatron's process groups exist already; close the previous backend first (backend.close())"
+        )
 
 
 def _join(launch: Launch, platform: Platform, device: torch.device, timeout_s: float) -> dist.Store:
@@ -227,15 +240,11 @@ def _create_megatron_groups(topology: Topology, timeout_s: float) -> None:
     )
 
 
-def _forget_megatron_groups() -> None:
+def _forget_groups(owns_default: bool) -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    # It forgets to forget some (_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP, ...). A group that lingers is destructed at
-    # the next initialize, and in a process forked meanwhile that waits for ever for threads which only the parent has.
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):
-            setattr(parallel_state, name, None)
+    upstream_groups.forget(destroy=not owns_default)
 
 
 def _megatron_groups() -> dict[str, ProcessGroup]:
@@ -278,8 +287,6 @@ def _create_twins(groups: ProcessGroups) -> None:
         "dp_cp": state.get_data_parallel_group_gloo(with_context_parallel=True),
         "edp": state.get_expert_data_parallel_group_gloo(),
     }
-    # Megatron leaves torch's 30 minutes. Not through torch's _set_pg_timeout, which also asks for a device backend.
-    made_by_megatron["edp"]._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # type: ignore[reportAttributeAccessIssue]
     for name in TWINNED:
         device_group = groups._device_groups[name]
         if name in made_by_megatron:

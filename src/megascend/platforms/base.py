@@ -38,9 +38,10 @@ class Platform(ABC):
         has_transformer_engine_kernels: True if the real Transformer Engine runs here, on CUDA: fused rotary embedding,
             matrix products that add to Megatron's fp32 gradient buffers.
         implicit_causal_masks: True if the attention kernel must not be given a dense causal mask.
-        attention_ignores_eval: True if attention dropout has to be switched off by hand for evaluation.
-        packed_lengths_on_host: True if attention reads the lengths of packed samples on the CPU; on the device each layer
-            would wait for them.
+        attention_draws_its_own_dropout: True if the fused attention draws dropout masks itself, knowing neither eval() nor
+            Megatron's random streams.
+        packed_lengths_on_host: True if attention reads the ends of packed samples on the CPU; from a device tensor each
+            layer would wait for them.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
@@ -51,7 +52,7 @@ class Platform(ABC):
     must_patch_first: ClassVar[bool]
     bind_device: ClassVar[bool] = False
     implicit_causal_masks: ClassVar[bool] = False
-    attention_ignores_eval: ClassVar[bool] = False
+    attention_draws_its_own_dropout: ClassVar[bool] = False
     packed_lengths_on_host: ClassVar[bool] = False
     has_transformer_engine_kernels: bool = False
     fuses_activations: bool = False
@@ -97,6 +98,10 @@ class Platform(ABC):
             raise ConfigError(
                 f"mindspeed: {', '.join(sorted(options))} set, but platform {self.name!r} runs without MindSpeed; leave it empty"
             )
+        return []
+
+    def limit_collectives(self, timeout_s: float) -> list[str]:
+        """Give what is below torch the run's timeout, before groups are created; one line for every change."""
         return []
 
     @abstractmethod

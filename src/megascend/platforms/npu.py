@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class NpuPlatform(Platform):
     bind_device: ClassVar[bool] = False  # Gloo groups made beside a bound HCCL group would inherit the device
 
     implicit_causal_masks: ClassVar[bool] = True
-    attention_ignores_eval: ClassVar[bool] = True
+    attention_draws_its_own_dropout: ClassVar[bool] = True
     packed_lengths_on_host: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -69,6 +70,9 @@ class NpuPlatform(Platform):
 
         check_batching(topology.context, batching.packing)
 
+    def limit_collectives(self, timeout_s: float) -> list[str]:
+        return limit_hccl(os.environ, timeout_s)
+
     def configure_topology(self, topology: Topology) -> list[str]:
         return self.provider.for_topology(topology)
 
@@ -101,6 +105,24 @@ class NpuPlatform(Platform):
         import torch
 
         torch.npu.reset_peak_memory_stats()
+
+
+def limit_hccl(environment: Any, timeout_s: float) -> list[str]:
+    """HCCL's own timeouts, which torch's do not reach: without them a rank waits half an hour for a dead one.
+
+    HCCL_CONNECT_TIMEOUT takes 120 to 7200 s; HCCL_EXEC_TIMEOUT counts in steps of 68 s (CANN's list of environment
+    variables). Variables that are set are respected.
+    """
+    wanted = {
+        "HCCL_CONNECT_TIMEOUT": min(max(math.ceil(timeout_s), 120), 7200),
+        "HCCL_EXEC_TIMEOUT": math.ceil(timeout_s / 68) * 68,
+    }
+    changes = []
+    for name, seconds in wanted.items():
+        if name not in environment:
+            environment[name] = str(seconds)
+            changes.append(f"{name}={seconds}")
+    return changes
 
 
 def choose_hccl_port(environment: Any) -> list[str]:

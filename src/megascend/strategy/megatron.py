@@ -19,7 +19,7 @@ from megascend.bootstrap import Runtime
 from megascend.config import Adam, Batching, Moe, Precision, Recompute, Schedule
 from megascend.errors import DataError
 from megascend.model import attention_dropout, attention_mask, weights
-from megascend.model.build import build_chunks, build_config
+from megascend.model.build import build_chunks, build_config, check_window
 from megascend.model.output_head import OutputHead
 from megascend.parallel.process_groups import ProcessGroups
 from megascend.parallel.topology import ModelShape, Topology
@@ -64,8 +64,12 @@ class MegatronStrategy:
         self.config = build_config(
             model_dir, topology, precision, recompute, moe, runtime.platform, packing=batching.packing
         )
+        check_window(self.config, self.max_length)
+        groups.limit_timeouts()  # mcore-bridge has made a group of its own
         runtime.configure_model(self.config, mindspeed)
         self.bare_chunks = build_chunks(self.config, device)
+        if runtime.platform.attention_draws_its_own_dropout:
+            attention_dropout.use_own_stream(self.bare_chunks, self.config)
         if runtime.platform.implicit_causal_masks:
             attention_mask.install(self.bare_chunks, self.config)
         weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
@@ -134,11 +138,9 @@ class MegatronStrategy:
         self.finish_param_gather()
         for chunk in self.chunks:
             chunk.eval()
-        kernel_dropout = attention_dropout.switched_off(
-            self.bare_chunks if self.runtime.platform.attention_ignores_eval else []
-        )
+        by_hand = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
         try:
-            with kernel_dropout:
+            with attention_dropout.switched_off(by_hand):
                 yield
         finally:
             for chunk in self.chunks:

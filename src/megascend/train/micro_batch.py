@@ -14,8 +14,6 @@ from megascend.train.losses import Loss
 from megascend.train.packing import round_up
 from megascend.train.sample import Sample
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class SequenceLayout:
@@ -27,7 +25,7 @@ class SequenceLayout:
             chunks r and 2 * size - 1 - r, which balances causal attention (Megatron-Core's zigzag).
         token_multiple: the tokens that a rank holds must be a multiple of this (tensor parallel size under sequence
             parallelism, else 1).
-        lengths_on_host: keep the boundaries of packed samples on the CPU, for attention that reads them there.
+        lengths_on_host: describe packed samples by their ends, on the CPU, for attention that reads them there.
     """
 
     packing: bool = True
@@ -137,7 +135,7 @@ def build(
         padded_lengths=padded,
         input_ids=inputs(columns["input_ids"]),
         position_ids=inputs(columns["position"]),
-        packed=_packed_parameters(padded, CPU if layout.lengths_on_host else device) if layout.packing else None,
+        packed=_packed_parameters(padded, device, layout.lengths_on_host) if layout.packing else None,
         targets=column(columns["target_ids"]),
         weights=column(columns["weights"]),
         fields={name: column(columns[name]) for name in names},
@@ -207,13 +205,16 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _packed_parameters(padded: list[int], device: torch.device) -> Any:
+def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host: bool) -> Any:
     """Padding tokens belong to the sample they follow: causal attention keeps them from being seen."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    boundaries = torch.zeros(len(padded) + 1, dtype=torch.int32)
-    boundaries[1:] = torch.tensor(padded, dtype=torch.int32).cumsum(0)
-    boundaries = _to_device(boundaries, device)
+    ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)
+    if lengths_on_host:
+        # What the NPU kernel is told: ends only, without a leading 0, and on the CPU, where reading them waits for nothing.
+        boundaries = ends.int()
+    else:
+        boundaries = _to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]), device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,

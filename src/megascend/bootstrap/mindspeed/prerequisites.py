@@ -39,12 +39,7 @@ UNDECLARED = (
     ("torchair", "MindSpeed", "it comes with torch_npu's wheel: reinstall torch_npu", ("0.15", "0.16")),
     ("triton", "MindSpeed", "pip install triton-ascend", ("0.16",)),
     ("einops", "MindSpeed", "pip install einops", ("0.15", "0.16")),
-    (
-        "acl",
-        "MindSpeed",
-        "it comes with CANN: source its set_env.sh, which extends PYTHONPATH",
-        ("0.15", "0.16"),
-    ),
+    ("acl", "MindSpeed", "it comes with CANN: source its set_env.sh, which extends PYTHONPATH", ("0.15", "0.16")),
 )
 
 

@@ -80,6 +80,11 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
             f"{value('cp_window_size', 1)}: MindSpeed makes their process groups before it is told a model's options; leave "
             "them out"
         )
+    if output_discarding := sorted(set(value("recompute_modules", [])) & {"layernorm", "mla_up_proj", "moe_act"}):
+        found.append(
+            f"recompute.modules {', '.join(output_discarding)}: their recomputation asks Transformer Engine for its fp8 state, "
+            "which MindSpeed's stand-in does not have; use core_attn, mlp, moe, or recompute.granularity: full"
+        )
     for name in NEEDS_MEGATRON_TRAINING:
         if value(name, False):
             found.append(
