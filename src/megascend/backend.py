@@ -60,13 +60,14 @@ class MegatronBackend:
     ) -> None:
         if precision not in ("fp32", "fp16", "bf16"):
             raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-        parallel, batching = parallel or Parallel(), batching or Batching()
-        self._runtime = bootstrap(platform, parallel)
+        layout: Parallel = parallel or Parallel()
+        batches: Batching = batching or Batching()
+        self._runtime = bootstrap(platform, layout)
         self._model_dir = Path(model)
         self._info: ModelInfo = inspect_checkpoint(self._model_dir)
         launch = Launch.from_environment()
-        self.topology: Topology = plan(parallel, launch.world_size, self._info.shape)
-        self.platform.check_batching(self.topology, batching)
+        self.topology: Topology = plan(layout, launch.world_size, self._info.shape)
+        self.platform.check_batching(self.topology, batches)
         self._runtime.load_megatron()
 
         from megascend.model.architecture import check_architecture
@@ -92,7 +93,7 @@ class MegatronBackend:
                 schedule=schedule or Schedule(),
                 recompute=recompute or Recompute(),
                 moe=moe or Moe(),
-                batching=batching,
+                batching=batches,
                 mindspeed=mindspeed or {},
                 seed=seed,
                 device=self.groups.device,

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from megascend.bootstrap import current_runtime
 from megascend.config import Parallel
@@ -83,26 +84,44 @@ def test_upstreams_own_object_collectives_take_the_twin(npu):
         assert result == ([{"rank": 0}, {"rank": 1}], [0, 1], ["from 1"])
 
 
-def save_and_load(checkpoint, folder):
+def save_load_and_export(checkpoint, folder):
     from megascend.backend import MegatronBackend
 
     backend = MegatronBackend(checkpoint, Parallel(tensor=2), "fp32", platform="npu", timeout_s=60)
     samples = backend.shard(causal_samples(token_lists()))
+    backend.export_hf(folder / "untrained")
     backend.forward_backward(samples)
     backend.optimizer_step()
-    backend.save(folder)
+    backend.save(folder / "step-1")
+    backend.export_hf(folder / "trained")
     after = backend.forward_backward(samples).loss
     backend.optimizer_step()
-    backend.load(folder)
+    backend.load(folder / "step-1")
+    backend.export_hf(folder / "trained, loaded")
     again = backend.forward_backward(samples).loss
     backend.close()
     return after, again
 
 
+def exported(folder):
+    """All tensors of a Hugging Face directory by name."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
 def test_training_metrics_checkpoints_and_export_need_no_objects_on_hccl(npu, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    for after, again in run_distributed(save_and_load, 4, checkpoint, tmp_path / "step-1", init=False, timeout_s=120):
+    results = run_distributed(save_load_and_export, 4, checkpoint, tmp_path, init=False, timeout_s=120)
+    for after, again in results:
         assert after == again
+    original, untrained, trained, loaded = (
+        exported(folder)
+        for folder in (checkpoint, tmp_path / "untrained", tmp_path / "trained", tmp_path / "trained, loaded")
+    )
+    assert original.keys() == untrained.keys() == trained.keys() == loaded.keys()
+    for name, tensor in original.items():
+        assert torch.equal(untrained[name], tensor), name
+        assert torch.equal(loaded[name], trained[name]), name
+    assert any(not torch.equal(trained[name], tensor) for name, tensor in original.items())
 
 
 TIMEOUT = 4.0

@@ -101,14 +101,15 @@ def test_nothing_of_an_earlier_model_is_left(in_turn) -> None:
 def test_options_of_mindspeeds_reach_the_configuration_that_its_layers_read(parity_folder) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
-    def work() -> tuple[int, int]:
-        backend = build(checkpoint, mindspeed={"pre_tockens": 1000})
-        found = backend._strategy.config.pre_tockens
+    def work() -> tuple[bool, bool]:
+        ring: dict[str, Any] = {"parallel": Parallel(context=2), "batching": Batching(packing=False)}
+        backend = build(checkpoint, mindspeed={"megatron_cp_in_bnsd": True}, **ring)
+        found = backend._strategy.config.megatron_cp_in_bnsd
         backend.close()
-        backend = build(checkpoint)
-        return found, backend._strategy.config.pre_tockens
+        backend = build(checkpoint, **ring)
+        return found, backend._strategy.config.megatron_cp_in_bnsd
 
-    assert run_distributed(work, 1, init=False) == [(1000, 65536)]
+    assert run_distributed(work, 2, init=False) == [(True, False)] * 2
 
 
 def refuse_gpt_oss(folder: Path) -> list[str]:

@@ -138,8 +138,6 @@ def initialize(
         CollectiveTimeoutError: ranks did not arrive in time; the message names them.
         ProcessGroupError: groups exist already, or Megatron's are not those of the topology.
     """
-    from megatron.core import parallel_state
-
     launch = _adopted_launch() if dist.is_initialized() else launch or Launch.from_environment()
     if launch.world_size != topology.world_size:
         raise TopologyError(

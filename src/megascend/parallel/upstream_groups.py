@@ -26,7 +26,9 @@ def kept() -> Iterator[tuple[ModuleType, str, dist.ProcessGroup]]:
     default = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     for name in KEEPERS:
         module = sys.modules.get(name)
-        for attribute, value in list(vars(module).items()) if module else ():
+        if module is None:
+            continue
+        for attribute, value in list(vars(module).items()):
             if isinstance(value, dist.ProcessGroup) and value is not default:
                 yield module, attribute, value
 

@@ -82,29 +82,32 @@ class NpuPlatform(Platform):
     def device(self, local_rank: int):
         import torch
 
-        count = torch.npu.device_count()
+        npu = _torch_npu()
+        count = npu.device_count()
         if local_rank >= count:
             raise PlatformError(
                 f"local rank {local_rank} has no NPU of its own: this host shows {count} (ASCEND_RT_VISIBLE_DEVICES)"
             )
-        torch.npu.set_device(local_rank)
-        return torch.device("npu", torch.npu.current_device())
+        npu.set_device(local_rank)
+        return torch.device("npu", npu.current_device())
 
     def synchronize(self) -> None:
-        import torch
-
-        torch.npu.synchronize()
+        _torch_npu().synchronize()
 
     def memory(self) -> MemoryFigures:
-        import torch
-
-        total = torch.npu.get_device_properties(torch.npu.current_device()).total_memory
-        return MemoryFigures(torch.npu.memory_allocated(), torch.npu.max_memory_allocated(), total)
+        npu = _torch_npu()
+        total = npu.get_device_properties(npu.current_device()).total_memory
+        return MemoryFigures(npu.memory_allocated(), npu.max_memory_allocated(), total)
 
     def reset_peak_memory(self) -> None:
-        import torch
+        _torch_npu().reset_peak_memory_stats()
 
-        torch.npu.reset_peak_memory_stats()
+
+def _torch_npu() -> Any:
+    """``torch.npu``, which torch_npu adds to torch."""
+    import torch
+
+    return vars(torch)["npu"]
 
 
 def limit_hccl(environment: Any, timeout_s: float) -> list[str]:

@@ -58,7 +58,8 @@ def register(aten: torch.library.Library) -> list[torch.library.Library]:
 
 
 def _below_autocast(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+    key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         return op(*args, **kwargs)
 
 

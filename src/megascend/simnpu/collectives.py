@@ -45,10 +45,12 @@ def register() -> None:
         return
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["npu"])
     c10d = torch.library.Library("c10d", "IMPL")
+    assert c10d.m is not None  # None only after the library was destroyed
+    enter = c10d.m.impl
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")  # PyTorch's kernels, replaced
         for name, kernel in _all_kernels():
-            c10d.m.impl(name, "PrivateUse1", kernel)
+            enter(name, "PrivateUse1", kernel)
     _libraries.append(c10d)
     _allow_coalescing()
     _refuse_objects()
@@ -68,7 +70,7 @@ def _all_kernels() -> Iterable[tuple[str, Callable[..., Any]]]:
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """The backend of one hccl group. One thread: collectives of a group run in order, as on a device stream."""
-    gloo: Any = ProcessGroupGloo._Options()
+    gloo: Any = ProcessGroupGloo._Options()  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
     gloo._devices = [ProcessGroupGloo.create_default_device()]
     gloo._threads = 1
     gloo._timeout = options.timeout
@@ -108,8 +110,8 @@ def _refuse_objects() -> None:
     device_of, to_tensor = c10d._get_object_coll_device, c10d._object_to_tensor
 
     def refuse(group: ProcessGroup | None, device: Any, name: str) -> None:
-        group = group or c10d._get_default_group()
-        if device is not None and group != dist.GroupMember.NON_GROUP_MEMBER and _is_hccl(group, device):
+        chosen: Any = group or c10d._get_default_group()
+        if device is not None and chosen != dist.GroupMember.NON_GROUP_MEMBER and _is_hccl(chosen, device):
             raise RuntimeError(
                 f"{name} on an hccl group (rank {dist.get_rank()}): the simulated HCCL refuses object collectives. Use a "
                 'Gloo group: torch.distributed.new_group(ranks, backend="gloo")'

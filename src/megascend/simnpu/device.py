@@ -51,7 +51,7 @@ def register(module: Any = None) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
     if not hasattr(torch, DEVICE):
         torch._register_device_module(DEVICE, module or _minimal_module())
-    acc: Any = torch._C._acc
+    acc: Any = torch._C._acc  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
     acc.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
     acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _libraries.extend(kernels.register())

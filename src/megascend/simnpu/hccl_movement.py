@@ -22,7 +22,7 @@ from megascend.simnpu.hccl_registry import gloo, kernel
 from megascend.simnpu.memory import cpu_view
 from megascend.simnpu.work import after, point_to_point
 
-_c10d: Any = torch._C._distributed_c10d
+_c10d: Any = torch._C._distributed_c10d  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
 
 
 @kernel(returns=0)

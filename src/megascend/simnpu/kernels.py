@@ -65,6 +65,7 @@ def register() -> list[torch.library.Library]:
     fallback alone would be given a decomposition, with other rounding.
     """
     aten = torch.library.Library("aten", "IMPL")
+    assert aten.m is not None  # None only after the library was destroyed
     enter = aten.m.impl
     for name, kernel in OWN.items():
         enter(name, "PrivateUse1", kernel)

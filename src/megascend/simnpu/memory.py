@@ -144,7 +144,7 @@ def extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def set_storage(tensor: Tensor, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
+def set_storage(tensor: Tensor, storage: Any, offset: int | torch.SymInt, size: Any, stride: Any) -> Tensor:
     """aten::set_.source_Storage_storage_offset. The CPU kernel only writes metadata, so it runs on the npu tensor."""
     op = torch.ops.aten.set_.source_Storage_storage_offset
     return cast(Tensor, op._op_dk(CPU_KEY, tensor, storage, offset, size, stride))

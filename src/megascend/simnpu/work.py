@@ -10,7 +10,7 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
-_c10d: Any = torch._C._distributed_c10d
+_c10d: Any = torch._C._distributed_c10d  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
 _in_flight: dict[int, Any] = {}  # point-to-point operations not waited for yet: Gloo reads their memory
 
 

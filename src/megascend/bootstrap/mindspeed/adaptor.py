@@ -28,7 +28,8 @@ def default_arguments() -> dict[str, Any]:
 
 def set_arguments(arguments: Mapping[str, Any]) -> None:
     """Replace what MindSpeed takes for its command line. Values of an earlier model do not stay behind."""
-    import_module("mindspeed.args_utils")._MINDSPEED_ARGS = namespace(arguments)
+    args_utils: Any = import_module("mindspeed.args_utils")
+    args_utils._MINDSPEED_ARGS = namespace(arguments)
 
 
 def import_adaptor(arguments: Mapping[str, Any]) -> None:
@@ -65,7 +66,7 @@ def guard_module_scan() -> None:
     import whatever defines that name, and crash where an optional package is missing. A lazy module's attributes are
     not what is to be replaced, so only those are asked for that are there.
     """
-    patch_utils = import_module("mindspeed.patch_utils")
+    patch_utils: Any = import_module("mindspeed.patch_utils")
 
     def present(owner: Any, name: str) -> bool:
         return name in vars(owner) if isinstance(owner, ModuleType) else hasattr(owner, name)

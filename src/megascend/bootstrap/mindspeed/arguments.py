@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from megascend.bootstrap.mindspeed import refusals
 from megascend.errors import ConfigError
 
 ALGORITHMS = {"ring": "megatron_cp_algo", "all_gather": "kvallgather_cp_algo", "ulysses": "ulysses_cp_algo"}
@@ -13,6 +15,33 @@ ALGORITHMS = {"ring": "megatron_cp_algo", "all_gather": "kvallgather_cp_algo", "
 
 OF_MEGATRON_TRAINING = {"reset_position_ids": False, "reset_attention_mask": False}
 """Arguments that MindSpeed reads but Megatron's training script declares, at their defaults there."""
+
+DECIDED_ELSEWHERE = {
+    "context_parallel_algo": "parallel.context_algorithm",
+    "optimization_level": "the model, the layout and the other options",
+    "transformer_impl": "megascend: layers always have Transformer Engine's interface",
+}
+"""Arguments that follow from other settings, and from which."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of MindSpeed's that users may set.
+
+    Attributes:
+        values: those that were tried.
+        ring_only: it does nothing without ring context parallelism.
+    """
+
+    values: tuple[bool | str, ...] = (True, False)
+    ring_only: bool = False
+
+
+SUPPORTED_OPTIONS: dict[str, Option] = {
+    "use_fused_ring_attention_update": Option(ring_only=True),
+    "megatron_cp_in_bnsd": Option(ring_only=True),
+}
+"""Options that were seen to do something, with numbers that stay Hugging Face's (tests/npu/test_options.py)."""
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -44,9 +73,13 @@ def from_config(
     Args:
         defaults: from MindSpeed's parser, given no command line.
         config: mcore-bridge's ModelConfig.
-        options: MindSpeed's own arguments by name; they were checked by :func:`check_options`.
+        options: MindSpeed's own arguments by name; checked by :func:`check_options`, but not yet against the layout.
         feature_levels: optimization level from which on MindSpeed looks at a feature's argument, by its name.
+
+    Raises:
+        ConfigError: an option would have no effect in this layout.
     """
+    check_effect(options, config.context_parallel_size, context_algorithm)
     levels = feature_levels or {}
     of_model = {name: getattr(config, name, None) for name in model_fields(type(config), defaults)}
     of_model = {name: value for name, value in of_model.items() if _is_plain(value)}
@@ -98,18 +131,35 @@ def signature(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that MindSpeed does not have, or that belong to another setting."""
+    """Raise ConfigError for every option that was not tried with megascend, with the most specific reason there is."""
     unknown = sorted(set(options) - set(defaults))
     if unknown:
         raise ConfigError(f"mindspeed: no argument of MindSpeed is called {', '.join(unknown)}")
-    owned = {
-        "context_parallel_algo": "parallel.context_algorithm",
-        "optimization_level": "the model, the layout and the other options",
-        "transformer_impl": "megascend: layers always have Transformer Engine's interface",
-    }
-    for name, setting in owned.items():
-        if name in options:
-            raise ConfigError(f"mindspeed.{name} is decided by {setting}")
+    for name, value in options.items():
+        if name in DECIDED_ELSEWHERE:
+            raise ConfigError(f"mindspeed.{name} is decided by {DECIDED_ELSEWHERE[name]}")
+        if name in SUPPORTED_OPTIONS:
+            values = SUPPORTED_OPTIONS[name].values
+            if not any(value is each or (isinstance(each, str) and value == each) for each in values):
+                raise ConfigError(f"mindspeed.{name}={value!r}: tried with megascend: {', '.join(map(repr, values))}")
+        else:
+            refusals.check_model({name: value, "context_parallel_size": 2})  # what is known of this one
+            raise ConfigError(
+                f"mindspeed.{name} is not among the options that were tried with megascend "
+                f"({', '.join(SUPPORTED_OPTIONS)}); most of the others have no effect without Megatron's training script, "
+                "or fail in the middle of a run; leave it out"
+            )
+
+
+def check_effect(options: Mapping[str, Any], context_size: int, context_algorithm: str) -> None:
+    """Raise ConfigError for supported options that this layout would ignore."""
+    for name, value in options.items():
+        option = SUPPORTED_OPTIONS.get(name)
+        if value and option and option.ring_only and not (context_size > 1 and context_algorithm == "ring"):
+            raise ConfigError(
+                f"mindspeed.{name} has an effect with parallel.context above 1 and parallel.context_algorithm: ring only; "
+                "leave it out"
+            )
 
 
 def namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:

@@ -186,7 +186,8 @@ def mindspeed_version() -> Version | None:
 
 
 def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
-    if find_spec("mindspeed") is None:
+    spec = find_spec("mindspeed")
+    if spec is None or spec.origin is None:  # without origin: some folder of that name on sys.path, and no package
         raise PlatformError(
             f"platform 'npu' needs MindSpeed ({stack.mindspeed}), which is not installed: "
             + HOW_MINDSPEED.format(branch=stack.mindspeed)

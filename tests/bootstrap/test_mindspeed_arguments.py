@@ -18,6 +18,11 @@ DEFAULTS = {
     "use_fused_rmsnorm": False,
     "transformer_impl": "local",
     "alibi_fusion_attn_type": None,
+    "use_fused_ring_attention_update": False,
+    "megatron_cp_in_bnsd": False,
+    "optimizer_selection": "fused_adamw",
+    "swap_attention": False,
+    "cp_window_size": 1,
 }
 
 
@@ -81,14 +86,57 @@ def test_mindspeeds_own_fields_and_callbacks_do_not_come_from_the_model():
 
 
 def test_options_come_last():
-    assert arguments.from_config(DEFAULTS, Config(), "ring", {"use_fused_rmsnorm": True})["use_fused_rmsnorm"] is True
+    built = arguments.from_config(DEFAULTS, Config(context_parallel_size=2), "ring", {"megatron_cp_in_bnsd": True})
+    assert built["megatron_cp_in_bnsd"] is True
 
 
-def test_options_that_do_not_exist_or_belong_elsewhere_are_refused():
-    with pytest.raises(ConfigError, match="no argument of MindSpeed is called use_fuzed_rmsnorm"):
-        arguments.check_options({"use_fuzed_rmsnorm": True}, DEFAULTS)
-    with pytest.raises(ConfigError, match=r"context_parallel_algo is decided by parallel\.context_algorithm"):
-        arguments.check_options({"context_parallel_algo": "ulysses_cp_algo"}, DEFAULTS)
+def test_an_option_raises_the_level_to_its_features():
+    config, options = Config(), {"optimizer_selection": "fused_torch_adamw"}
+    built = arguments.from_config(DEFAULTS, config, "ring", options, {"optimizer_selection": 2})
+    assert built["optimization_level"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_fuzed_rmsnorm": True}, "no argument of MindSpeed is called use_fuzed_rmsnorm"),
+        (
+            {"context_parallel_algo": "ulysses_cp_algo"},
+            r"context_parallel_algo is decided by parallel\.context_algorithm",
+        ),
+        ({"transformer_impl": "local"}, "transformer_impl is decided by megascend"),
+        ({"swap_attention": True}, r"swap_attention=True: that feature imports megatron\.training"),
+        ({"swap_attention": False}, "mindspeed.swap_attention is not among the options that were tried"),
+        ({"cp_window_size": 2}, "MindSpeed makes their process groups before"),
+        ({"use_fused_rmsnorm": True}, r"not among the options that were tried with megascend \(use_fused_ring"),
+        ({"optimizer_selection": "fused_torch_adamw"}, "not among the options that were tried"),
+        ({"megatron_cp_in_bnsd": "yes"}, "'yes': tried with megascend: True, False"),
+        ({"megatron_cp_in_bnsd": 1}, "1: tried with megascend: True, False"),
+    ],
+    ids=str,
+)
+def test_options_that_were_not_tried_are_refused_with_the_most_specific_reason(options, message):
+    with pytest.raises(ConfigError, match=message):
+        arguments.check_options(options, DEFAULTS)
+
+
+def test_options_that_were_tried_pass():
+    for name, option in arguments.SUPPORTED_OPTIONS.items():
+        for value in option.values:
+            arguments.check_options({name: value}, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("context", "algorithm", "fine"), [(1, "ring", False), (2, "all_gather", False), (2, "ring", True)]
+)
+def test_a_rings_option_without_a_ring_is_refused(context, algorithm, fine):
+    config, options = Config(context_parallel_size=context), {"megatron_cp_in_bnsd": True}
+    if fine:
+        assert arguments.from_config(DEFAULTS, config, algorithm, options)["megatron_cp_in_bnsd"] is True
+    else:
+        with pytest.raises(ConfigError, match="context_algorithm: ring only"):
+            arguments.from_config(DEFAULTS, config, algorithm, options)
+    arguments.from_config(DEFAULTS, config, algorithm, {"megatron_cp_in_bnsd": False})
 
 
 def test_signatures_differ_exactly_where_arguments_do():

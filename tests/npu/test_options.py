@@ -1,0 +1,145 @@
+"""MindSpeed's options that megascend supports: each does something, and the numbers stay Hugging Face's."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from megascend.bootstrap.mindspeed.arguments import SUPPORTED_OPTIONS
+from megascend.config import Batching, Parallel
+from megascend.testing import run_distributed
+from megascend.testing.parity import (
+    Case,
+    Trajectory,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    matrix,
+    oracle,
+    token_lists,
+)
+
+pytestmark = pytest.mark.usefixtures("npu")
+REAL = pytest.mark.skipif(
+    not os.environ.get("MEGASCEND_MINDSPEED"), reason="the double has no optional features; name a real checkout"
+)
+STEPS = 3
+LOGITS_BOUND = 1e-5
+CASES = {case.name: case for case in matrix("npu")}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank saw: figures, attention's layouts and all operators by number of calls."""
+
+    trajectory: Trajectory
+    layouts: Counter[str]
+    operators: Counter[str]
+
+
+def train(case: Case, checkpoint, options: dict[str, Any]) -> Run:
+    def on_rank() -> Run:
+        from megascend.backend import MegatronBackend
+        from megascend.simnpu import call_log
+
+        with call_log.recording() as calls:
+            backend = MegatronBackend(
+                checkpoint,
+                case.parallel,
+                case.precision,
+                case.adam,
+                batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
+                mindspeed=options,
+                platform="npu",
+                timeout_s=60,
+            )
+            samples = causal_samples(token_lists())
+            logits = backend.forward(samples, logits=True).logits
+            losses, norms = [], []
+            for _ in range(STEPS):
+                losses.append(backend.forward_backward(samples).loss)
+                norms.append(backend.optimizer_step().grad_norm)
+        backend.close()
+        return Run(
+            Trajectory(losses, norms, logits),
+            Counter(str(call.arguments["input_layout"]) for call in calls if call.name == "npu_fusion_attention"),
+            Counter(call.name for call in calls),
+        )
+
+    return run_distributed(on_rank, case.world_size, init=False, timeout_s=120)[0]
+
+
+def fused_update(plain: Run, with_option: Run) -> None:
+    assert plain.operators["npu_ring_attention_update"] == 0
+    assert with_option.operators["npu_ring_attention_update"] > 0
+
+
+def heads_first(plain: Run, with_option: Run) -> None:
+    assert set(plain.layouts) == {"SBH"}
+    assert set(with_option.layouts) == {"BNSD"}
+
+
+EFFECTS = {
+    ("use_fused_ring_attention_update", True): ("CP2, ring", fused_update),
+    ("megatron_cp_in_bnsd", True): ("CP2, ring", heads_first),
+}
+
+
+def test_every_supported_option_is_tried():
+    assert {name for name, _ in EFFECTS} == set(SUPPORTED_OPTIONS)
+
+
+@REAL
+@pytest.mark.parametrize(("name", "value"), EFFECTS)
+def test_a_supported_option_does_something_and_computes_the_same(name, value, parity_folder):
+    case, effect = CASES[EFFECTS[name, value][0]], EFFECTS[name, value][1]
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
+    plain, with_option = train(case, checkpoint, {}), train(case, checkpoint, {name: value})
+    effect(plain, with_option)
+    found = differences(with_option.trajectory, oracle(parity_folder, checkpoint, token_lists(), steps=STEPS))
+    assert found.loss <= case.loss_bound, found
+    assert found.grad_norm <= case.norm_bound, found
+    assert found.logits is not None
+    assert found.logits <= LOGITS_BOUND, found
+
+
+def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | None:
+    from megascend.backend import MegatronBackend
+    from megascend.errors import ConfigError
+
+    batching = Batching(packing=parallel.context == 1)
+    try:
+        MegatronBackend(
+            checkpoint, parallel, "fp32", mindspeed=options, platform="npu", batching=batching, timeout_s=60
+        ).close()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_attention": True}, "swap_attention=True: that feature imports megatron.training"),
+        ({"use_flsh_attn": True}, "no argument of MindSpeed is called use_flsh_attn"),
+        ({"optimization_level": 1}, "mindspeed.optimization_level is decided by"),
+        ({"use_fused_rmsnorm": True}, "mindspeed.use_fused_rmsnorm is not among the options that were tried"),
+        ({"megatron_cp_in_bnsd": "yes"}, "mindspeed.megatron_cp_in_bnsd='yes': tried"),
+        ({"megatron_cp_in_bnsd": True}, "parallel.context_algorithm: ring only"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_options_are_refused_before_the_model_is_built(options, message, parity_folder):
+    (found,) = run_distributed(refusal, 1, case_checkpoint(parity_folder, "qwen3"), options, Parallel(), init=False)
+    assert message in found
+
+
+def test_a_rings_option_is_refused_under_all_gather(parity_folder):
+    parallel = Parallel(context=2, context_algorithm="all_gather")
+    options = {"use_fused_ring_attention_update": True}
+    for found in run_distributed(refusal, 2, case_checkpoint(parity_folder, "qwen3"), options, parallel, init=False):
+        assert "parallel.context_algorithm: ring only" in found
