@@ -33,7 +33,9 @@ def mindspeed_folder() -> Path:
 def npu_environment(**changes: str) -> dict[str, str]:
     """The environment of a process on the simulated device, with MindSpeed on its path."""
     path = [str(mindspeed_folder()), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
-    base = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    # Without what the bootstrap of this process has set: a fresh one shall find nothing decided.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HCCL_")}
+    base = inherited | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return simnpu.environment(base) | changes
 
 
