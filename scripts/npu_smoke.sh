@@ -5,7 +5,7 @@
 #
 # --simulated   no cards needed: `megascend simnpu`. Its times and memory say nothing about hardware.
 # --double      the tests' double of MindSpeed instead of MindSpeed; only with --simulated
-# RECIPE        tp_npu, tp_moe_npu, tp_moe_cp_npu (default: all of them)
+# RECIPE        tp_npu, tp_moe_npu, tp_moe_cp_npu, multi_lora_npu (default: all of them)
 #
 # MEGASCEND_MINDSPEED        a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed
 # MEGASCEND_SMOKE_DEADLINE   seconds that one recipe may take (default: 600)
@@ -31,7 +31,7 @@ for argument in "$@"; do
       ;;
   esac
 done
-[ ${#recipes[@]} -gt 0 ] || recipes=(tp_npu tp_moe_npu tp_moe_cp_npu)
+[ ${#recipes[@]} -gt 0 ] || recipes=(tp_npu tp_moe_npu tp_moe_cp_npu multi_lora_npu)
 
 if [ -n "$double" ]; then
   [ -n "$simulated" ] || { echo "--double needs --simulated: the tests' double of MindSpeed is not for cards" >&2; exit 2; }

@@ -1,6 +1,7 @@
 """Print the parity table of docs/numerics.md: every layout against Hugging Face + torch AdamW, on the installed stack.
 
     python scripts/parity.py [--only REGEX] [--json]
+    python scripts/parity.py --lora                       # one LoRA adapter against peft, the base model frozen
     python scripts/parity.py --platform cuda --precision bf16     # on GPUs, one for each process
     megascend simnpu -- python scripts/parity.py --platform npu   # with MindSpeed on the path, on the simulated device
 
@@ -23,75 +24,102 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-LOGITS_BOUND = 1e-5
+LORA_LOGITS_BOUND = 2e-5
 WORKER_TIMEOUT_S = 180
+ADAPTER_SEED = 7
 LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
 """For all cases when --precision asks for 16 bits; routing that flips makes MoE models the worst."""
 PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
 
 
-def measure(pattern: str, folder: Path, platform_name: str, precision: str | None) -> list[dict[str, Any]]:
+def measure(pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool) -> list[dict[str, Any]]:
     """One row a case whose name matches ``pattern``."""
+    from megascend.testing.lora_parity import adapter_differences, adapter_folder, peft_oracle
     from megascend.testing.parity import case_checkpoint, differences, oracle, token_lists
 
     tokens, rows = token_lists(), []
-    for case in cases(pattern, precision, platform_name):
+    for case in cases(pattern, precision, platform_name, lora):
         checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
-        reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
-        found = differences(run(case, checkpoint, tokens, platform_name, precision), reference)
+        if lora:
+            mine = run(case, checkpoint, tokens, platform_name, precision, lora=True)
+            adapter = adapter_folder(checkpoint, case)
+            found: Any = adapter_differences(mine, peft_oracle(folder, checkpoint, adapter, tokens))
+        else:
+            reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
+            found = differences(run(case, checkpoint, tokens, platform_name, precision), reference)
         within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound
         if case.precision == "fp32" and found.logits is not None:
-            within = within and found.logits <= LOGITS_BOUND
+            within = within and found.logits <= (LORA_LOGITS_BOUND if lora else case.logits_bound)
         rows.append({"case": case.name, "processes": case.world_size, **vars(found), "within_bounds": within})
         verdict = "ok" if within else "OVER ITS BOUND"
         print(f"{case.name}: {verdict}, {found}", file=sys.stderr, flush=True)
     return rows
 
 
-def cases(pattern: str, precision: str | None, platform_name: str) -> list[Any]:
+def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = False) -> list[Any]:
     """The matrix's cases whose name matches, in ``precision`` if one is asked for."""
+    from megascend.testing.lora_parity import lora_matrix
     from megascend.testing.parity import matrix
 
-    chosen = [case for case in matrix(platform_name) if re.search(pattern, case.name)]
+    of_platform = lora_matrix(platform_name) if lora else matrix(platform_name)
+    chosen = [case for case in of_platform if re.search(pattern, case.name)]
     if precision is None:
         return chosen
     return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
 
 
-def run(case: Any, checkpoint: Path, tokens: list[list[int]], platform_name: str, precision: str | None) -> Any:
+def run(
+    case: Any, checkpoint: Path, tokens: list[list[int]], platform_name: str, precision: str | None, lora: bool = False
+) -> Any:
     """The case's trajectory: on forked processes where devices are CPU memory, else on fresh ones with torchrun."""
     import torch
 
     import megascend
     from megascend import simnpu
+    from megascend.testing.distributed import run_distributed
+    from megascend.testing.lora_parity import adapter_folder, make_adapter, train_adapter
     from megascend.testing.parity import train_case
 
-    if platform_name == "cpu" or simnpu.is_active():
+    forks = platform_name == "cpu" or simnpu.is_active()
+    if forks:
         megascend.bootstrap(platform_name).load_megatron()
+    adapter = adapter_folder(checkpoint, case)
+    if lora and not adapter.exists():
+        arguments = (checkpoint, adapter, ADAPTER_SEED, case.targets)
+        run_distributed(make_adapter, 1, *arguments, init=False, timeout_s=WORKER_TIMEOUT_S)
+    if forks:
+        if lora:
+            return train_adapter(case, checkpoint, adapter, checkpoint.parent / "trained")
         return train_case(case, checkpoint, tokens)
     result = checkpoint.parent / "trajectory.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.world_size}"]
     command += [__file__, "--worker", case.name, str(checkpoint), str(result), "--platform", platform_name]
     command += ["--precision", precision] if precision else []
+    command += ["--lora"] if lora else []
     subprocess.run(command, check=True, timeout=WORKER_TIMEOUT_S)
     return torch.load(result, weights_only=False)
 
 
-def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precision: str | None) -> None:
+def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precision: str | None, lora: bool) -> None:
     """One rank under torchrun; rank 0 writes its trajectory."""
     import torch
 
     import megascend
-    from megascend.testing.parity import run_case, token_lists
+    from megascend.testing.lora_parity import adapter_folder, run_adapter
+    from megascend.testing.parity import STEPS, run_case, token_lists
 
     megascend.bootstrap(platform_name)
-    (case,) = cases(f"^{re.escape(name)}$", precision, platform_name)
-    trajectory = run_case(case, checkpoint, token_lists())
+    (case,) = cases(f"^{re.escape(name)}$", precision, platform_name, lora)
+    if lora:
+        adapter = adapter_folder(checkpoint, case)
+        trajectory: Any = run_adapter(case, checkpoint, adapter, STEPS, checkpoint.parent / "trained")
+    else:
+        trajectory = run_case(case, checkpoint, token_lists())
     if os.environ["RANK"] == "0":
         torch.save(trajectory, result)
 
 
-def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+def table(rows: list[dict[str, Any]], versions: dict[str, str], lora: bool) -> str:
     """``rows`` as Markdown, with what they were measured on above."""
 
     def figure(value: float | None) -> str:
@@ -100,12 +128,13 @@ def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     lines = [
         ", ".join(f"{name} {number}" for name, number in versions.items()) + f"; {platform.machine()} CPU",
         "",
-        "| case | processes | max dLoss | max dGradNorm | logits |",
-        "|---|---|---|---|---|",
+        "| case | processes | max dLoss | max dGradNorm | " + ("factors | " if lora else "") + "logits |",
+        "|---|---|---|---|---|" + ("---|" if lora else ""),
     ]
+    columns = ("loss", "grad_norm", "factors", "logits") if lora else ("loss", "grad_norm", "logits")
     for row in rows:
         mark = "" if row["within_bounds"] else " (over its bound)"
-        figures = " | ".join(figure(row[name]) for name in ("loss", "grad_norm", "logits"))
+        figures = " | ".join(figure(row[name]) for name in columns)
         lines.append(f"| {row['case']}{mark} | {row['processes']} | {figures} |")
     return "\n".join(lines)
 
@@ -113,6 +142,7 @@ def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name matches")
+    parser.add_argument("--lora", action="store_true", help="train one adapter of all linear layers, against peft")
     parser.add_argument("--json", action="store_true", help="JSON instead of a Markdown table")
     parser.add_argument("--platform", choices=("cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
@@ -120,14 +150,18 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker:
         name, checkpoint, result = arguments.worker
-        worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.precision)
+        worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.precision, arguments.lora)
         return 0
     with tempfile.TemporaryDirectory(prefix="megascend-parity-") as folder:
-        rows = measure(arguments.only, Path(folder), arguments.platform, arguments.precision)
+        rows = measure(arguments.only, Path(folder), arguments.platform, arguments.precision, arguments.lora)
     if not rows:
         parser.error(f"no case matches {arguments.only!r}")
     versions = {name: version(name) for name in PACKAGES}
-    print(json.dumps({"versions": versions, "rows": rows}, indent=2) if arguments.json else table(rows, versions))
+    print(
+        json.dumps({"versions": versions, "rows": rows}, indent=2)
+        if arguments.json
+        else table(rows, versions, arguments.lora)
+    )
     return 0 if all(row["within_bounds"] for row in rows) else 1
 
 

@@ -7,6 +7,7 @@
 # with the tests' double of MindSpeed, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
 #
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
+# MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: cores + 1, at most 8)
 # MEGASCEND_TEST_DEADLINE   seconds after which the whole run is stopped (default: 1800)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
 set -euo pipefail
@@ -30,9 +31,12 @@ else
   python=.venv-$stack/bin/python
 fi
 
+cores=$(getconf _NPROCESSORS_ONLN)
+workers=${MEGASCEND_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}
+
 run_tests() {
   local status=0
-  OMP_NUM_THREADS=1 timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest "$@" || status=$?
+  OMP_NUM_THREADS=1 timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest -n "$workers" --dist loadgroup "$@" || status=$?
   if [ "$status" = 124 ]; then
     echo "the tests did not end within ${MEGASCEND_TEST_DEADLINE:-1800} s" >&2
   fi

@@ -39,8 +39,11 @@ def runtime() -> Runtime:
 
 @pytest.fixture(scope="session")
 def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny checkpoints and Hugging Face references are kept for all tests of the session."""
-    return tmp_path_factory.mktemp("parity")
+    """Where tiny checkpoints and Hugging Face references are kept for all tests of the session, on every worker of it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "parity"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +54,13 @@ def megatron_imported() -> Runtime:
     for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.strategy.step"):
         import_module(module)
     return loaded
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file's tests on one worker, which sets up once what they share; long ones go wherever there is time.
+
+    Eight ranks at a time are enough for a machine's memory: the recipes of the Ascend cookbook stay together as well.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") is None or "npu" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))

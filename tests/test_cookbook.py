@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -15,6 +16,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 150
 STEP = re.compile(r"^step (\d+)/(\d+)  loss ([\d.]+)  grad norm ([\d.]+)  ([\d,]+) tokens/s", re.MULTILINE)
+
+STEP_OF_TENANTS = re.compile(r"^step (\d+)/\d+((?:  [a-z]+ [\d.]+){4})  [\d,]+ tokens/s", re.MULTILINE)
+ROW = re.compile(r"^(copy|shift|count|phrase|\(base model\)) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 
@@ -55,7 +59,13 @@ def assert_learned(output: str, steps: int) -> None:
     ("script", "processes", "arguments", "layout"),
     [
         ("dense_tp_pp_dp.sh", 4, (), "4 ranks = tensor 2 x context 1 x data 1 x pipeline 2"),
-        ("dense_tp_pp_dp.sh", 2, ("--tensor", "1", "--pipeline", "1"), "tensor 1 x context 1 x data 2 x pipeline 1"),
+        pytest.param(
+            "dense_tp_pp_dp.sh",
+            2,
+            ("--tensor", "1", "--pipeline", "1"),
+            "tensor 1 x context 1 x data 2 x pipeline 1",
+            marks=pytest.mark.nightly,
+        ),
         ("moe_ep.sh", 4, (), "experts: expert tensor 1 x expert 2 x data 2 x pipeline 1"),
         ("long_context_cp.sh", 2, ("--recompute",), "tensor 1 x context 2 x data 1 x pipeline 1"),
     ],
@@ -67,3 +77,41 @@ def test_a_cookbook_script_learns(
     output = run(script, tmp_path, *arguments, "--steps", "10", NPROC=str(processes))
     assert layout in output
     assert_learned(output, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [((), "tensor 2"), pytest.param(("--tensor", "1"), "data 2", marks=pytest.mark.nightly)],
+    ids=["TP2", "DP2"],
+)
+def test_every_tenant_learns_its_own_task_alone(arguments: tuple[str, ...], layout: str, tmp_path: Path) -> None:
+    steps = 45
+    output = run("multi_lora.sh", tmp_path, *arguments, "--steps", str(steps))
+    assert layout in output
+    assert [int(number) for number, _ in STEP_OF_TENANTS.findall(output)] == list(range(1, steps + 1)), output[-6000:]
+    table = {name: [float(loss) for loss in losses] for name, *losses in ROW.findall(output)}
+    assert list(table) == ["copy", "shift", "count", "phrase", "(base model)"]
+    for task, name in enumerate(["copy", "shift", "count", "phrase"]):
+        others = [row[task] for other, row in table.items() if other != name]
+        assert table[name][task] < 0.5 * min(others), output[-2000:]
+    assert output.strip().splitlines()[-1].startswith("each adapter has learned its own task")
+    for name in ("copy", "shift", "count", "phrase"):
+        assert (tmp_path / "adapters" / name / "adapter_model.safetensors").is_file()
+
+
+def test_a_tenant_that_did_not_learn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("multi_lora", ROOT / "cookbook" / "multi_lora.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "multi_lora", script)  # where its dataclass looks for its annotations
+    spec.loader.exec_module(script)
+    tasks = ("copy", "shift")
+    apart = {"copy": (1.0, 6.0), "shift": (5.0, 2.0), script.BASE: (5.8, 5.9)}
+    alike = apart | {"shift": (5.0, 4.0)}
+    swapped = apart | {"copy": (6.0, 1.0), "shift": (2.0, 5.0)}
+    for losses, problem in (
+        (apart, None),
+        (alike, "adapter 'shift' has loss 4.000 on its own task, where '(base model)' has 5.900"),
+        (swapped, "adapter 'copy' has loss 6.000 on its own task, where 'shift' has 2.000"),
+    ):
+        table = {name: dict(zip(tasks, row, strict=True)) for name, row in losses.items()}
+        assert script.what_is_wrong(table) == problem

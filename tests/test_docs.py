@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +40,21 @@ def test_the_version_table_is_the_codes(column: int) -> None:
         assert rows[package].replace(" ", "") == getattr(stack, package.replace("-", "_")), package
     assert rows["torch, torch_npu (one minor version for both)"].replace(" ", "") == stack.torch == stack.torch_npu
     assert rows["MindSpeed branch"] == f"`{stack.mindspeed}`"
+
+
+def test_the_example_of_an_injected_fault_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    (program,) = [
+        code for code in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE) if "faults" in code
+    ]
+    (tmp_path / "test_example.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=180,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -29,9 +29,31 @@ def python(*arguments: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def programs_of(document: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_the_programs_about_lora_run(tmp_path: Path) -> None:
+    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=tmp_path)
+    (tmp_path / "guide.py").write_text(programs_of(README.parent / "docs" / "lora.md")[0])
+    figures = [float(line.split()[0]) for line in python("guide.py", cwd=tmp_path).splitlines() if line[:1].isdigit()]
+    assert len(figures) == 10
+    assert figures[-1] < figures[0]
+    merged = tmp_path / "runs" / "lora" / "merged"
+    assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen3"
+
+    (tmp_path / "short.py").write_text(
+        "import megascend\n\nmegascend.bootstrap()\nsamples = [megascend.Sample.causal(list(b'2 + 2 = 4')) for _ in 'ab']\n"
+        "samples[0].adapter, samples[1].adapter = 'alice', 'bob'\n" + programs_of(README)[1]
+    )
+    python("short.py", cwd=tmp_path)
+    saved = json.loads((tmp_path / "runs" / "lora" / "alice" / "adapter_config.json").read_text())
+    assert saved["r"] == 16
+
+
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
-    programs = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert len(programs) == 1
+    programs = programs_of(README)
+    assert len(programs) == 2
     lines = [line for line in programs[0].splitlines() if line.strip()]
     assert len(lines) <= 20, "the README promises twenty lines"
     (tmp_path / "train.py").write_text(programs[0])

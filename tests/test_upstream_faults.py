@@ -65,6 +65,7 @@ def build(checkpoint, parallel: Parallel | None = None, **options):
 # --- 1: the gradient norm under tensor parallelism ---
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True])
 def test_1_the_norm_counts_every_shard_of_embedding_and_output(models, monkeypatch, tied):
     case = Case("TP2", 2, Parallel(tensor=2), overrides={"tie_word_embeddings": tied})
@@ -78,6 +79,7 @@ def test_1_the_norm_counts_every_shard_of_embedding_and_output(models, monkeypat
 # --- 2: experts under TP without EP and ETP ---
 
 
+@pytest.mark.nightly
 def test_2_experts_that_tp_would_replicate_unsummed_are_refused(models, monkeypatch):
     parallel = Parallel(tensor=2, expert=1, expert_tensor=1)
     case = Case("MoE TP2 EP1 ETP1", 2, parallel, arch="qwen3_moe")
@@ -107,6 +109,7 @@ def test_2_the_settings_that_the_refusal_names_are_right(models, parallel):
 # --- 3: interleaved pipeline without overlapped point-to-point communication ---
 
 
+@pytest.mark.nightly
 def test_3_interleaved_pipelines_overlap_their_messages(models, monkeypatch):
     from megascend.model import build as module
 
@@ -149,6 +152,7 @@ def test_4_the_auxiliary_loss_weighs_the_same_in_every_layout(models, layout):
     assert_equal(compare(case, models, steps=5, lengths=EVEN_LENGTHS), case)
 
 
+@pytest.mark.nightly
 def test_4_without_an_auxiliary_loss_the_norm_is_another(models):
     """The reference's auxiliary loss is large enough for the comparison above to mean something."""
     checkpoint = tiny(models, "qwen3_moe")
@@ -161,6 +165,7 @@ def test_4_without_an_auxiliary_loss_the_norm_is_another(models):
     assert abs(full - half) > 2e-2
 
 
+@pytest.mark.nightly
 def test_4_the_correction_for_context_parallelism_is_needed(models, monkeypatch):
     """What is right on one stack is wrong by a factor of CP on the other."""
     wrong = 2.0 if STACK_0_16 else 1.0
@@ -168,6 +173,7 @@ def test_4_the_correction_for_context_parallelism_is_needed(models, monkeypatch)
     assert compare(aux_case("CP2"), models, steps=5, lengths=EVEN_LENGTHS).grad_norm > 2e-2
 
 
+@pytest.mark.nightly
 def test_4_megatrons_own_scaling_by_tokens_would_be_wrong(models, monkeypatch):
     """Under ``calculate_per_token_loss``, which the step avoids, a rank scales by its own tokens: TP2 + SP is wrong."""
     from megascend.model import build as module

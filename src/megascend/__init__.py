@@ -30,6 +30,11 @@ _PUBLIC = {
     "Recompute": "megascend.config",
     "Moe": "megascend.config",
     "Batching": "megascend.config",
+    "AdapterLoss": "megascend.train.results",
+    "AdapterQueue": "megascend.lora.queue",
+    "AdapterFuture": "megascend.lora.queue",
+    "Lora": "megascend.config",
+    "Adapters": "megascend.config",
     "Data": "megascend.config",
     "RunConfig": "megascend.config",
     "load_config": "megascend.config",
@@ -44,14 +49,28 @@ _PUBLIC = {
     "CheckpointError": "megascend.errors",
     "ProcessGroupError": "megascend.errors",
     "CollectiveTimeoutError": "megascend.errors",
+    "PeerLostError": "megascend.errors",
     "NonFiniteError": "megascend.errors",
+    "QueueFullError": "megascend.errors",
 }
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from megascend.backend import MegatronBackend
     from megascend.bootstrap import Runtime, bootstrap
-    from megascend.config import Adam, Batching, Data, Moe, Parallel, Recompute, RunConfig, Schedule, load_config
+    from megascend.config import (
+        Adam,
+        Adapters,
+        Batching,
+        Data,
+        Lora,
+        Moe,
+        Parallel,
+        Recompute,
+        RunConfig,
+        Schedule,
+        load_config,
+    )
     from megascend.errors import (
         CheckpointError,
         CollectiveTimeoutError,
@@ -61,13 +80,16 @@ if TYPE_CHECKING:
         MegascendError,
         MissingDependencyError,
         NonFiniteError,
+        PeerLostError,
         PlatformError,
         ProcessGroupError,
+        QueueFullError,
         TopologyError,
         VersionError,
     )
+    from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.train.losses import Loss
-    from megascend.train.results import ForwardBackwardResult, ForwardResult, StepResult
+    from megascend.train.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.train.sample import Sample
 
 

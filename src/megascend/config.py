@@ -7,6 +7,7 @@ number of processes is checked later, by :mod:`megascend.parallel.topology`.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -117,6 +118,46 @@ class Batching(Section):
     max_length: Size | None = Field(None, description="longest sample allowed; default: what the model allows")
 
 
+class Lora(Section):
+    """One LoRA adapter: ``W x`` becomes ``W x + scaling * B A x`` in every targeted layer (Hu et al., arXiv:2106.09685)."""
+
+    rank: Size = Field(16, description="rows of A, columns of B")
+    alpha: float = Field(32.0, gt=0, description="scaling is alpha / rank, or alpha / sqrt(rank) with rslora")
+    rslora: bool = Field(False, description="rank-stabilised scaling (Kalajdzievski, arXiv:2312.03732)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the layer's input on its way to A, while training")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear",
+        description="Hugging Face names of the layers, whole or their ends (q_proj, mlp.down_proj, lm_head, embed_tokens); "
+        "all-linear: every linear layer of attention, MLPs and experts, not the other two",
+    )
+    seed: Count | None = Field(None, description="of A's first values and of dropout; default: the backend's")
+    optimizer: Adam | None = Field(
+        None, description="of this adapter alone; default: the backend's. Its state is small and not sharded"
+    )
+    schedule: Schedule | None = Field(None, description="over this adapter's own steps; default: the backend's")
+
+    @model_validator(mode="after")
+    def _targets(self) -> Lora:
+        if not self.targets or not all(self.targets):
+            raise ValueError("lora.targets must name at least one layer, and no empty name")
+        return self
+
+    @property
+    def scaling(self) -> float:
+        """Factor of ``B A``."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Adapters(Section):
+    """Train LoRA adapters on a frozen base model, and what any of them may ask for."""
+
+    max_count: Size = Field(64, description="adapters at one time")
+    max_rank: Size = Field(128, description="largest rank of one adapter")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="layers that adapters may target, as in Lora; each adapter chooses among them"
+    )
+
+
 class Data(Section):
     """Training text: JSONL with ``messages`` or ``text``, plain text files, or a folder of either."""
 
@@ -124,6 +165,22 @@ class Data(Section):
     global_batch_size: Size = Field(8, description="samples of one optimizer step over all data parallel ranks")
     shuffle: bool = True
     train_on_prompt: bool = Field(False, description="chat data: also learn the user's turns")
+
+
+class Checkpoint(Section):
+    """When a run saves what it needs to go on, to OUTPUT/checkpoints, and what becomes of it."""
+
+    every: Count = Field(
+        0, description="steps from one to the next, and one at the end; 0: only when a signal stops the run"
+    )
+    keep_last: Size = Field(2, description="how many of the newest stay")
+    keep_every: Count = Field(0, description="those whose step is a multiple of this stay for good; 0: none")
+    asynchronous: bool = Field(True, description="write while training goes on; training stands still for a copy only")
+    hf: bool = Field(False, description="also export the model into each, for transformers; not in the background")
+    timeout_s: Size = Field(1800, description="seconds after which one that is waited for counts as failed")
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop", description="what happens when a checkpoint cannot be written: the run ends, or goes on and tries again"
+    )
 
 
 class RunConfig(Section):
@@ -142,13 +199,22 @@ class RunConfig(Section):
     recompute: Recompute = Recompute()
     moe: Moe = Moe()
     batching: Batching = Batching()
+    checkpoint: Checkpoint = Checkpoint()
+    lora: Lora | None = Field(
+        None,
+        description="freeze the model and train one LoRA adapter; default: all of the model's parameters are trained",
+    )
     mindspeed: dict[str, bool | int | float | str | None] = Field(
         {}, description="NPU only: arguments of MindSpeed's, spelt as its command line's with underscores"
     )
     tensorboard: bool = False
     plot: bool = Field(True, description="draw loss, grad norm and throughput to metrics.png at the end")
-    export: bool = Field(True, description="write the trained model to OUTPUT/hf at the end")
-    max_skipped_steps: Size = Field(10, description="stop after this many non-finite steps in a row")
+    export: bool = Field(
+        True, description="at the end write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
+    )
+    max_skipped_steps: Size = Field(
+        10, description="stop after this many non-finite steps in a row; the last batch is kept in OUTPUT/non_finite"
+    )
     timeout_s: Size = Field(600, description="seconds after which a missing rank is an error")
 
 
@@ -185,7 +251,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set takes KEY=VALUE, for example parallel.tensor=2; got {override!r}")
     *parents, leaf = key.split(".")
     for parent in parents:
-        values = values.setdefault(parent, {})
+        if values.get(parent) is None:  # left out, or an optional section written as null
+            values[parent] = {}
+        values = values[parent]
         if not isinstance(values, dict):
             raise ConfigError(f"--set {override}: {parent!r} is not a section")
     try:

@@ -52,9 +52,17 @@ class CollectiveTimeoutError(MegascendError, TimeoutError):
     """Some ranks did not arrive at a collective in time; the message names them."""
 
 
+class PeerLostError(CollectiveTimeoutError, ConnectionError):
+    """A rank is gone, or has failed, and will not come any more; the message names it and where it was."""
+
+
 class DistributedTestError(MegascendError, AssertionError):
     """A rank of ``megascend.testing.run_distributed`` failed; the message carries its traceback."""
 
 
 class NonFiniteError(MegascendError, ArithmeticError):
     """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class QueueFullError(MegascendError, RuntimeError):
+    """An adapter has as many requests waiting as its queue takes."""

@@ -100,6 +100,7 @@ def test_without_torch_npu_nothing_of_an_npu_is_looked_at() -> None:
     assert [check.status for check in checks.check_npu(60)] == ["skip"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_machine_without_cann_fails_without_a_traceback(megascend, broken_torch_npu: Path) -> None:
     done = megascend("doctor")
@@ -110,6 +111,7 @@ def test_a_machine_without_cann_fails_without_a_traceback(megascend, broken_torc
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_simulated_device_is_ready_and_never_passes_for_a_card(megascend) -> None:
     path = os.pathsep.join([str(DOUBLES), *(entry for entry in sys.path if entry)])

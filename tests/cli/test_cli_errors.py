@@ -43,6 +43,12 @@ BAD_RUNS = {
         "DataError",
         ["data.jsonl:1", "limit is 5", "batching.max_length"],
     ),
+    "no such layer": (
+        ["--set", "lora.targets=[q_proj, kproj]"],
+        "ConfigError",
+        ["lora.targets", "'kproj'", "down_proj", "k_proj"],
+    ),
+    "rank": (["--set", "lora.rank=0"], "ConfigError", ["lora.rank", "0"]),
 }
 
 
@@ -55,8 +61,9 @@ def test_a_bad_run_is_one_line(megascend, run_file: Path, name: str) -> None:
     [line] = [line for line in done.stderr.splitlines() if line.startswith(kind)]
     assert all(word in line for word in named), line
     assert "Traceback" not in done.stderr
-    assert not (run_file.parent / "out").exists()
-    assert time.monotonic() - start < 20  # ten on a machine that does nothing else
+    # What a rank has found out itself is kept, and nothing else is left.
+    assert {path.name for path in run_file.parent.glob("out/*")} <= {"errors"}
+    assert time.monotonic() - start < 60  # ten on a machine that does nothing else; CI runs other tests beside
 
 
 def test_a_damaged_checkpoint_is_found_before_processes_start(megascend, run_file: Path, small_model: Path) -> None:
@@ -113,7 +120,12 @@ def test_export_says_what_it_found_instead(megascend, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("")
-    for model, word in ((run, "run directory"), (tmp_path, "config.json"), (tmp_path / "no", "does not exist")):
+    with_adapter = tmp_path / "lora"
+    (with_adapter / "adapter").mkdir(parents=True)
+    (with_adapter / "adapter" / "adapter_config.json").write_text("{}")
+    found = {run: "run directory", tmp_path: "config.json", tmp_path / "no": "does not exist"}
+    merging = "export_hf(OUT, adapter='default')"
+    for model, word in (found | {with_adapter: merging, with_adapter / "adapter": merging}).items():
         done = megascend("export", model, tmp_path / "exported")
         assert done.returncode == 2
         assert done.stderr.startswith("CheckpointError")

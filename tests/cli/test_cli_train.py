@@ -87,7 +87,7 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
     assert all(row["lr"] == 0.01 and not row["skipped"] and row["tokens_per_s"] > 0 for row in rows)
     assert rows[-1]["epoch"] == STEPS
-    names = ["config.yaml", "hf", "metrics.jsonl", "metrics.png", "tensorboard"]
+    names = ["config.yaml", "events.jsonl", "hf", "metrics.jsonl", "metrics.png", "tensorboard"]
     assert sorted(path.name for path in single.iterdir()) == names
     assert yaml.safe_load((single / "config.yaml").read_text())["optimizer"]["lr"] == 0.01
     # The update of the last step comes after its loss, so the export must be at least that good.
@@ -107,6 +107,7 @@ def test_two_processes_learn_the_same(megascend, single: Path, folder: Path, axi
     assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.torchrun
 def test_under_torchrun(megascend, single: Path, folder: Path) -> None:
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -126,6 +127,7 @@ def test_under_torchrun(megascend, single: Path, folder: Path) -> None:
     assert not (folder / "torchrun" / "hf").exists()
 
 
+@pytest.mark.nightly
 def test_gradients_that_stay_non_finite_end_the_run_on_all_ranks(megascend, folder: Path) -> None:
     arguments = ["--set", "optimizer.lr=1e38", "--set", "max_skipped_steps=2", "--set", "output=diverged"]
     done = megascend("train", "run.yaml", "--nproc", "2", *arguments, cwd=folder)
@@ -138,6 +140,7 @@ def test_gradients_that_stay_non_finite_end_the_run_on_all_ranks(megascend, fold
     assert not (folder / "diverged" / "hf").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_can_be_replaced_and_exported_again(megascend, single: Path, folder: Path) -> None:
     arguments = ("--set", "steps=1", "--set", "plot=false", "--set", "output=again")
     for extra in ((), ("--overwrite",)):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.huggingface.files import tensor_shapes
+from megascend.huggingface.info import inspect_checkpoint, linear_layers
 from megascend.testing.tiny_models import write_tiny_checkpoint
 
 HIDDEN, LAYERS, VOCABULARY, MLP, EXPERT = 64, 4, 320, 128, 64
@@ -56,9 +57,9 @@ def test_parameters_are_counted_as_transformers_counts_them(models, name):
     assert inspect_checkpoint(path).parameter_count == count_by_transformers(str(path))
 
 
-def expected_flops(length: int, layer: int) -> float:
-    """6 FLOPs a weight and token; attention scores and values, forward and backward, over half of ``length``."""
-    projections = 6 * (LAYERS * layer + VOCABULARY * HIDDEN)
+def expected_flops(length: int, layer: int, of_weights: int = 3) -> float:
+    """2 FLOPs a weight, token and product; attention scores and values, forward and backward, over half of ``length``."""
+    projections = of_weights * 2 * (LAYERS * layer + VOCABULARY * HIDDEN)
     attention = 3 * LAYERS * 2 * (2 * QUERY) * length / 2
     return projections + attention
 
@@ -74,6 +75,26 @@ def test_flops_of_experts_count_those_that_a_token_visits(models):
     path = write_tiny_checkpoint(models / "flops-moe", "qwen3_moe")
     layer = ATTENTION + 4 * HIDDEN + 2 * 3 * HIDDEN * EXPERT  # router, and 2 of 4 experts
     assert inspect_checkpoint(path).flops_per_token(128) == expected_flops(128, layer)
+
+
+def test_frozen_weights_need_two_products_instead_of_three(models):
+    info = inspect_checkpoint(write_tiny_checkpoint(models / "frozen", "qwen3"))
+    layer = ATTENTION + 3 * HIDDEN * MLP
+    assert info.flops_per_token(512, frozen=True) == expected_flops(512, layer, of_weights=2)
+
+
+def test_linear_layers_are_those_that_transformers_has(models):
+    attention = ["self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj"]
+    for arch, mlp in (
+        ("qwen3", ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]),
+        ("qwen3_moe", ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]),
+    ):
+        path = write_tiny_checkpoint(models / f"linear-{arch}", arch, num_hidden_layers=2)
+        expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in mlp + attention]
+        ends = ["lm_head", "model.embed_tokens"]
+        assert sorted(linear_layers(tensor_shapes(path))) == sorted([*expected, *ends])
+        tied = {name: dims for name, dims in tensor_shapes(path).items() if name != "lm_head.weight"}
+        assert sorted(linear_layers(tied)) == sorted(expected), "one weight for both ends is adapted as neither"
 
 
 def test_shape_and_names_are_the_checkpoints(models):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megascend.kernels import linear_logprobs as module
-from megascend.kernels.linear_logprobs import VocabShard, linear_cross_entropy, linear_logprobs
+from megascend.kernels.linear_logprobs import LowRank, VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
 from megascend.testing import run_distributed
 
 TOKENS, HIDDEN, VOCABULARY = 150, 16, 37
@@ -143,3 +143,46 @@ def test_the_weight_gradient_is_added_to_the_main_buffer(dtype):
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
     torch.testing.assert_close(weight.main_grad[:VOCABULARY].double() - 1, expected, atol=tolerance, rtol=tolerance)
     assert (weight.main_grad[VOCABULARY:] == 1).all()
+
+
+RUNS = ((2, slice(10, 70)), (0, slice(100, 150)))
+"""Matrix and tokens; some tokens have no run, one matrix has no tokens, and runs cross the borders of chunks."""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adapters_add_to_the_logits_of_their_runs(fused):
+    """The weight is frozen and has rows of padding; gradients are those of autograd through whole logits."""
+    hidden, weight, targets, _ = inputs()
+    generator = torch.Generator().manual_seed(4)
+    down = torch.randn(TOKENS, 3, generator=generator)
+    up = torch.randn(3, 3, VOCABULARY, generator=generator)
+    coefficients = torch.rand(TOKENS, generator=generator)
+
+    leaves = [tensor.double().requires_grad_() for tensor in (hidden, down, up)]
+    logits = leaves[0] @ weight.double().t()
+    for number, run in RUNS:
+        own = torch.zeros(TOKENS, 1, dtype=torch.float64)
+        own[run] = 1
+        logits = logits + own * (leaves[1] @ leaves[2][number])
+    (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * -coefficients).sum().backward()
+
+    padded = torch.cat([weight, torch.full((3, HIDDEN), 9.0)])
+    grads = torch.ones_like(up)  # of an earlier micro batch
+    addition = LowRank(up, grads, RUNS)
+    mine = [tensor.clone().requires_grad_() for tensor in (hidden, down)]
+    shard = VocabShard(0, VOCABULARY)
+    if fused:
+        total, _ = linear_cross_entropy(mine[0], padded, targets, coefficients, shard, down=mine[1], addition=addition)
+    else:
+        logprobs, _ = linear_logprobs(mine[0], padded, targets, shard, down=mine[1], addition=addition)
+        total = (logprobs * -coefficients).sum()
+    total.backward()
+    found = (
+        mine[0].grad,
+        mine[1].grad,
+        grads - 1,
+        gather_logits(hidden, padded, shard, down, addition)[:, :VOCABULARY],
+    )
+    wanted = (*(leaf.grad for leaf in leaves), logits.detach())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)

@@ -32,7 +32,7 @@ STAND_IN = """\
 #!/usr/bin/env bash
 [ "$1" != -c ] || exec {python} "$@"
 case "${{*: -1}}" in
-  */tp_npu.sh) cat "$FOLDER/log"; echo "SMOKE OK" ;;
+  */tp_npu.sh | */multi_lora_npu.sh) cat "$FOLDER/log"; echo "SMOKE OK" ;;
   */tp_moe_npu.sh) cat "$FOLDER/raised"; exit 1 ;;
   */tp_moe_cp_npu.sh) cat "$FOLDER/log"; exec sleep 60 ;;
 esac
@@ -85,6 +85,7 @@ def test_a_failure_shows_the_rank_that_raised_and_ends_with_1(smoke, tmp_path: P
     assert cells(done.stdout, "tp_moe_npu")[1:6] == ["-"] * 5
     assert cells(done.stdout, "tp_moe_npu")[-1] == "FAILED (exit code 1)"
     assert cells(done.stdout, "tp_moe_cp_npu")[-1] == "FAILED (not done after 2 s)"
+    assert cells(done.stdout, "multi_lora_npu")[-1] == "OK"
     _, of_moe, of_cp = done.stdout.split("\n== ")
     assert of_moe.startswith(f"{tmp_path}/run/logs/tp_moe_npu.log\n")
     assert "this is why" in of_moe

@@ -203,6 +203,16 @@ def test_launchers() -> None:
     assert Launch.from_environment(torchrun) == Launch(3, 1, 4, None, ("h", 5), False)
     agent = Launch.from_environment(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent.agent_store
+    assert Launch.from_environment(torchrun | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+
+
+def test_an_attempt_does_not_see_what_the_one_before_left_in_the_store(tmp_path: Any) -> None:
+    first, second = (Launch(world_size=2, store_path=str(tmp_path / "store"), attempt=attempt) for attempt in (0, 1))
+    assert [first.store(5).add("times", 1), first.store(5).add("times", 1), second.store(5).add("times", 1)] == [
+        1,
+        2,
+        1,
+    ]
 
 
 def test_a_store_that_nobody_serves_is_a_timeout() -> None:
@@ -215,6 +225,7 @@ def test_a_store_that_nobody_serves_is_a_timeout() -> None:
             launch.store(1.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.torchrun
 def test_under_torchrun(tmp_path: Any) -> None:
     script = tmp_path / "program.py"

@@ -87,6 +87,7 @@ def run(code: str, checkpoint: Path, result: Path) -> tuple[torch.Tensor, ...]:
     return torch.load(result)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "qwen3_moe"])
 def test_logits_and_gradients(arch: str, tmp_path: Path) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "model", arch)

@@ -26,6 +26,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_transformers_loads_them_and_their_logits_are_not_flat(tmp_path: Path) -> None:
     paths = [str(write_tiny_checkpoint(tmp_path / arch, arch)) for arch in ARCHITECTURES]
@@ -47,6 +48,7 @@ def test_transformers_loads_them_and_their_logits_are_not_flat(tmp_path: Path) -
         assert ("model.layers.0.mlp.experts.3.down_proj.weight" in weights) == (arch == "qwen3_moe")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_same_arguments_same_weights_and_no_second_build(tmp_path: Path) -> None:
     settings = {"tie_word_embeddings": True, "num_hidden_layers": 2, "vocab_size": 128}

@@ -11,18 +11,13 @@ from megascend import Parallel, Sample
 from megascend.errors import DataError
 from megascend.parallel.topology import Topology, plan
 from megascend.train.agreement import Report, report, settle
+from megascend.train.results import Tally
+
+TALLY = Tally(weight=10.0, pairs=0, trained=12, tokens=20)
 
 
 def entry(**changes) -> Report:
-    values = {
-        "problem": None,
-        "micro_batches": 2,
-        "weight": 10.0,
-        "pairs": 0,
-        "trained": 12,
-        "tokens": 20,
-        "checksum": 7,
-    }
+    values = {"problem": None, "micro_batches": 2, "tallies": {"": TALLY}, "checksum": 7}
     return Report(**(values | changes))
 
 
@@ -32,16 +27,25 @@ def layout(world_size: int, **sizes: int) -> Topology:
 
 def test_sums_count_every_data_parallel_rank_once():
     topology = layout(8, tensor=2, context=2)  # data 2: ranks 0-3 and 4-7
-    first, second = entry(checksum=1), entry(checksum=2, weight=2.5, pairs=3, trained=4, tokens=5, micro_batches=4)
+    first, second = entry(checksum=1), entry(checksum=2, tallies={"": Tally(2.5, 3, 4, 5)}, micro_batches=4)
     agreed = settle([first] * 4 + [second] * 4, topology)
-    assert (agreed.weight, agreed.pairs, agreed.trained, agreed.tokens) == (12.5, 3, 16, 25)
+    assert agreed.tallies == {"": Tally(weight=12.5, pairs=3, trained=16, tokens=25)}
     assert agreed.micro_batches == 4
+
+
+def test_adapters_are_counted_apart_and_have_one_order_on_all_ranks():
+    of = {"a": Tally(1.0, 0, 1, 2), "b": Tally(2.0, 1, 3, 4), "c": Tally(5.0, 0, 6, 7)}
+    first = entry(tallies={"b": of["b"], "a": of["a"]}, checksum=1)
+    second = entry(tallies={"c": of["c"], "b": of["b"]}, checksum=2)
+    agreed = settle([first, second], layout(2))
+    assert agreed.tallies == {"a": of["a"], "b": Tally(4.0, 2, 6, 8), "c": of["c"]}
+    assert list(agreed.tallies) == ["a", "b", "c"]
 
 
 def test_pipeline_ranks_of_one_replica_count_once():
     topology = layout(4, pipeline=2)  # rank 0 and 2 are stages of replica 0
     agreed = settle([entry(checksum=1), entry(checksum=2), entry(checksum=1), entry(checksum=2)], topology)
-    assert (agreed.weight, agreed.tokens) == (20.0, 40)
+    assert agreed.tallies == {"": TALLY + TALLY}
 
 
 @pytest.mark.parametrize(
@@ -54,12 +58,12 @@ def test_the_interleaved_schedule_gets_whole_rounds(pipeline, virtual, planned, 
 
 
 def test_a_rank_without_samples_does_not_stop_the_others():
-    agreed = settle([entry(), entry(micro_batches=0, weight=0.0, trained=0, tokens=0, checksum=0)], layout(2))
-    assert (agreed.micro_batches, agreed.weight, agreed.tokens) == (2, 10.0, 20)
+    agreed = settle([entry(), entry(micro_batches=0, tallies={}, checksum=0)], layout(2))
+    assert (agreed.micro_batches, agreed.tallies) == (2, {"": TALLY})
 
 
 def test_nothing_on_any_rank_is_an_error():
-    empty = entry(micro_batches=0, weight=0.0, trained=0, tokens=0, checksum=0)
+    empty = entry(micro_batches=0, tallies={}, checksum=0)
     with pytest.raises(DataError, match="the batch is empty on every rank"):
         settle([empty] * 2, layout(2))
 
@@ -93,7 +97,7 @@ def test_ranks_of_one_replica_must_have_the_same_samples(sizes, world_size, chec
 
 
 def test_replicas_may_have_different_samples():
-    assert settle([entry(checksum=value) for value in (1, 2, 3)], layout(3)).weight == 30.0
+    assert settle([entry(checksum=value) for value in (1, 2, 3)], layout(3)).tallies[""].weight == 30.0
 
 
 def test_a_report_counts_what_is_there():
@@ -101,22 +105,33 @@ def test_a_report_counts_what_is_there():
         Sample([1, 2, 3], [2, 3, 4], [0.0, 0.5, 2.0]),
         Sample([9], [8], [1.0]),
     ]
-    found = report(samples, micro_batches=3, pairs=1)
+    found = report(samples, 3, ["", ""], per_pair=False)
     ids = [torch.tensor(ids).numpy().tobytes() for ids in ([1, 2, 3], [9])]
-    assert found == Report(
-        None, micro_batches=3, weight=3.5, pairs=1, trained=3, tokens=4, checksum=zlib.crc32(ids[0] + ids[1])
-    )
-    assert report([], 0, 0) == Report(None)
+    tally = Tally(weight=3.5, pairs=0, trained=3, tokens=4)
+    assert found == Report(None, micro_batches=3, tallies={"": tally}, checksum=zlib.crc32(ids[0] + ids[1]))
+    assert report([], 0, [], per_pair=False) == Report(None)
+
+
+def test_a_pair_counts_once_and_for_its_own_adapter():
+    samples = [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for pair in (1, 2) for chosen in (True, False)]
+    found = report(samples, 1, ["a", "a", "b", "b"], per_pair=True).tallies
+    assert {name: (tally.pairs, tally.tokens) for name, tally in found.items()} == {"a": (1, 2), "b": (1, 2)}
 
 
 def test_a_report_does_not_lose_small_weights_beside_large_ones():
     """Summed in float64: a million weights of 1e-3 beside one of 1e5 would lose digits in float32."""
     large = Sample([1], [1], [1e5])
     small = Sample([1] * 100_000, [1] * 100_000, [1e-3] * 100_000)
-    assert report([large, small], 1, 0).weight == pytest.approx(1e5 + 100, rel=1e-9)
+    assert report([large, small], 1, ["", ""], per_pair=False).tallies[""].weight == pytest.approx(1e5 + 100, rel=1e-9)
 
 
 def test_other_token_ids_or_another_order_are_another_checksum():
     a, b = Sample([1, 2], [2, 3], [1, 1]), Sample([2, 1], [2, 3], [1, 1])
-    checksums = {report(samples, 1, 0).checksum for samples in ([a], [b], [a, b], [b, a], [a, a])}
+    lists = ([a], [b], [a, b], [b, a], [a, a])
+    checksums = {report(samples, 1, [""] * len(samples), per_pair=False).checksum for samples in lists}
     assert len(checksums) == 5
+
+
+def test_other_adapters_are_another_checksum():
+    a = Sample([1, 2], [2, 3], [1, 1])
+    assert len({report([a, a], 1, list(names), per_pair=False).checksum for names in ("ab", "ba", "aa")}) == 3

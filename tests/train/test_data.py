@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megascend.errors import DataError
-from megascend.train.data import Document, batches, read_documents
+from megascend.train.data import Document, batches, fingerprint_of, read_documents
+from megascend.train.sample import Sample
 
 CHAT = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
 
@@ -109,5 +110,15 @@ def test_a_stream_does_not_resume_on_other_data() -> None:
         batches(range(10), 4, seed=4, shuffle=True).load_state_dict(state)
     with pytest.raises(DataError, match="samples was 10"):
         batches(range(11), 4, seed=3, shuffle=True).load_state_dict(state)
+    with pytest.raises(DataError, match="fingerprint was  when it was saved and is other now"):
+        batches(range(10), 4, seed=3, shuffle=True, fingerprint="other").load_state_dict(state)
+
     with pytest.raises(DataError, match="no training samples"):
         batches([], 4, seed=3, shuffle=True)
+
+
+def test_a_fingerprint_tells_token_ids_and_weights_apart():
+    of = [Sample.causal([1, 2, 3, 4]), Sample.causal([5, 6, 7])]
+    others = ([of[1], of[0]], [of[0]], [of[0], Sample.causal([5, 6, 8])], [of[0], Sample.causal([5, 6, 7], 2)])
+    assert fingerprint_of(of) == fingerprint_of([Sample.causal([1, 2, 3, 4]), Sample.causal([5, 6, 7])])
+    assert len({fingerprint_of(of), *map(fingerprint_of, others)}) == 5

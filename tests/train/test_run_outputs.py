@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megascend.config import Data, RunConfig
+from megascend.config import Data, Lora, RunConfig
 from megascend.errors import ConfigError, MissingDependencyError
+from megascend.parallel.launch import Launch
+from megascend.testing.tiny_models import write_tiny_checkpoint
 from megascend.train import plot
-from megascend.train.loop import check_output, check_packages, clear_output
+from megascend.train.loop import check_lora, check_packages, clear_output
 from megascend.train.plot import plot_metrics
+from megascend.train.resume import RUN_FILES, check_start
 from megascend.train.run_log import PlainDisplay, RunLog, StepRecord, clock
 
 
@@ -100,17 +103,32 @@ def test_a_missing_package_is_found_before_training(
     check_packages(config.model_copy(update={setting: False}))
 
 
+def test_a_target_that_no_layer_has_is_found_before_training(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+
+    def check(*targets: str) -> None:
+        check_lora(RunConfig(model=model, output=tmp_path, data=Data(path=tmp_path), lora=Lora(targets=targets)))
+
+    check("q_proj", "experts.down_proj", "model.layers.1.self_attn.o_proj", "lm_head", "embed_tokens")
+    for target in ("proj", "gate", "gate_proj", "layers.2.self_attn.q_proj"):
+        with pytest.raises(
+            ConfigError, match=rf"lora\.targets: '{target}' .* has down_proj, embed_tokens, gate_up_proj, k_proj"
+        ):
+            check("q_proj", target)
+
+
 def test_only_a_runs_own_files_are_removed(tmp_path: Path) -> None:
-    check_output(tmp_path / "new", overwrite=False)
+    check_start(tmp_path / "new", False, None, Launch())
     (tmp_path / "notes.txt").write_text("mine")
-    check_output(tmp_path, overwrite=False)
+    check_start(tmp_path, False, None, Launch())
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, hf.*--overwrite"):
-        check_output(tmp_path, overwrite=False)
-    check_output(tmp_path, overwrite=True)
-    clear_output(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, hf, adapter.*--overwrite"):
+        check_start(tmp_path, False, None, Launch())
+    check_start(tmp_path, True, None, Launch())
+    clear_output(tmp_path, RUN_FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(ConfigError, match="not a directory"):
-        check_output(tmp_path / "notes.txt", overwrite=True)
+        check_start(tmp_path / "notes.txt", True, None, Launch())

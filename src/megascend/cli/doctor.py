@@ -1,9 +1,10 @@
-"""``megascend doctor``: is this machine ready to train, and if not, what to do about it."""
+"""``megascend doctor``: is this machine ready to train, what has become of a run, and what to do about it."""
 
 from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,8 +18,32 @@ COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.
 def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that any single check may take.")] = 120.0,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="Tell what has become of the run in DIR instead."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="With --run: compare every checkpoint file with its digest.")
+    ] = False,
 ) -> None:
-    """Check versions, NPU, platform, collectives, memory, threads and disk. Exits with 1 if a check fails."""
+    """Check versions, NPU, platform, collectives, memory, threads and disk. Exits with 1 if a check fails.
+
+    With --run: read a run's directory, and exit with 0 if the run has finished or was stopped, else with 1.
+    """
+    from megascend.errors import ConfigError
+
+    if run is not None:
+        from megascend.cli.run_report import read_run
+        from megascend.cli.run_text import render_run, render_run_json
+
+        report = read_run(run, verify=verify)
+        typer.echo(render_run_json(report) if as_json else render_run(report))
+        if not report.ok:
+            raise typer.Exit(1)
+        return
+    if verify:
+        raise ConfigError("--verify looks at the checkpoints of a run: say which with --run DIR")
+
     from megascend.cli.checks import run_checks
 
     checks = run_checks(timeout)

@@ -56,6 +56,13 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if (path / "hf" / "config.json").is_file():
         return path / "hf"
+    for adapter in (path, path / "adapter"):
+        if (adapter / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{adapter} is a LoRA adapter, not a model. To merge it into its base model, in Python: "
+                f"MegatronBackend(model=BASE, adapters=Adapters()), then load_adapter('default', {str(adapter)!r}) and "
+                "export_hf(OUT, adapter='default')"
+            )
     if (path / "metrics.jsonl").is_file():
         raise CheckpointError(
             f"{path} is a run directory without an exported model (no hf/): the run did not finish, or had "

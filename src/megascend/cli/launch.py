@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend import errors
+from megascend.cli.stop_launch import EXIT_INTERRUPTED, StopLaunch, ended_by_signal, in_a_thread
 from megascend.errors import MegascendError
 
 if TYPE_CHECKING:
@@ -32,8 +33,12 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     """Call ``function(*args)`` in ``nproc`` fresh processes that see torchrun's environment; return rank 0's result.
 
     ``function`` must be importable by name. OMP_NUM_THREADS is 1 in the workers unless it is set, as under torchrun.
+    SIGTERM and SIGINT are passed on to the workers as SIGTERM, and their results waited for: they may take as long as they
+    need to finish a step and save.
 
     Raises:
+        KeyboardInterrupt: SIGINT came a second time, or before the workers could handle it; they are gone.
+        SystemExit: SIGTERM came before the workers could handle it; the code is 143.
         MegascendError: the first error of our hierarchy that a worker raised, with the worker's message.
         WorkerError: a worker failed in another way; the message holds its traceback or its signal.
     """
@@ -58,11 +63,25 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        try:
-            return elastic_launch(config, function)(*args)[0]
-        except ChildFailedError as failure:
-            cause = root_cause(failure, Path(folder))
+        with StopLaunch() as stop:
+            try:
+                return in_a_thread(elastic_launch(config, call), function, args, os.getpid(), stop=stop)[0]
+            except ChildFailedError as failure:
+                cause = root_cause(failure, Path(folder))
+                if stop.received and isinstance(cause, WorkerError) and ended_by_signal(failure):
+                    stop.exit()
     raise cause
+
+
+def call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> Any:
+    """Call ``function(*args)`` in a worker; ends the process if there is nobody left to tell the result."""
+    try:
+        result = function(*args)
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None  # the launcher would take this for a worker that is still busy
+    if os.getppid() != launcher:
+        raise SystemExit(EXIT_INTERRUPTED)
+    return result
 
 
 def root_cause(failure: ChildFailedError, folder: Path) -> MegascendError:

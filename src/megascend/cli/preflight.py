@@ -22,16 +22,19 @@ def check_topology(config: RunConfig, world_size: int) -> Topology:
     return plan(config.parallel, world_size, inspect_checkpoint(config.model).shape)
 
 
-def check_run(config: RunConfig, world_size: int, overwrite: bool) -> None:
+def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str | None = None) -> None:
     """Everything about a run that needs no torch: layout, checkpoint files, output directory, packages, data files.
 
     Raises:
         MegascendError: whatever the first rank would have raised a few seconds later.
     """
+    from megascend.parallel.launch import Launch
     from megascend.train.data import read_documents
-    from megascend.train.loop import check_output, check_packages
+    from megascend.train.loop import check_lora, check_packages
+    from megascend.train.resume import check_start
 
-    check_output(config.output, overwrite)
+    check_start(config.output, overwrite, resume, Launch())
     check_packages(config)
     check_topology(config, world_size)
+    check_lora(config)
     read_documents(config.data.path)

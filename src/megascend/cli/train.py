@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
+
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the run's settings (see `megascend show-config`).")],
@@ -19,10 +21,19 @@ def train_command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run's files in the output directory.")
     ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="auto|PATH",
+            help="Go on from a checkpoint: the newest whole one in the output directory, or that at PATH.",
+        ),
+    ] = None,
 ) -> None:
     """Train a Hugging Face checkpoint as CONFIG says.
 
-    Runs one process, or --nproc processes, or as one rank of torchrun. An error exits with 2.
+    Runs one process, or --nproc processes, or as one rank of torchrun. An error exits with 2; a run that a signal has stopped,
+    after saving a checkpoint, with 75.
     """
     from megascend.cli.launch import launch, under_torchrun
     from megascend.cli.preflight import check_run
@@ -35,21 +46,28 @@ def train_command(
             raise ConfigError(
                 f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out"
             )
-        train_rank(config, overrides, overwrite)
+        stopped = train_rank(config, overrides, overwrite, resume)
+        if stopped:
+            raise typer.Exit(EXIT_STOPPED)
         return
-    check_run(settings, nproc or 1, overwrite)
+    check_run(settings, nproc or 1, overwrite, resume)
     try:
         if (nproc or 1) == 1:
-            train_rank(config, overrides, overwrite)
+            stopped = train_rank(config, overrides, overwrite, resume)
         else:
-            launch(train_rank, config, overrides, overwrite, nproc=nproc or 1)
+            stopped = launch(train_rank, config, overrides, overwrite, resume, nproc=nproc or 1)
     except KeyboardInterrupt:
         typer.secho("interrupted", fg=typer.colors.RED, err=True)
         raise typer.Exit(130) from None
+    if stopped:
+        raise typer.Exit(EXIT_STOPPED)
 
 
-def train_rank(config: Path, overrides: list[str] | None, overwrite: bool) -> None:
-    """One rank of the run. Takes what pickles cheaply, so that a worker needs no torch to receive it."""
+def train_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: str | None = None) -> str | None:
+    """One rank of the run; returns the signal that stopped it, if one did.
+
+    Takes and returns what pickles cheaply, so that neither side needs torch for it.
+    """
     import warnings
 
     from megascend.config import load_config
@@ -57,4 +75,4 @@ def train_rank(config: Path, overrides: list[str] | None, overwrite: bool) -> No
 
     # Deprecations inside these packages are nothing that a user of this command could act on.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
-    train(load_config(config, overrides), overwrite=overwrite)
+    return train(load_config(config, overrides), overwrite=overwrite, resume=resume).stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -53,24 +54,30 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         CheckpointError: a file is missing or truncated, or is not safetensors.
     """
-    model_dir = Path(model_dir)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(Path(model_dir)):
+        shapes.update(_header_shapes(path))
+    return shapes
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     index = model_dir / WEIGHT_INDEX
     if index.is_file():
         weight_map = _json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map that says which file holds which tensor")
-        files = sorted(set(weight_map.values()))
-    elif (model_dir / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    else:
-        raise CheckpointError(
-            f"{model_dir} holds neither model.safetensors nor {WEIGHT_INDEX}; other weight formats have to be converted first "
-            "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in files:
-        shapes.update(_header_shapes(model_dir / name))
-    return shapes
+        return [model_dir / name for name in sorted(set(weight_map.values()))]
+    if (model_dir / "model.safetensors").is_file():
+        return [model_dir / "model.safetensors"]
+    raise CheckpointError(
+        f"{model_dir} holds neither model.safetensors nor {WEIGHT_INDEX}; other weight formats have to be converted first "
+        "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+    )
 
 
 def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -119,12 +126,40 @@ def copy_companions(source: Path, target: Path, dtype: str) -> None:
 
 
 def replace_directory(temporary: Path, target: Path) -> None:
-    """Put a finished directory in the place of ``target``, so that no half-written one is ever seen there."""
+    """Put a finished directory in the place of ``target``: at every moment one of the two is there, whole.
+
+    Its files are on the disk before they have their name. Where the file system cannot exchange two names in one go,
+    ``target`` is missing for an instant, and a process that is killed then leaves it as ``.NAME.old``.
+    """
+    for path in [*temporary.rglob("*"), temporary]:
+        synchronise(path)
+    old = target.with_name(f".{target.name}.old")
     if target.exists():
-        old = target.with_name(f".{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
+    if not target.exists():
+        os.replace(temporary, target)
+    elif _exchange(temporary, target):
+        shutil.rmtree(temporary)
+    else:
         os.replace(target, old)
         os.replace(temporary, target)
         shutil.rmtree(old)
-    else:
-        os.replace(temporary, target)
+    synchronise(target.parent)
+
+
+def synchronise(path: Path) -> None:
+    """Have what was written to a file, or the names in a directory, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically (Linux: renameat2, man page renameat(2)); False where that is not possible."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange) == 0

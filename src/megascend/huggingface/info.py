@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +30,36 @@ class ModelInfo:
     active_matmul_parameters: int
     attention_width: int
 
-    def flops_per_token(self, length: int) -> float:
+    def flops_per_token(self, length: int, frozen: bool = False) -> float:
         """Model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
 
-        6 per matmul parameter (Kaplan et al. 2020, section 2.1), and for attention 12 * layers * heads * head dim *
-        length / 2, the half because of the causal mask (PaLM, appendix B). Recomputation is not counted.
+        6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its
+        own. For attention, which has no weights, 12 * layers * heads * head dim * length / 2, the half because of the
+        causal mask (PaLM, appendix B). Recomputation is not counted.
+
+        Args:
+            frozen: the weights have no gradients, so 4 per matmul parameter; attention as before. What adapters compute
+                is not counted: with low ranks it is little.
         """
-        return 6 * self.active_matmul_parameters + 6 * self.shape.num_layers * self.attention_width * length
+        of_weights = (4 if frozen else 6) * self.active_matmul_parameters
+        return of_weights + 6 * self.shape.num_layers * self.attention_width * length
+
+
+def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names of the layers that a LoRA adapter may target, from the names and shapes of a checkpoint's weights. Pure.
+
+    Experts' layers have the names under which transformers fuses them; routers are left out. Embedding and output layer
+    are among them unless they share a weight.
+    """
+    untied = "lm_head.weight" in shapes
+    found: dict[str, None] = {}
+    for weight, dims in shapes.items():
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
+        name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
+        linear = ".layers." in name and len(dims) > 1 and not name.endswith("gate")
+        if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
+            found[name] = None
+    return list(found)
 
 
 def inspect_checkpoint(model_dir: Path) -> ModelInfo:

@@ -10,6 +10,9 @@ Two ways back:
 - :func:`linear_cross_entropy` knows its loss, so it forms the gradient while a chunk's logits are at hand (the idea is
   Liger-Kernel's fused linear cross entropy): no second projection, no stored logits. The gradient of the weight is added
   to Megatron's fp32 buffer inside the matrix product where that is possible.
+
+Either takes adapters of the output layer: :class:`LowRank` adds ``down @ up`` to each chunk's logits, so that a frozen weight
+needs neither a copy nor a gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascend.kernels.low_rank import LowRank, add_product_
 from megascend.kernels.softmax import Statistics, VocabShard, gradient_, statistics
 
-__all__ = ["VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
+__all__ = ["LowRank", "VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
 
 CHUNK_BYTES = 5 * 2**28
 """Upper bound on one chunk's logits: 1.25 GiB, 4096 tokens of a vocabulary of 152 thousand in bf16."""
@@ -34,7 +38,9 @@ def chunk_size(rows: int, element_size: int) -> int:
     return max(128, CHUNK_BYTES // (element_size * max(rows, 1)) // 128 * 128)
 
 
-def chunks(hidden: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def chunks(
+    hidden: Tensor, rows: Tensor, down: Tensor | None = None, addition: LowRank | None = None
+) -> Iterator[tuple[slice, Tensor]]:
     """Every chunk of ``hidden`` [n, h] with its logits [chunk, rows]; one buffer serves them all."""
     size = min(chunk_size(len(rows), hidden.element_size()), len(hidden))
     buffer = hidden.new_empty(size, len(rows))
@@ -42,6 +48,8 @@ def chunks(hidden: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         part = slice(start, min(start + size, len(hidden)))
         logits = buffer[: part.stop - part.start]
         torch.mm(hidden[part], rows.t(), out=logits)
+        if addition is not None and down is not None:
+            addition.add_(logits, down, part)
         yield part, logits
 
 
@@ -63,14 +71,7 @@ class _WeightGradient:
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add ``grad_logits^T hidden``."""
-        if self._rows == 0:
-            return
-        if grad_logits.dtype == torch.float32:
-            self._sum.addmm_(grad_logits.t(), hidden)
-        elif grad_logits.device.type == "cuda":
-            torch.addmm(self._sum, grad_logits.t(), hidden, out_dtype=torch.float32, out=self._sum)
-        else:
-            self._sum += torch.mm(grad_logits.t(), hidden)
+        add_product_(self._sum, grad_logits.t(), hidden)
 
     def for_autograd(self) -> Tensor | None:
         """The gradient in the weight's dtype, zero for rows that pad the vocabulary; None if it is in place already."""
@@ -82,34 +83,74 @@ class _WeightGradient:
         return torch.cat([gradient, gradient.new_zeros(len(self._weight) - self._rows, self._weight.shape[1])])
 
 
+class _Gradients:
+    """Gradients of hidden states, weight and ``down``, those that are needed, from the gradients of chunks of logits."""
+
+    def __init__(
+        self,
+        needed: tuple[bool, ...],
+        hidden: Tensor,
+        weight: Tensor,
+        down: Tensor | None,
+        shard: VocabShard,
+        direct: bool,
+        addition: LowRank | None,
+    ) -> None:
+        self._states, self._rows, self._down, self._addition = hidden, weight[: shard.rows], down, addition
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self._weight = _WeightGradient(weight, shard, direct) if needed[1] else None
+        self.down = torch.zeros_like(down) if down is not None and needed[2] else None
+
+    def add(self, grad_logits: Tensor, part: slice) -> None:
+        """Take a chunk's."""
+        if self.hidden is not None:
+            torch.mm(grad_logits, self._rows, out=self.hidden[part])
+        if self._weight is not None:
+            self._weight.add(grad_logits, self._states[part])
+        if self.down is not None and self._down is not None and self._addition is not None:
+            self._addition.propagate(grad_logits, self._down, self.down, part)
+
+    def for_autograd(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of the functions' first three inputs."""
+        return self.hidden, None if self._weight is None else self._weight.for_autograd(), self.down
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, entropy: bool, direct: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        down: Tensor | None,
+        targets: Tensor,
+        shard: VocabShard,
+        entropy: bool,
+        direct: bool,
+        addition: LowRank | None,
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
-        parts = [statistics(logits, local_targets[part], shard, entropy) for part, logits in chunks(hidden, rows)]
+        every = chunks(hidden, rows, down, addition)
+        parts = [statistics(logits, local_targets[part], shard, entropy) for part, logits in every]
         log_sum, target = (torch.cat([getattr(s, name) for s in parts]) for name in ("log_sum", "target"))
         entropies = torch.cat([s.entropy for s in parts if s.entropy is not None]) if entropy else None
-        ctx.save_for_backward(hidden, weight, local_targets, log_sum, target, entropies)
-        ctx.shard, ctx.direct = shard, direct
+        ctx.save_for_backward(hidden, weight, down, local_targets, log_sum, target, entropies)
+        ctx.shard, ctx.direct, ctx.addition = shard, direct, addition
         return target - log_sum, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
         grad_logprobs, grad_entropy = grads
-        hidden, weight, local_targets, log_sum, target, entropies = ctx.saved_tensors
+        hidden, weight, down, local_targets, log_sum, target, entropies = ctx.saved_tensors
         rows = weight[: ctx.shard.rows]
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = _WeightGradient(weight, ctx.shard, ctx.direct) if ctx.needs_input_grad[1] else None
+        found = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.addition)
         scale = torch.zeros_like(log_sum) if grad_logprobs is None else -grad_logprobs
-        for part, logits in chunks(hidden, rows):
-            found = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
+        for part, logits in chunks(hidden, rows, down, ctx.addition):
+            of_part = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
             entropy_scale = None if grad_entropy is None else grad_entropy[part]
-            gradient_(logits, local_targets[part], found, scale[part], entropy_scale)
-            _propagate(logits, hidden, rows, part, grad_hidden, grad_weight)
-        return grad_hidden, None if grad_weight is None else grad_weight.for_autograd(), None, None, None, None
+            gradient_(logits, local_targets[part], of_part, scale[part], entropy_scale)
+            found.add(logits, part)
+        return *found.for_autograd(), None, None, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -118,25 +159,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        down: Tensor | None,
         targets: Tensor,
         coefficients: Tensor,
         upstream: float,
         shard: VocabShard,
         direct: bool,
+        addition: LowRank | None,
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = _WeightGradient(weight, shard, direct) if ctx.needs_input_grad[1] else None
+        gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, addition)
         scale = coefficients * upstream
-        for part, logits in chunks(hidden, rows):
+        for part, logits in chunks(hidden, rows, down, addition):
             found = statistics(logits, local_targets[part], shard, entropy=False)
             logprobs[part] = found.logprobs
             gradient_(logits, local_targets[part], found, scale[part], None)
-            _propagate(logits, hidden, rows, part, grad_hidden, grad_weight)
+            gradients.add(logits, part)
         ctx.upstream = upstream
-        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.for_autograd()
+        ctx.gradients = gradients.for_autograd()
         ctx.mark_non_differentiable(logprobs)
         return -torch.where(coefficients > 0, logprobs * coefficients, 0.0).sum(), logprobs
 
@@ -149,24 +191,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 raise RuntimeError(
                     f"linear_cross_entropy was told to expect gradient {ctx.upstream}, received {received}"
                 )
-        grad_hidden, grad_weight = ctx.gradients
-        ctx.gradients = None
-        return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def _propagate(
-    grad_logits: Tensor,
-    hidden: Tensor,
-    rows: Tensor,
-    part: slice,
-    grad_hidden: Tensor | None,
-    grad_weight: _WeightGradient | None,
-) -> None:
-    """From the gradient of a chunk's logits to those of its hidden states and of the weight."""
-    if grad_hidden is not None:
-        torch.mm(grad_logits, rows, out=grad_hidden[part])
-    if grad_weight is not None:
-        grad_weight.add(grad_logits, hidden[part])
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients, None, None, None, None, None, None
 
 
 def linear_logprobs(
@@ -176,6 +202,8 @@ def linear_logprobs(
     shard: VocabShard,
     entropy: bool = False,
     direct_weight_gradient: bool = False,
+    down: Tensor | None = None,
+    addition: LowRank | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy of each distribution if asked for.
 
@@ -187,11 +215,13 @@ def linear_logprobs(
         shard: this rank's part of the vocabulary.
         entropy: also return the entropy in nats.
         direct_weight_gradient: add the weight's gradient to ``weight.main_grad`` instead of returning it to autograd.
+        down: [n, r], equal on all ranks of the group like ``hidden``; its gradient is this rank's part, too.
+        addition: what ``down`` adds to the logits; both or neither.
 
     Returns:
         fp32 [n], and fp32 [n] or None.
     """
-    return _LinearLogprobs.apply(hidden, weight, targets, shard, entropy, direct_weight_gradient)
+    return _LinearLogprobs.apply(hidden, weight, down, targets, shard, entropy, direct_weight_gradient, addition)
 
 
 def linear_cross_entropy(
@@ -202,11 +232,13 @@ def linear_cross_entropy(
     shard: VocabShard,
     upstream: float = 1.0,
     direct_weight_gradient: bool = False,
+    down: Tensor | None = None,
+    addition: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sum(-coefficients * logprobs)`` with its gradient formed in the forward pass.
 
     Args:
-        hidden, weight, targets, shard, direct_weight_gradient: as for :func:`linear_logprobs`.
+        hidden, weight, targets, shard, direct_weight_gradient, down, addition: as for :func:`linear_logprobs`.
         coefficients: fp32 [n], not negative: the factor of each token's negative log-likelihood.
         upstream: the gradient that this sum will receive in the backward pass, which has to be known now.
 
@@ -216,14 +248,18 @@ def linear_cross_entropy(
     Raises:
         RuntimeError: in the backward pass on the CPU, if the sum receives another gradient than ``upstream``.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, coefficients, upstream, shard, direct_weight_gradient)
+    return _LinearCrossEntropy.apply(
+        hidden, weight, down, targets, coefficients, upstream, shard, direct_weight_gradient, addition
+    )
 
 
 @torch.no_grad()
-def gather_logits(hidden: Tensor, weight: Tensor, shard: VocabShard) -> Tensor:
+def gather_logits(
+    hidden: Tensor, weight: Tensor, shard: VocabShard, down: Tensor | None = None, addition: LowRank | None = None
+) -> Tensor:
     """Logits over the whole vocabulary, for those who ask for them: fp32 [n, padded vocabulary] on the CPU."""
     parts = []
-    for _, logits in chunks(hidden, weight):
+    for _, logits in chunks(hidden, weight, down, addition):
         whole = logits
         if shard.group is not None:
             shards = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]

@@ -10,14 +10,15 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megascend.kernels.linear_logprobs import VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
+from megascend.kernels.linear_logprobs import LowRank, VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
 
 
 class OutputHead:
     """Projects the last pipeline stage's hidden states onto the vocabulary, a chunk of tokens at a time.
 
     The model's own output layer stays a module of the model, so that hooks of Megatron's DDP and checkpoints see it, but
-    its forward only brings the hidden states together over sequence parallel ranks.
+    its forward only brings the hidden states together over sequence parallel ranks. Adapters of it append ``A x`` to them
+    there (:mod:`megascend.lora.ends`); the ``addition`` that multiplies those columns by B comes with every call.
     """
 
     def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:
@@ -52,20 +53,39 @@ class OutputHead:
         """False for fp16, where gradients formed before the loss scale is applied would underflow."""
         return self.weight.dtype != torch.float16
 
-    def logprobs(self, hidden: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h]."""
-        return linear_logprobs(hidden.flatten(0, 1), self.weight, targets, self.shard, entropy, self._direct)
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, entropy: bool, addition: LowRank | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)]."""
+        states, down = self._split(hidden, addition)
+        return linear_logprobs(states, self.weight, targets, self.shard, entropy, self._direct, down, addition)
 
     def cross_entropy(
-        self, hidden: Tensor, targets: Tensor, coefficients: Tensor, upstream: float
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        coefficients: Tensor,
+        upstream: float,
+        addition: LowRank | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``sum(-coefficients * logprobs)``, which will receive the gradient ``upstream``, and the log-probabilities."""
-        hidden = hidden.flatten(0, 1)
-        return linear_cross_entropy(hidden, self.weight, targets, coefficients, self.shard, upstream, self._direct)
+        states, down = self._split(hidden, addition)
+        return linear_cross_entropy(
+            states, self.weight, targets, coefficients, self.shard, upstream, self._direct, down, addition
+        )
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, addition: LowRank | None = None) -> Tensor:
         """fp32 [n, vocabulary] on the CPU."""
-        return gather_logits(hidden.flatten(0, 1), self.weight, self.shard)[:, : self.vocab_size]
+        states, down = self._split(hidden, addition)
+        return gather_logits(states, self.weight, self.shard, down, addition)[:, : self.vocab_size]
+
+    def _split(self, hidden: Tensor, addition: LowRank | None) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [n, h], and what adapters have appended to them [n, r]."""
+        rows = hidden.flatten(0, 1)
+        if addition is None:
+            return rows, None
+        states, down = rows.split([self.weight.shape[1], addition.up.shape[1]], dim=1)
+        return states.contiguous(), down.contiguous()
 
 
 class ContextSum(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch
 from mcore_bridge.bridge import gpt_bridge
 from mcore_bridge.utils import StreamingSafetensorSaver
 from safetensors import SafetensorError
+from torch import Tensor
 
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import DERIVED, copy_companions, replace_directory
@@ -77,8 +78,19 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
         )
 
 
-def export(chunks: list[Any], bridge: Any, source: Path, target: Path, dtype: str, groups: ProcessGroups) -> None:
+def export(
+    chunks: list[Any],
+    bridge: Any,
+    source: Path,
+    target: Path,
+    dtype: str,
+    groups: ProcessGroups,
+    merge: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
     """Write ``chunks`` as a Hugging Face directory; ``target`` appears only when it is complete.
+
+    Args:
+        merge: ``(name, tensor) -> tensor``, applied to everything that is written; used on rank 0.
 
     Raises:
         CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
@@ -87,7 +99,7 @@ def export(chunks: list[Any], bridge: Any, source: Path, target: Path, dtype: st
     temporary = target.with_name(f".{target.name}.writing")
     problem = _written(lambda: _prepare(target, temporary), target) if groups.rank == 0 else None
     _raise_together(problem, None, groups)
-    problem = _save(chunks, bridge, temporary, target)
+    problem = _save(chunks, bridge, temporary, target, merge)
     if groups.rank == 0:
         if problem is None:
             problem = _written(lambda: copy_companions(source, temporary, dtype), target)
@@ -105,7 +117,9 @@ def _prepare(target: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _save(chunks: list[Any], bridge: Any, folder: Path, target: Path) -> str | None:
+def _save(
+    chunks: list[Any], bridge: Any, folder: Path, target: Path, merge: Callable[[str, Tensor], Tensor] | None
+) -> str | None:
     """What mcore-bridge's ``save_weights`` does, but a rank that cannot write goes on taking part in collectives.
 
     It returns what went wrong instead; raising there and then would leave the other ranks waiting.
@@ -116,7 +130,9 @@ def _save(chunks: list[Any], bridge: Any, folder: Path, target: Path) -> str | N
         chunks, target_device="cpu", only_master_rank=True, disable_tqdm=True, _is_saving=True
     ):
         if problem is None:
-            problem = _written(partial(saver.add_tensor, name, tensor), target)
+            problem = _written(
+                partial(saver.add_tensor, name, tensor if merge is None else merge(name, tensor)), target
+            )
     return problem or _written(saver.finalize, target)
 
 

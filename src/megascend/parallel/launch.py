@@ -25,6 +25,7 @@ class Launch:
         store_path: file of a ``FileStore`` (``MEGASCEND_STORE``, as set by ``megascend.testing.run_distributed``).
         master: host and port of the TCP store (torchrun's ``MASTER_ADDR`` and ``MASTER_PORT``).
         agent_store: True if the launcher serves the TCP store, so that rank 0 need not.
+        attempt: how often torchrun has restarted the run (``--max-restarts``); its store outlives the attempts.
     """
 
     rank: int = 0
@@ -33,6 +34,7 @@ class Launch:
     store_path: str | None = None
     master: tuple[str, int] | None = None
     agent_store: bool = False
+    attempt: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
@@ -71,10 +73,15 @@ class Launch:
             store_path=store_path,
             master=master,
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT")
+            if "TORCHELASTIC_RESTART_COUNT" in environment
+            else 0,
         )
 
     def store(self, timeout_s: float) -> Store:
         """Open the store. Does not wait for other ranks, except for the one that serves it.
+
+        What an earlier attempt left behind is out of sight: a rank that died early counts differently from the others.
 
         Raises:
             CollectiveTimeoutError: the TCP store does not answer within ``timeout_s``.
@@ -108,7 +115,26 @@ class Launch:
                     f"{timeout_s:g} s; rank 0 has not started, or the address is wrong: {error}"
                 ) from error
         store.set_timeout(timedelta(seconds=timeout_s))
-        return store
+        return dist.PrefixStore(f"attempt-{self.attempt}", store)
+
+
+def reconnect(store: Store, timeout_s: float) -> Store | None:
+    """A second connection to the same store, without its prefixes; None if its kind is not known to allow one."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    second: Store
+    if isinstance(store, dist.TCPStore):
+        second = dist.TCPStore(
+            store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    elif isinstance(store, dist.FileStore):
+        second = dist.FileStore(store.path, -1)  # type: ignore[reportAttributeAccessIssue]  torch's stub lacks it
+    else:
+        return None
+    second.set_timeout(timedelta(seconds=timeout_s))
+    return second
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megascend.errors import CollectiveTimeoutError, ProcessGroupError
+from megascend.errors import ProcessGroupError
 from megascend.parallel.arrivals import did_not_arrive
 from megascend.parallel.process_groups import ProcessGroups
 
@@ -35,6 +35,19 @@ def gather_objects(obj: T, group_name: str, groups: ProcessGroups) -> list[T]:
     with _on_gloo(group_name, groups, "gather_objects") as group:
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, obj, group=group)
+    return gathered
+
+
+def collect_objects(obj: T, group_name: str, groups: ProcessGroups) -> list[T] | None:
+    """Every rank's object, in group order, on the group's first rank; None on the others.
+
+    Raises:
+        ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
+    """
+    ranks = groups.ranks(group_name)
+    with _on_gloo(group_name, groups, "collect_objects") as group:
+        gathered: list[Any] | None = [None] * group.size() if groups.rank == ranks[0] else None
+        dist.gather_object(obj, gathered, dst=ranks[0], group=group)
     return gathered
 
 
@@ -103,20 +116,22 @@ def _on_gloo(
         raise ProcessGroupError(
             f"rank {groups.rank}: {label} on group {group_name!r} would go over {backend}; objects travel on gloo only"
         )
-    count = groups.arrivals.announce(group_name)
-    try:
-        yield group
-    except RuntimeError as error:  # what gloo raises for timeouts and for lost peers alike
-        limit = groups.timeout_s if timeout_s is None else timeout_s
-        ranks = groups.ranks(group_name)
-        where = label if group_name == "world" else f"{label} on group {group_name!r}"
-        late = _diagnose(lambda: groups.arrivals.missing(group_name, count, ranks))
-        if late:
-            raise CollectiveTimeoutError(did_not_arrive(groups.rank, where, late, len(ranks), limit)) from error
-        raise ProcessGroupError(
-            f"rank {groups.rank}: {where} failed although ranks {ranks} came; one may have died since, or passed "
-            f"something else: {error}"
-        ) from error
+    where = label if group_name == "world" else f"{label} on group {group_name!r}"
+    with groups.watch.phase("object gather", where):
+        count = groups.arrivals.announce(group_name)
+        try:
+            yield group
+        except RuntimeError as error:  # what gloo raises for timeouts and for lost peers alike
+            limit = groups.timeout_s if timeout_s is None else timeout_s
+            ranks = groups.ranks(group_name)
+            late = _diagnose(lambda: groups.arrivals.missing(group_name, count, ranks))
+            headline = (
+                did_not_arrive(groups.rank, where, late, len(ranks), limit)
+                if late
+                else f"rank {groups.rank}: {where} failed although ranks {ranks} came; one may have died since, or passed "
+                "something else"
+            )
+            raise groups.watch.explain(error, headline, suspects=late or None) from error
 
 
 def _diagnose(missing: Callable[[], list[int]]) -> list[int]:

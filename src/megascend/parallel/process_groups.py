@@ -5,6 +5,8 @@ Creating them is collective: every rank calls :func:`initialize` with the same t
 
 from __future__ import annotations
 
+import secrets
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megascend.errors import ProcessGroupError, TopologyError
+from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
 from megascend.parallel import upstream_groups
 from megascend.parallel.arrivals import Arrivals
-from megascend.parallel.launch import Launch
+from megascend.parallel.launch import Launch, reconnect
 from megascend.parallel.topology import ATTENTION_AXES, Coordinates, Topology
 from megascend.parallel.upstream_objects import ObjectDetour
+from megascend.parallel.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +56,7 @@ class ProcessGroups:
         device: where this rank's tensors live.
         timeout_s: after which a collective gives up, in seconds.
         arrivals: who came to which object collective, for error messages.
+        watch: what this rank does now, and what the others do.
     """
 
     topology: Topology
@@ -60,6 +64,7 @@ class ProcessGroups:
     device: torch.device
     timeout_s: float
     arrivals: Arrivals
+    watch: Watch
     owns_default: bool
     _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
     _twins: dict[str, ProcessGroup] = field(default_factory=dict)
@@ -99,12 +104,25 @@ class ProcessGroups:
         """
         return _look_up(self._twins, name, "Gloo twin")
 
+    def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
+        """A Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
+
+        Args:
+            timeout_s: of its collectives; default: a day, since a peer may be writing to a slow disk. Who waits on the main
+                thread for what they bring has a deadline of its own.
+        """
+        limit = timedelta(days=1) if timeout_s is None else timedelta(seconds=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=limit, group_desc=f"{label.upper()}_GLOO")
+        self._created.append(group)  # type: ignore[reportArgumentType]
+        return group  # type: ignore[reportReturnType]
+
     def limit_timeouts(self) -> None:
         """Give groups that upstream has made meanwhile the timeout of this run."""
         upstream_groups.limit(self.timeout_s)
 
     def destroy(self) -> None:
         """Destroy Megatron's groups, the twins and, if :func:`initialize` created it, the default group."""
+        self.watch.close()
         if not self._device_groups:
             return
         if self._detour is not None:
@@ -135,7 +153,7 @@ def initialize(
 
     Raises:
         TopologyError: the world that was started is not the topology's; nothing has been created.
-        CollectiveTimeoutError: ranks did not arrive in time; the message names them.
+        CollectiveTimeoutError: ranks did not arrive in time, or were lost; the message names them.
         ProcessGroupError: groups exist already, or Megatron's are not those of the topology.
     """
     launch = _adopted_launch() if dist.is_initialized() else launch or Launch.from_environment()
@@ -147,18 +165,33 @@ def initialize(
     require_none_alive()
     device = platform.device(launch.local_rank)
     owns_default = not dist.is_initialized()
-    store = _join(launch, platform, device, timeout_s) if owns_default else _adopt(platform)
-    groups = ProcessGroups(topology, launch, device, timeout_s, Arrivals(store, launch.rank), owns_default)
+    if not owns_default:
+        _require_backend(platform)
+    store, own_connection = (_open if owns_default else _adopted_store)(launch, timeout_s)
+    watch = Watch(
+        launch.rank,
+        launch.world_size,
+        timeout_s,
+        own_connection,
+        attempt=launch.attempt,
+        waits_on_host=platform.backend == "gloo",
+    )
+    groups = ProcessGroups(topology, launch, device, timeout_s, Arrivals(store, launch.rank), watch, owns_default)
     try:
-        _create_megatron_groups(topology, timeout_s)
-        groups._device_groups = _megatron_groups()
-        _verify(groups)
-        _create_twins(groups)
-        groups._detour = _detour_objects(groups)
-        groups.limit_timeouts()
+        with watch.phase("start-up"):
+            if owns_default:
+                _join(groups, store, platform)
+            _check_binding(platform)
+            _create_megatron_groups(topology, timeout_s)
+            groups._device_groups = _megatron_groups()
+            _verify(groups)
+            _create_twins(groups)
+            groups._detour = _detour_objects(groups)
+            groups.limit_timeouts()
     except BaseException:
+        watch.close()
         _forget_groups(owns_default)
-        if owns_default:
+        if owns_default and dist.is_initialized():
             dist.destroy_process_group()
         raise
     return groups
@@ -174,14 +207,26 @@ def require_none_alive() -> None:
         )
 
 
-def _join(launch: Launch, platform: Platform, device: torch.device, timeout_s: float) -> dist.Store:
-    """Wait for all ranks at the store, then create the default group. Returns the store."""
+def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
+    """The store of this world, and a second connection to it, for the watch."""
     opened = launch.store(timeout_s)
     # Keys of an earlier group in the same store (after destroy()) would confuse a new one: count the times.
-    times = opened.add(f"megascend/times/{launch.rank}", 1)
-    store = dist.PrefixStore(f"megascend/{times}", opened)
-    arrivals = Arrivals(store, launch.rank)
-    arrivals.wait("start", arrivals.announce("start"), range(launch.world_size), timeout_s, "start-up")
+    prefix = f"megascend/{opened.add(f'megascend/times/{launch.rank}', 1)}"
+    # Over the first one, a wait of the main thread would hold up everything else.
+    second = dist.PrefixStore(prefix, launch.store(timeout_s)) if launch.world_size > 1 else None
+    return dist.PrefixStore(prefix, opened), second
+
+
+def _join(groups: ProcessGroups, store: dist.Store, platform: Platform) -> None:
+    """Wait for all ranks at the store, then create the default group."""
+    launch, arrivals, timeout_s = groups.launch, groups.arrivals, groups.timeout_s
+    everybody = range(launch.world_size)
+    count = arrivals.announce("start")
+    try:
+        arrivals.wait("start", count, everybody, timeout_s, "start-up")
+    except CollectiveTimeoutError as error:
+        late = arrivals.missing("start", count, everybody)
+        raise groups.watch.explain(error, str(error), suspects=late) from None
     dist.init_process_group(
         platform.backend,
         store=store,
@@ -189,28 +234,50 @@ def _join(launch: Launch, platform: Platform, device: torch.device, timeout_s: f
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
         # Eager NCCL communicators only. Gloo subgroups of an HCCL group would inherit the device and fail.
-        device_id=device if platform.bind_device else None,
+        device_id=groups.device if platform.bind_device else None,
     )
-    _check_binding(platform)
-    return store
 
 
 def _adopted_launch() -> Launch:
     from_launcher = Launch.from_environment()
     rank = dist.get_rank()
-    local_rank = from_launcher.local_rank if from_launcher.world_size == dist.get_world_size() else rank
-    return Launch(rank=rank, local_rank=local_rank, world_size=dist.get_world_size())
+    known = from_launcher.world_size == dist.get_world_size()
+    return Launch(
+        rank=rank,
+        local_rank=from_launcher.local_rank if known else rank,
+        world_size=dist.get_world_size(),
+        attempt=from_launcher.attempt,
+    )
 
 
-def _adopt(platform: Platform) -> dist.Store:
+def _require_backend(platform: Platform) -> None:
     backend = dist.get_backend()
     if backend != platform.backend:
         raise ProcessGroupError(
             f"the default process group that exists already is on {backend}, but platform {platform.name} "
             f"communicates over {platform.backend}; let megascend create it, or create it with {platform.backend}"
         )
-    _check_binding(platform)
-    return dist.PrefixStore("megascend/adopted", dist.distributed_c10d._get_default_store())
+
+
+def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
+    """The default group's store, and a second connection to it, for the watch; None if its kind allows no second one."""
+    default = dist.distributed_c10d._get_default_store()
+    times = default.add(f"megascend/times/{launch.rank}", 1)
+    store = dist.PrefixStore(f"megascend/adopted/{times}", default)
+    if launch.world_size == 1:
+        return store, None
+    second = reconnect(store, timeout_s)
+    if second is None:
+        warnings.warn(
+            f"rank {launch.rank}: the default process group's store, a {type(default).__name__}, allows no second "
+            "connection: errors of collectives will not name the ranks to blame",
+            stacklevel=3,
+        )
+        return store, None
+    # What prefixes are in front of the store cannot be read from it: all agree on a new one.
+    if launch.rank == 0:
+        store.set("watch", secrets.token_hex(8))
+    return store, dist.PrefixStore(f"megascend/watch/{store.get('watch').decode()}", second)
 
 
 def _check_binding(platform: Platform) -> None:

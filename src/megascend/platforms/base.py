@@ -42,6 +42,7 @@ class Platform(ABC):
             Megatron's random streams.
         packed_lengths_on_host: True if attention reads the ends of packed samples on the CPU; from a device tensor each
             layer would wait for them.
+        page_locks_memory: True if copies into page-locked host memory are faster (and known to work here).
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
@@ -54,6 +55,7 @@ class Platform(ABC):
     implicit_causal_masks: ClassVar[bool] = False
     attention_draws_its_own_dropout: ClassVar[bool] = False
     packed_lengths_on_host: ClassVar[bool] = False
+    page_locks_memory: ClassVar[bool] = False
     has_transformer_engine_kernels: bool = False
     fuses_activations: bool = False
 

@@ -31,6 +31,7 @@ class CudaPlatform(Platform):
     backend: ClassVar[str] = "nccl"
     must_patch_first: ClassVar[bool] = False
     bind_device: ClassVar[bool] = True
+    page_locks_memory: ClassVar[bool] = True
     fuses_activations: bool = True
 
     def unavailable_because(self) -> str | None:

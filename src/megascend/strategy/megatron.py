@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -16,16 +16,19 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 
 from megascend.bootstrap import Runtime
-from megascend.config import Adam, Batching, Moe, Precision, Recompute, Schedule
-from megascend.errors import DataError
+from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
+from megascend.errors import ConfigError, DataError
 from megascend.model import attention_dropout, attention_mask, weights
-from megascend.model.build import build_chunks, build_config, check_window
+from megascend.model.build import DTYPES, build_chunks, build_config, check_window
 from megascend.model.output_head import OutputHead
 from megascend.parallel.process_groups import ProcessGroups
 from megascend.parallel.topology import ModelShape, Topology
 from megascend.strategy.optimizer import Optimizer
 from megascend.train.micro_batch import MicroBatch
 from megascend.train.sample import Sample
+
+if TYPE_CHECKING:
+    from megascend.lora.host import AdapterHost
 
 
 class MegatronStrategy:
@@ -35,7 +38,7 @@ class MegatronStrategy:
         chunks: this rank's model chunks, wrapped in Megatron's DDP.
         config: mcore-bridge's ModelConfig.
         head: the output head on the last pipeline stage, else None.
-        optimizer: steps all chunks.
+        adapters: the adapters on a frozen model, or None if the model itself is trained.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class MegatronStrategy:
         recompute: Recompute,
         moe: Moe,
         batching: Batching,
+        adapters: Adapters | None,
         mindspeed: Mapping[str, Any],
         seed: int,
         device: torch.device,
@@ -74,19 +78,60 @@ class MegatronStrategy:
             attention_mask.install(self.bare_chunks, self.config)
         weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
         last = self.bare_chunks[-1]
-        overlap = adam.overlap_grad_reduce
+        overlap = adam.overlap_grad_reduce and adapters is None
         self.head = OutputHead(last, shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
-        self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
         if runtime.platform.has_transformer_engine_kernels:
-            fuse_weight_gradients(self.bare_chunks)
             from megascend.kernels import head_norm
 
             head_norm.install(self.bare_chunks)
-        self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups)
-        self._connect_schedule()
+        self.adapters: AdapterHost | None = None
+        self._optimizer: Optimizer | None = None
+        if adapters is not None:
+            self.adapters = self._host(adapters, schedule, seed, tensor_names, model_dir)
+            self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
+        else:
+            self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
+            if runtime.platform.has_transformer_engine_kernels:
+                fuse_weight_gradients(self.bare_chunks)
+            self._optimizer = Optimizer(self.chunks, adam, schedule, precision, groups)
+            self._connect_schedule(self._optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Steps all chunks.
+
+        Raises:
+            ConfigError: the model is frozen and adapters are trained.
+        """
+        if self._optimizer is None:
+            raise ConfigError("the model is frozen: this backend trains adapters")
+        return self._optimizer
+
+    def _host(
+        self, adapters: Adapters, schedule: Schedule, seed: int, tensor_names: list[str], model_dir: Path
+    ) -> AdapterHost:
+        from megascend.lora.host import AdapterHost
+
+        return AdapterHost(
+            self.bare_chunks,
+            self.config,
+            self.topology,
+            self.groups,
+            tensor_names,
+            adapters,
+            adam=self.adam,
+            schedule=schedule,
+            seed=seed,
+            dtype=DTYPES[self.precision],
+            device=self.device,
+            vocab_size=self.shape.vocab_size,
+            model_dir=model_dir,
+        )
+
+    def _precise(self, chunk: Any) -> Any:
+        return chunk if self.precision == "fp32" else Float16Module(self.config, chunk)
 
     def _wrap(self, chunk: Any, index: int) -> DistributedDataParallel:
-        wrapped = chunk if self.precision == "fp32" else Float16Module(self.config, chunk)
         overlap = self.adam.overlap_grad_reduce
         return DistributedDataParallel(
             config=self.config,
@@ -100,18 +145,23 @@ class MegatronStrategy:
                 if overlap
                 else None,
             ),
-            module=wrapped,
+            module=self._precise(chunk),
             # Only the first chunk's bucket boundaries let its reduction start before the backward pass has ended.
             disable_bucketing=index > 0,
         )
 
-    def _connect_schedule(self) -> None:
+    def _connect_schedule(self, optimizer: Optimizer) -> None:
         """Tell Megatron's schedules how to scale the loss and when to reduce gradients."""
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.grad_scale_func = optimizer.scale_loss
         if self.adam.overlap_grad_reduce:
             functions = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = functions if len(functions) > 1 else functions[0]  # type: ignore[reportAttributeAccessIssue]
-            self.config.finalize_model_grads_func = finalize_model_grads
+            watch = self.groups.watch
+
+            def reduce(*args: Any, **kwargs: Any) -> None:  # a plain function: upstream copies configurations deeply
+                watch.call("grad reduce", finalize_model_grads, *args, **kwargs)
+
+            self.config.finalize_model_grads_func = reduce
         else:
             # Reduced once, in optimizer_step, so that forward_backward may be called several times before it.
             self.config.finalize_model_grads_func = None
@@ -119,18 +169,23 @@ class MegatronStrategy:
     @property
     def reduces_while_running(self) -> bool:
         """True if a forward_backward leaves gradients that are reduced over data parallel ranks already."""
-        return self.adam.overlap_grad_reduce
+        return self.adam.overlap_grad_reduce and self.adapters is None
 
-    def forward_chunk(self, chunk: DistributedDataParallel, batch: MicroBatch) -> torch.Tensor:
+    def forward_chunk(self, chunk: Any, batch: MicroBatch) -> torch.Tensor:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""
         options = {} if self.precision == "fp32" else {"fp32_output": False}
-        return chunk(
+        if self.adapters is not None:
+            self.adapters.layers.enter(batch.routing)
+        output = chunk(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             attention_mask=None,
             packed_seq_params=batch.packed,
             **options,
         )
+        if self.adapters is not None:
+            self.adapters.layers.watch(output)
+        return output
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -148,7 +203,7 @@ class MegatronStrategy:
 
     def finish_param_gather(self) -> None:
         """Wait for parameters that ``overlap_param_gather`` is still bringing in; a no-op otherwise."""
-        if self.adam.overlap_param_gather:
+        if self.adam.overlap_param_gather and self.adapters is None:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -17,6 +20,23 @@ from megascend.strategy.schedule import learning_rate
 from megascend.train.results import StepResult
 
 INITIAL_LOSS_SCALE = 2.0**16
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """What the optimizer keeps of one parameter on this rank; live tensors.
+
+    Attributes:
+        parameter: the model's.
+        start: the state is that of its flattened numbers from here on.
+        divided: data parallel ranks share the parameter's state, each with a run of it.
+        tensors: ``exp_avg``, ``exp_avg_sq`` and, where the parameter has 16 bits, ``param``, its float32 original.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    divided: bool
+    tensors: dict[str, torch.Tensor]
 
 
 class Optimizer:
@@ -45,7 +65,11 @@ class Optimizer:
             reduced: the schedule has started the reduction already (``overlap_grad_reduce``).
         """
         if not reduced:
-            finalize_model_grads(self._chunks)
+            self._groups.watch.call("grad reduce", finalize_model_grads, self._chunks)
+        with self._groups.watch.phase("update"):
+            return self._update()
+
+    def _update(self) -> StepResult:
         lr = learning_rate(self._schedule, self._adam.lr, self.step_count)
         self._set_hyperparameters(lr)
         loss_scale = float(self.megatron.get_loss_scale()) if self._scales_loss else 1.0
@@ -70,9 +94,61 @@ class Optimizer:
 
     def create_state(self) -> None:
         """Make Adam's moments, which otherwise come into being in the first step; a no-op afterwards."""
-        for optimizer in getattr(self.megatron, "chained_optimizers", [self.megatron]):
-            if not optimizer.is_stub_optimizer:
-                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for optimizer in self._parts():
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+
+    def parameter_states(self) -> Iterator[ParameterState]:
+        """The state of every parameter that this rank keeps some of; made where there is none yet."""
+        self.create_state()
+        for optimizer in self._parts():
+            for parameter, start, main in _main_parameters(optimizer):
+                moments = optimizer.optimizer.state[main]
+                tensors = {name: moments[name] for name in ("exp_avg", "exp_avg_sq")}
+                if parameter.dtype != torch.float32:
+                    tensors["param"] = main.detach()
+                yield ParameterState(parameter, start, hasattr(optimizer, "gbuf_ranges"), tensors)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the parameters: what Adam's bias correction goes by."""
+        for optimizer in self._parts():
+            for group in optimizer.optimizer.param_groups:
+                if "step" in group:
+                    return int(group["step"])
+            for state in optimizer.optimizer.state.values():
+                if "step" in state:
+                    return int(state["step"])
+        return 0
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for optimizer in self._parts():
+            by_parameter = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+            for group in optimizer.optimizer.param_groups:
+                if not by_parameter:
+                    group["step"] = count
+                for parameter in group["params"] if by_parameter else []:
+                    optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(count))
+
+    @property
+    def scaler_state(self) -> dict[str, float] | None:
+        """fp16: the loss scale and its counters."""
+        scaler = getattr(self._parts()[0], "grad_scaler", None) if self._scales_loss and self._parts() else None
+        return None if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
+
+    @scaler_state.setter
+    def scaler_state(self, state: dict[str, float] | None) -> None:
+        if state is None:
+            return
+        for optimizer in self._parts():
+            scale = torch.tensor([state["scale"]], dtype=torch.float32)
+            counters = {name: int(value) for name, value in state.items() if name != "scale"}
+            optimizer.grad_scaler.load_state_dict({"scale": scale, **counters})
+
+    def _parts(self) -> list[Any]:
+        """Megatron's optimizers of which this one is a chain (experts have their own), without those of no parameters."""
+        chain = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [optimizer for optimizer in chain if not optimizer.is_stub_optimizer]
 
     def _set_hyperparameters(self, lr: float) -> None:
         """Per parameter group; Megatron leaves the weight-decay multiplier to its own scheduler, which is not used here."""
@@ -87,6 +163,25 @@ class Optimizer:
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._adam.max_grad_norm, total_norm=grad_norm)
+
+
+def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
+    """(model's parameter, first number, what Adam updates) of one of Megatron's optimizers."""
+    if hasattr(optimizer, "gbuf_ranges"):
+        for ranges in optimizer.gbuf_ranges:
+            for buckets in ranges.values():
+                for bucket in buckets:
+                    for parameter, where in bucket["param_map"].items():
+                        group, order = optimizer.model_param_group_index_map[parameter]
+                        yield parameter, where["param"].start, optimizer.optimizer.param_groups[group]["params"][order]
+        return
+    sixteen_bits = zip(
+        getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []), strict=True
+    )
+    of_main = {id(main): model for models, mains in sixteen_bits for model, main in zip(models, mains, strict=True)}
+    for group in optimizer.optimizer.param_groups:
+        for main in group["params"]:
+            yield of_main.get(id(main), main), 0, main
 
 
 def optimizer_config(adam: Adam, precision: Precision) -> OptimizerConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megascend.errors import DataError
+from megascend.kernels.low_rank import LowRank
+from megascend.lora.optimizer import loss_scales
 from megascend.model.output_head import OutputHead, reduce_context
 from megascend.parallel.objects import broadcast_object, gather_objects
+from megascend.strategy.call import Call
 from megascend.strategy.megatron import MegatronStrategy
 from megascend.train import agreement
 from megascend.train.losses import Loss, LossInputs, cross_entropy, split_output
@@ -40,72 +44,142 @@ class Step:
 
     # --- the two verbs ---
 
-    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> ForwardBackwardResult:
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: Loss, adapter: str | None = None
+    ) -> ForwardBackwardResult:
         """Accumulate gradients of the loss over the global batch; see ``MegatronBackend.forward_backward``."""
-        plan, agreed = self._plan(samples, loss)
-        normaliser = agreed.weight if loss.per == "token" else float(agreed.pairs)
-        if normaliser <= 0:
-            what = "all targets have weight 0" if loss.per == "token" else "there is no preference pair"
-            raise DataError(f"{what} in the whole global batch: the loss {loss.name!r} is undefined")
-        batches = self._build(samples, plan, loss)
-        # Megatron divides by the micro batches and multiplies by CP; its DDP then divides by DP x CP.
-        topology = self._strategy.topology
-        scale = agreed.micro_batches * topology.data / normaliser
-        upstream = topology.context / agreed.micro_batches
-        stored = self._run(batches, lambda batch, hidden: self._loss(batch, hidden, loss, scale, upstream), False)
-        names, values = self._reduce_metrics(stored, loss, normaliser)
-        return ForwardBackwardResult(agreed.trained, agreed.tokens, agreed.micro_batches, names, values)
+        with self._strategy.groups.watch.phase("forward and backward"):
+            plan, names, agreed = self._plan(samples, loss, adapter)
+            upstream = self._strategy.topology.context / agreed.micro_batches
+            scales = self._scales(agreed, loss)
+            call = Call(loss, list(agreed.tallies), scales, upstream, self._strategy.device)
+            batches = self._build(samples, plan, names, call.names, loss)
+            with self._adapters(call.names):
+                stored = self._run(batches, lambda batch, hidden: self._loss(batch, hidden, call), False)
+                if self._strategy.adapters is not None:
+                    self._strategy.adapters.collect()
+            metrics, values = self._reduce_metrics(stored, call)
+        return ForwardBackwardResult(agreed.micro_batches, agreed.tallies, loss.per == "pair", metrics, values)
+
+    def _scales(self, agreed: agreement.Agreement, loss: Loss) -> list[float]:
+        """What one unit of each adapter's (or the model's) loss counts, before Megatron's own factors.
+
+        Megatron divides by the micro batches and multiplies by CP; its DDP then divides by DP x CP, as adapters do.
+
+        Raises:
+            DataError: there is nothing to normalise by.
+        """
+        scales = []
+        for name, tally in agreed.tallies.items():
+            normaliser = tally.weight if loss.per == "token" else float(tally.pairs)
+            if normaliser <= 0:
+                what = "all targets have weight 0" if loss.per == "token" else "there is no preference pair"
+                of = f" of adapter {name!r}" if name else ""
+                raise DataError(f"{what} in the whole global batch{of}: the loss {loss.name!r} is undefined")
+            scales.append(agreed.micro_batches * self._strategy.topology.data / normaliser)
+        if self._strategy.adapters is not None:
+            own = loss_scales(list(agreed.tallies), self._strategy.adapters.registry)
+            scales = [scale * factor for scale, factor in zip(scales, own, strict=True)]
+        return scales
 
     @torch.no_grad()
-    def forward(self, samples: Sequence[Sample], entropy: bool, logits: bool) -> ForwardResult:
+    def forward(
+        self,
+        samples: Sequence[Sample],
+        entropy: bool,
+        logits: bool,
+        adapter: str | None = None,
+        reference: bool = False,
+    ) -> ForwardResult:
         """Log-probabilities of the targets; see ``MegatronBackend.forward``."""
-        plan, _ = self._plan(samples, None)
-        batches = self._build(samples, plan, None)
-        with self._strategy.evaluating():
-            stored = self._run(batches, lambda batch, hidden: self._scores(hidden, batch, entropy, logits), True)
-        found: dict[str, list[Tensor | None]] = {}
-        for name in ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else [])):
-            values = (
-                [self._collect(batch, item[name]) for batch, item in zip(batches, stored, strict=True)]
-                if stored
-                else []
-            )
-            found[name] = self._in_order(values, plan, len(samples))
-        if self._strategy.topology.pipeline > 1:
-            found = broadcast_object(found, "pp", self._strategy.groups, source=self._strategy.topology.pipeline - 1)
+        with self._strategy.groups.watch.phase("forward only"):
+            plan, names, agreed = self._plan(samples, None, adapter, reference)
+            order = list(agreed.tallies)
+            batches = self._build(samples, plan, names, order, None)
+            with self._strategy.evaluating(), self._adapters(order):
+                stored = self._run(batches, lambda batch, hidden: self._scores(hidden, batch, entropy, logits), True)
+            found: dict[str, list[Tensor | None]] = {}
+            for name in ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else [])):
+                values = (
+                    [self._collect(batch, item[name]) for batch, item in zip(batches, stored, strict=True)]
+                    if stored
+                    else []
+                )
+                found[name] = self._in_order(values, plan, len(samples))
+            if self._strategy.topology.pipeline > 1:
+                found = broadcast_object(
+                    found, "pp", self._strategy.groups, source=self._strategy.topology.pipeline - 1
+                )
         return ForwardResult(**found)  # type: ignore[arg-type]
 
     # --- planning ---
 
-    def _plan(self, samples: Sequence[Sample], loss: Loss | None) -> tuple[list[list[int]], agreement.Agreement]:
-        """This rank's micro batches, as many as every other rank has (trailing ones may be empty)."""
+    def _plan(
+        self, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
+    ) -> tuple[list[list[int]], list[str], agreement.Agreement]:
+        """This rank's micro batches, as many as every other rank has (trailing ones may be empty), and samples' adapters."""
         plan: list[list[int]] = []
+        names: list[str] = []
         lengths = [self._layout.padded_length(len(sample)) for sample in samples]
         pairs = [sample.pair if loss is not None and loss.per == "pair" else None for sample in samples]
         try:
             self._strategy.check_samples(samples)
-            pair_count = len(pair_positions(samples, loss))
+            names = [""] * len(samples) if reference else self._names(samples, adapter, training=loss is not None)
+            check_pairs(pairs, names)
+            pair_positions(samples, loss)
             if loss is not None:
                 check_fields(samples, loss)
-            plan = plan_micro_batches(lengths, pairs, self._strategy.batching.micro_batch_tokens, self._layout.packing)
-            mine = agreement.report(samples, len(plan), pair_count)
+            budget = self._strategy.batching.micro_batch_tokens
+            plan = plan_micro_batches(lengths, pairs, budget, self._layout.packing, kinds=names)
+            mine = agreement.report(samples, len(plan), names, loss is not None and loss.per == "pair")
         except DataError as error:
             mine = agreement.Report(problem=str(error))
         agreed = agreement.exchange(mine, self._strategy.topology, self._strategy.groups)
-        return split_to(plan, agreed.micro_batches, lengths, pairs), agreed
+        return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
 
-    def _build(self, samples: Sequence[Sample], plan: list[list[int]], loss: Loss | None) -> list[MicroBatch]:
+    def _names(self, samples: Sequence[Sample], adapter: str | None, *, training: bool) -> list[str]:
+        """Every sample's adapter, "" for the model itself."""
+        host = self._strategy.adapters
+        names = [sample.adapter or adapter or "" for sample in samples]
+        for index, name in enumerate(names):
+            if name and host is None:
+                raise DataError(
+                    f"sample {index} is for adapter {name!r}, but this backend trains the model itself; construct "
+                    "MegatronBackend(adapters=megascend.Adapters())"
+                )
+            if name and host is not None and name not in host.registry:
+                known = ", ".join(sorted(host.registry)) or "none"
+                raise DataError(f"sample {index} is for adapter {name!r}; there are: {known}")
+            if training and host is not None and not name:
+                raise DataError(
+                    f"sample {index} names no adapter, and the model is frozen: pass adapter=... or set Sample.adapter"
+                )
+        return names
+
+    def _build(
+        self, samples: Sequence[Sample], plan: list[list[int]], names: list[str], order: list[str], loss: Loss | None
+    ) -> list[MicroBatch]:
+        """The micro batches of ``plan``; ``order`` are the adapters of all ranks' samples."""
         device = self._strategy.device
+        slots = [order.index(name) for name in names]
         batches = []
         for members in plan:
             if members:
-                batches.append(build(samples, members, self._layout, loss, device))
+                members.sort(key=lambda index: slots[index])  # in the plan itself: forward() finds its results by it
+                batches.append(build(samples, members, self._layout, loss, device, slots=slots))
             else:
                 # Keeps other ranks company in collectives: a real sample where there is one, with weight 0.
                 company = samples if samples else [Sample(input_ids=[0], target_ids=[0], weights=[0.0])]
                 shortest = min(range(len(company)), key=lambda index: len(company[index]))
-                batches.append(build(company, [shortest], self._layout, None, device, filler=True))
+                own = slots if samples else [0]
+                batches.append(build(company, [shortest], self._layout, None, device, filler=True, slots=own))
+            if self._strategy.adapters is not None:
+                self._strategy.adapters.route(batches[-1], samples if samples else company, order)
         return batches
+
+    def _adapters(self, order: list[str]) -> contextlib.AbstractContextManager[None]:
+        host = self._strategy.adapters
+        return contextlib.nullcontext() if host is None else host.applying(order)
 
     # --- running ---
 
@@ -115,7 +189,8 @@ class Step:
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any):
             batch = next(iterator)
-            output = strategy.forward_chunk(model, batch)
+            with strategy.groups.watch.phase("forward"):
+                output = strategy.forward_chunk(model, batch)
             return output, lambda hidden: finish(batch, hidden)
 
         iterators = [iter(batches) for _ in strategy.chunks]
@@ -129,17 +204,19 @@ class Step:
             forward_only=forward_only,
         )
 
-    def _loss(
-        self, batch: MicroBatch, hidden: Tensor, loss: Loss, scale: float, upstream: float
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        head = self._head()
+    def _loss(self, batch: MicroBatch, hidden: Tensor, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
+        """The micro batch's loss for Megatron, and for every figure its sum for each adapter [names]."""
+        head, loss, addition = self._head(), call.loss, self._addition(batch)
+        scale = call.of_tokens(batch)
         if loss.function is cross_entropy and head.can_fuse:
-            total, _ = head.cross_entropy(hidden, batch.targets, batch.weights * scale, upstream)
-            return total, {"loss": total.detach() / scale}
-        logprobs, entropy = head.logprobs(hidden, batch.targets, loss.entropy)
+            coefficients = batch.weights * scale
+            total, logprobs = head.cross_entropy(hidden, batch.targets, coefficients, call.upstream, addition)
+            return total, {"loss": call.sums(weighted(-logprobs.detach(), batch.weights), batch)}
+        logprobs, entropy = head.logprobs(hidden, batch.targets, loss.entropy, addition)
+        nothing = logprobs.new_zeros(len(call.names))
         filler = loss.per == "pair" and len(batch.pairs) == 0
-        if filler:
-            return logprobs.sum() * 0.0, {"loss": logprobs.new_zeros(())}
+        if filler or any(name not in batch.fields for name in loss.requires):  # made from nothing
+            return logprobs.sum() * 0.0, {"loss": nothing}
         inputs = LossInputs(
             targets=batch.targets,
             weights=batch.weights,
@@ -153,37 +230,32 @@ class Step:
             ref_logprobs=batch.fields.get("ref_logprobs"),
             extra=batch.fields,
         )
-        for name in loss.requires:
-            if name not in batch.fields:  # a filler made from nothing
-                return logprobs.sum() * 0.0, {"loss": logprobs.new_zeros(())}
         count = len(batch.targets) if loss.per == "token" else len(batch.pairs)
         values, metrics = split_output(loss, loss.function(logprobs, inputs), count)
+        figures = {"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}}
         if loss.per == "token":
-            # where, not a product: a value that is not finite at a padding token must not spread.
-            weights = batch.weights
-
-            def weighted(of: Tensor) -> Tensor:
-                return torch.where(weights > 0, of * weights, 0.0).sum()
-
-            return weighted(values) * scale, {
-                "loss": weighted(values.detach()),
-                **{name: weighted(metric.detach().float()) for name, metric in metrics.items()},
+            return weighted(values, batch.weights * scale).sum(), {
+                name: call.sums(weighted(of, batch.weights), batch) for name, of in figures.items()
             }
         # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
         parts = self._strategy.topology.context
-        return values.sum() * scale, {
-            "loss": values.detach().sum() / parts,
-            **{name: metric.detach().float().sum() / parts for name, metric in metrics.items()},
+        return (values * call.of_pairs(batch)).sum(), {
+            name: call.pair_sums(of, batch) / parts for name, of in figures.items()
         }
 
     def _scores(self, hidden: Tensor, batch: MicroBatch, entropy: bool, logits: bool) -> tuple[Tensor, dict[str, Any]]:
-        head = self._head()
-        logprobs, entropies = head.logprobs(hidden, batch.targets, entropy)
+        head, addition = self._head(), self._addition(batch)
+        logprobs, entropies = head.logprobs(hidden, batch.targets, entropy, addition)
         return logprobs.sum(), {
             "logprobs": logprobs,
             "entropy": entropies,
-            "logits": head.logits(hidden) if logits else None,
+            "logits": head.logits(hidden, addition) if logits else None,
         }
+
+    def _addition(self, batch: MicroBatch) -> LowRank | None:
+        """What adapters of the output layer add to the logits of ``batch``."""
+        host = self._strategy.adapters
+        return None if host is None else host.layers.addition(batch.routing)
 
     def _head(self) -> OutputHead:
         head = self._strategy.head
@@ -192,22 +264,22 @@ class Step:
 
     # --- bringing results together ---
 
-    def _reduce_metrics(self, stored: list[dict[str, Tensor]], loss: Loss, normaliser: float):
-        """Sum over micro batches and ranks on the device, without waiting for it."""
+    def _reduce_metrics(self, stored: list[dict[str, Tensor]], call: Call) -> tuple[tuple[str, ...], Tensor]:
+        """Sums [adapters, figures] over micro batches and ranks, on the device, without waiting for it."""
         groups, topology = self._strategy.groups, self._strategy.topology
         mine = tuple(dict.fromkeys(name for item in stored for name in item))
         names = ("loss",)
-        if loss.function is not cross_entropy:  # only the last stage knows what else a loss reported
+        if call.loss.function is not cross_entropy:  # only the last stage knows what else a loss reported
             names = tuple(dict.fromkeys(name for rank in gather_objects(mine, "world", groups) for name in rank))
-        values = torch.zeros(len(names), dtype=torch.float32, device=self._strategy.device)
+        values = torch.zeros(len(call.names), len(names), dtype=torch.float32, device=self._strategy.device)
         counts = parallel_state.get_tensor_model_parallel_rank() == 0
         for item in stored if counts else []:
             for position, name in enumerate(names):
                 if name in item:
-                    values[position] += item[name]
+                    values[:, position] += item[name]
         if topology.world_size > 1:
             dist.all_reduce(values)
-        return names, values / normaliser
+        return names, values
 
     def _collect(self, batch: MicroBatch, values: Tensor) -> list[Tensor]:
         """One unpadded CPU tensor a sample from this rank's tokens, context parallel parts brought together."""
@@ -226,6 +298,22 @@ class Step:
             for index, tensor in zip(members, tensors, strict=False):
                 ordered[index] = tensor
         return ordered
+
+
+def weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """``values * weights``, but 0 where the weight is: a value that is not finite at a padding token must not spread."""
+    return torch.where(weights > 0, values * weights, 0.0)
+
+
+def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
+    """Raise DataError if a preference pair has samples of two adapters: neither could be trained on it alone."""
+    owners: dict[Hashable, str] = {}
+    for pair, name in zip(pairs, names, strict=True):
+        owner = owners.setdefault(pair, name)
+        if pair is not None and owner != name:
+            raise DataError(
+                f"pair {pair!r} has samples of adapters {owner!r} and {name!r}; give every adapter's pairs values of their own"
+            )
 
 
 def check_fields(samples: Sequence[Sample], loss: Loss) -> None:

@@ -12,7 +12,7 @@ Public: megascend's own tests use nothing else, and neither need yours::
     assert run_distributed(total, 4, 1) == [10.0] * 4
 """
 
-from megascend.testing.distributed import run_distributed
+from megascend.testing.distributed import Lost, run_distributed
 from megascend.testing.tiny_models import ARCHITECTURES, tiny_config, write_tiny_checkpoint
 
-__all__ = ["ARCHITECTURES", "run_distributed", "tiny_config", "write_tiny_checkpoint"]
+__all__ = ["ARCHITECTURES", "Lost", "run_distributed", "tiny_config", "write_tiny_checkpoint"]

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ def run_distributed(
     timeout_s: float = 60.0,
     backend: str = "gloo",
     init: bool = True,
+    expect_lost: Collection[int] = (),
     **kwargs: Any,
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks and return their results in rank order.
@@ -53,6 +54,8 @@ def run_distributed(
         init: create the default process group. With False, ``fn`` creates it itself; the environment variable
             ``MEGASCEND_STORE`` then holds the path for a ``torch.distributed.FileStore``, as
             :func:`megascend.parallel.process_groups.initialize` expects.
+        expect_lost: ranks that are to die, stop or hang. They are not waited for and no failure; in place of a result
+            stands a :class:`Lost`. One that returns or raises after all is a failure.
 
     Raises:
         DistributedTestError: a rank raised, died or did not finish in time. The message holds, for each such rank, its
@@ -74,11 +77,16 @@ def run_distributed(
                     timeout_s,
                     (release_read, release_write),
                 )
-            _wait(ranks, time.monotonic() + timeout_s, timeout_s)
+            staying = [rank for rank in ranks if rank.files.rank not in expect_lost]
+            lost = [rank for rank in ranks if rank.files.rank in expect_lost]
+            _wait(staying, lost, time.monotonic() + timeout_s, timeout_s)
+            _let_exit(lost, GRACE_S)  # one that is being killed may take a moment
             os.close(release_write)
             release_write = -1
-            results = [pickle.loads(rank.outcome.result) for rank in ranks if rank.outcome]
-            _let_exit(ranks)
+            results: list[Any] = [
+                pickle.loads(rank.outcome.result) if rank.outcome else Lost(rank.status) for rank in ranks
+            ]
+            _let_exit(staying)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -86,6 +94,18 @@ def run_distributed(
             if release_write >= 0:
                 os.close(release_write)
     return results
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Stands for the result of a rank that was expected to be lost.
+
+    Attributes:
+        status: its exit code, or minus the signal that killed it; None if it still ran, or was stopped, when all others had
+            finished.
+    """
+
+    status: int | None
 
 
 @dataclass
@@ -199,11 +219,15 @@ def _fork(
     return pid
 
 
-def _wait(ranks: list[Rank], deadline: float, timeout_s: float) -> None:
-    """Return when every rank has a result; raise on the first failure or at the deadline."""
+def _wait(ranks: list[Rank], lost: list[Rank], deadline: float, timeout_s: float) -> None:
+    """Return when every one of ``ranks`` has a result; raise on the first failure or at the deadline."""
     while True:
-        for rank in ranks:
+        for rank in [*ranks, *lost]:
             rank.look()
+        for rank in lost:
+            if rank.outcome is not None:
+                what = rank.report() if rank.outcome.failure else f"rank {rank.files.rank} returned"
+                raise DistributedTestError(f"rank {rank.files.rank} was expected to be lost, but {what}")
         if any(rank.failed_at is not None for rank in ranks):
             raise _failure(ranks)
         if all(rank.outcome is not None for rank in ranks):

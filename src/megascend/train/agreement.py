@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megascend.errors import DataError
 from megascend.parallel.objects import gather_objects
 from megascend.parallel.process_groups import ProcessGroups
 from megascend.parallel.topology import Topology
+from megascend.train.results import Tally
 from megascend.train.sample import Sample
 
 
@@ -20,19 +21,13 @@ class Report:
     Attributes:
         problem: why they cannot be trained on, or None.
         micro_batches: how many it planned.
-        weight: sum of the target weights.
-        pairs: preference pairs.
-        trained: targets with a weight above 0.
-        tokens: input tokens.
-        checksum: of the token ids, equal on ranks that were given the same samples.
+        tallies: sums over the samples of each adapter; under "" those of the model itself.
+        checksum: of the token ids and adapters, equal on ranks that were given the same samples.
     """
 
     problem: str | None
     micro_batches: int = 0
-    weight: float = 0.0
-    pairs: int = 0
-    trained: int = 0
-    tokens: int = 0
+    tallies: dict[str, Tally] = field(default_factory=dict)
     checksum: int = 0
 
 
@@ -41,14 +36,15 @@ class Agreement:
     """Sums over data parallel ranks, and the number of micro batches that every rank runs."""
 
     micro_batches: int
-    weight: float
-    pairs: int
-    trained: int
-    tokens: int
+    tallies: dict[str, Tally]
 
 
-def report(samples: Sequence[Sample], micro_batches: int, pairs: int) -> Report:
+def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], per_pair: bool) -> Report:
     """The :class:`Report` of samples that are in order.
+
+    Args:
+        names: every sample's adapter, "" for the model itself.
+        per_pair: the samples are preference pairs.
 
     Raises:
         DataError: a weight stopped being finite after its sample was made.
@@ -57,17 +53,16 @@ def report(samples: Sequence[Sample], micro_batches: int, pairs: int) -> Report:
         if not bool(sample.weights.isfinite().all()):
             raise DataError(f"sample {index} has weights that are not finite")
     checksum = 0
-    for sample in samples:
-        checksum = zlib.crc32(sample.input_ids.numpy().tobytes(), checksum)
-    return Report(
-        problem=None,
-        micro_batches=micro_batches,
-        weight=float(sum(sample.weights.sum(dtype=sample.weights.double().dtype) for sample in samples)),
-        pairs=pairs,
-        trained=int(sum((sample.weights > 0).sum() for sample in samples)),
-        tokens=sum(len(sample) for sample in samples),
-        checksum=checksum,
-    )
+    tallies: dict[str, Tally] = {}
+    for sample, name in zip(samples, names, strict=True):
+        checksum = zlib.crc32(sample.input_ids.numpy().tobytes(), zlib.crc32(name.encode(), checksum))
+        tallies[name] = tallies.get(name, Tally()) + Tally(
+            weight=float(sample.weights.sum(dtype=sample.weights.double().dtype)),
+            pairs=int(per_pair and bool(sample.chosen)),
+            trained=int((sample.weights > 0).sum()),
+            tokens=len(sample),
+        )
+    return Report(None, micro_batches, tallies, checksum)
 
 
 def exchange(mine: Report, topology: Topology, groups: ProcessGroups) -> Agreement:
@@ -95,15 +90,13 @@ def settle(reports: Sequence[Report], topology: Topology) -> Agreement:
                 "samples; pass the same list on both (backend.shard picks a data parallel rank's share of a global list)"
             )
     shares = [reports[rank] for rank in leaders.values()]
-    if not any(share.tokens for share in shares):
+    if not any(share.tallies for share in shares):
         raise DataError("the batch is empty on every rank")
     count = max(share.micro_batches for share in shares)
     if topology.virtual_pipeline > 1:  # the interleaved schedule works in rounds of one micro batch per stage
         count = -(-count // topology.pipeline) * topology.pipeline
-    return Agreement(
-        micro_batches=count,
-        weight=sum(share.weight for share in shares),
-        pairs=sum(share.pairs for share in shares),
-        trained=sum(share.trained for share in shares),
-        tokens=sum(share.tokens for share in shares),
-    )
+    tallies: dict[str, Tally] = {}
+    for share in shares:
+        for name, tally in share.tallies.items():
+            tallies[name] = tallies.get(name, Tally()) + tally
+    return Agreement(count, dict(sorted(tallies.items())))

@@ -11,9 +11,14 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import xxhash
 
 from megascend.errors import DataError
+
+if TYPE_CHECKING:
+    from megascend.train.sample import Sample
 
 JSONL_SUFFIXES = (".jsonl",)
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
@@ -120,8 +125,13 @@ class Batches(Generic[T]):
     dropped, and every batch has the same size.
     """
 
-    def __init__(self, samples: Sequence[T], global_batch_size: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, samples: Sequence[T], global_batch_size: int, seed: int, shuffle: bool, fingerprint: str = ""
+    ) -> None:
         """
+        Args:
+            fingerprint: tells these samples from others, so that a position is not taken up in other data.
+
         Raises:
             DataError: there are no samples.
         """
@@ -131,6 +141,7 @@ class Batches(Generic[T]):
         self._size = global_batch_size
         self._seed = seed
         self._shuffle = shuffle
+        self._fingerprint = fingerprint
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -152,23 +163,32 @@ class Batches(Generic[T]):
         """How often the data has been gone through."""
         return self._epoch + self._position / len(self._samples)
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the iterator stands; plain integers."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "samples": len(self._samples)}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iterator stands; JSON."""
+        return {"epoch": self._epoch, "position": self._position, **self._kind()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where ``state`` was taken.
 
         Raises:
             DataError: it was taken with another seed or other data, so the order would not be the same.
         """
-        for key, value in (("seed", self._seed), ("samples", len(self._samples))):
+        for key, value in self._kind().items():
             if state[key] != value:
                 raise DataError(
                     f"cannot resume the data order: {key} was {state[key]} when it was saved and is {value} now"
                 )
         self._start_epoch(state["epoch"])
         self._position = state["position"]
+
+    def _kind(self) -> dict[str, Any]:
+        """What must be the same for a position to mean the same."""
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "samples": len(self._samples),
+            "fingerprint": self._fingerprint,
+        }
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._position, self._order = epoch, 0, self._order_of(epoch)
@@ -180,6 +200,17 @@ class Batches(Generic[T]):
         return order
 
 
-def batches(samples: Sequence[T], global_batch_size: int, seed: int, shuffle: bool) -> Batches[T]:
+def batches(
+    samples: Sequence[T], global_batch_size: int, seed: int, shuffle: bool, fingerprint: str = ""
+) -> Batches[T]:
     """An infinite iterator over global batches of ``samples``; see :class:`Batches`."""
-    return Batches(samples, global_batch_size, seed, shuffle)
+    return Batches(samples, global_batch_size, seed, shuffle, fingerprint)
+
+
+def fingerprint_of(samples: Sequence[Sample]) -> str:
+    """xxh3 digest over tokens, targets and weights of all samples, hexadecimal."""
+    state = xxhash.xxh3_64()
+    for sample in samples:
+        for values in (sample.input_ids, sample.target_ids, sample.weights):
+            state.update(values.numpy().tobytes())
+    return state.hexdigest()

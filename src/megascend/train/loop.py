@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import time
@@ -10,19 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascend.config import RunConfig
+from megascend.config import Adapters, RunConfig
 from megascend.errors import CheckpointError, ConfigError, NonFiniteError
+from megascend.parallel.launch import Launch
+from megascend.train.journal import Journal
 from megascend.train.plot import plot_metrics, require_extra
+from megascend.train.resume import belongs, check_start, decide, differences, load_first_good
 from megascend.train.run_log import RunLog, StepRecord
+from megascend.train.saves import Saves
+from megascend.train.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.backend import MegatronBackend
+    from megascend.train.data import Batches
+    from megascend.train.results import ForwardBackwardResult, StepResult
     from megascend.train.sample import Sample
 
-RUN_FILES = ("metrics.jsonl", "config.yaml", "metrics.png", "hf", "tensorboard")
-"""Everything a run writes into its output directory."""
+ADAPTER = "default"
+"""Name of a run's adapter, the same as peft gives to one that it loads."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class TrainResult:
         seconds: from the first step to the last, without start-up and export.
         skipped_steps: steps that a non-finite gradient made all ranks skip.
         output: the run directory.
-        export: the exported model, or None.
+        export: directory of the exported model, or of the adapter if one was trained, or None.
+        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
     """
 
     steps: int
@@ -46,38 +56,55 @@ class TrainResult:
     skipped_steps: int
     output: Path
     export: Path | None
+    stopped: str | None = None
 
 
-def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
+def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | None = None) -> TrainResult:
     """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
     Rank 0 writes to ``config.output``: metrics.jsonl and the TensorBoard log step by step; config.yaml, the exported
-    model in hf/ and metrics.png each complete or not at all. A directory that holds an earlier run is refused before
-    anything starts, unless ``overwrite``; then the earlier run's files are removed when the first step is to begin.
+    model in hf/ (or, with ``lora``, in adapter/ what peft loads) and metrics.png each complete or not at all. A directory
+    that holds an earlier run is refused before anything starts, unless ``overwrite``; then the earlier run's files are
+    removed when the first step is to begin. SIGTERM and SIGINT end a run after its present step, with a checkpoint.
+
+    Args:
+        resume: ``"auto"``: go on from the newest checkpoint in ``config.output`` that is whole, if there is any. A path: from
+            that checkpoint, or the newest of that run.
 
     Raises:
-        ConfigError: the output directory holds a run, or a setting cannot work.
+        ConfigError: the output directory holds a run, or a setting cannot work, ``lora.targets`` for example.
         MissingDependencyError: ``plot`` or ``tensorboard`` is set and its package is not installed.
         DataError: the data cannot be trained on; the message names file and line.
         NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
+        CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
     # What can be refused is refused here, in the first second and on every rank alike.
-    check_output(config.output, overwrite)
-    check_packages(config)
+    launch = Launch.from_environment()
+    check_start(config.output, overwrite, resume, launch)
+    journal = Journal(config.output, launch, active=belongs(config.output, resume, launch))
+    with journal.keeping_errors(lambda: 0):
+        check_packages(config)
+        check_lora(config)
+        return run(config, launch, journal, overwrite, resume)
 
+
+def run(config: RunConfig, launch: Launch, journal: Journal, overwrite: bool, resume: str | Path | None) -> TrainResult:
+    """:func:`train`, after what could be refused at once."""
     # World: the process is made ready before anything imports Megatron.
     import megascend
 
     megascend.bootstrap(config.platform, config.parallel)
 
     # Data that cannot be read is found before the model is built.
-    from megascend.train.data import batches, read_documents
+    from megascend.train.data import batches, fingerprint_of, read_documents
     from megascend.train.tokenize import build_samples
 
     documents = read_documents(config.data.path)
     tokenizer = load_tokenizer(config.model)
 
-    # Model
+    # Model: trained itself, or frozen under one adapter
+    lora = config.lora
+    adapter = None if lora is None else ADAPTER
     backend = megascend.MegatronBackend(
         model=config.model,
         parallel=config.parallel,
@@ -87,91 +114,187 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         recompute=config.recompute,
         moe=config.moe,
         batching=config.batching,
+        adapters=None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets),
         mindspeed=config.mindspeed,
         platform=config.platform,
         seed=config.seed,
         timeout_s=config.timeout_s,
+        save_timeout_s=config.checkpoint.timeout_s,
     )
-    try:
+    launched = launch.agent_store or launch.world_size > 1
+    with backend, journal.keeping_errors(lambda: backend.step_count + 1), StopSignals(launched=launched) as signals:
+        if lora is not None:
+            backend.add_adapter(ADAPTER, lora)
+        backend.groups.watch.last_words = lambda error: journal.error(error, backend.step_count + 1)
         samples = build_samples(documents, tokenizer, backend.max_length, config.data.train_on_prompt)
-        stream = batches(samples, config.data.global_batch_size, config.seed, config.data.shuffle)
+        data = config.data
+        stream = batches(samples, data.global_batch_size, config.seed, data.shuffle, fingerprint_of(samples))
         main_rank = backend.rank == 0
+        counts = begin(config, backend, journal, stream, overwrite, resume)
         if main_rank:
-            clear_output(config.output)
             write_config(config)
             print(start_line(config, backend, len(samples)), flush=True)
 
         # Loop
-        total_tokens = skipped = 0
-        loss = float("nan")
+        number = done = backend.step_count
+        saves = Saves(backend, config, journal, lambda: {"data": stream.state_dict(), "counts": vars(counts)})
         backend.platform.reset_peak_memory()
-        start = before = time.perf_counter()
-        with RunLog(config.output, config.steps, config.tensorboard, enabled=main_rank) as log:
-            for number in range(1, config.steps + 1):
+        with RunLog(config.output, config.steps, config.tensorboard, enabled=main_rank, done=done) as log:
+            before = time.perf_counter()
+            for number in range(done + 1, config.steps + 1):
                 batch = next(stream)
-                result = backend.forward_backward(backend.shard(batch), loss="cross_entropy")
+                result = backend.forward_backward(backend.shard(batch), loss="cross_entropy", adapter=adapter)
                 step = backend.optimizer_step()
                 now = time.perf_counter()
-                loss, speed = result.loss, result.total_tokens / (now - before)
-                log.write(
-                    StepRecord(
-                        step=number,
-                        loss=loss,
-                        grad_norm=step.grad_norm,
-                        lr=step.lr,
-                        tokens=result.tokens,
-                        total_tokens=result.total_tokens,
-                        tokens_per_s=speed,
-                        skipped=step.skipped,
-                        epoch=stream.epochs,
-                        peak_memory_bytes=backend.platform.memory().peak,
-                        seconds=now - start,
-                        mfu=utilisation(speed, batch, backend),
-                    )
-                )
-                before = now
-                total_tokens += result.total_tokens
-                skipped += step.skipped
+                seconds = now - before
+                counts.add(result, step, seconds)
+                log.write(record(number, result, step, seconds, counts, stream.epochs, batch, backend))
                 if step.skipped_in_a_row > config.max_skipped_steps:
-                    raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row))
-        seconds = time.perf_counter() - start
+                    where = keep_batch(config, number, batch) if main_rank else None
+                    raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row, where))
+                before = time.perf_counter()
+                if saves.after_step(number, signals.received is not None):
+                    break
+        saves.finish(number)
+        stopped = None
+        if number < config.steps:
+            stopped = signals.received.name if signals.received is not None else "a signal on another rank"
+            if saves.problem is not None:
+                raise CheckpointError(
+                    f"stopped by {stopped} after step {number}, without a checkpoint: {saves.problem}"
+                )
+            journal.event("stopped", step=number, signal=stopped)
+            if main_rank:
+                print(f"stopped by {stopped} after step {number}; go on with --resume auto", flush=True)
 
         # Out
-        exported = config.output / "hf" if config.export else None
-        if exported is not None:
-            backend.export_hf(exported)
-        if main_rank and config.plot:
+        exported = export(config, backend) if config.export and stopped is None else None
+        if main_rank and config.plot and stopped is None:
             plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, len(samples)))
-        if main_rank:
-            print(f"{config.steps} steps in {seconds:.0f} s, last loss {loss:.4f}; see {config.output}", flush=True)
-    finally:
-        backend.close()
-    return TrainResult(config.steps, loss, total_tokens, seconds, skipped, config.output, exported)
-
-
-def too_many_skips(config: RunConfig, step: int, in_a_row: int) -> str:
-    """The message of the error that ends a run whose gradients stay non-finite."""
-    remedy = "lower optimizer.lr" if config.precision == "fp32" else "lower optimizer.lr, or use a wider precision"
-    return (
-        f"{in_a_row} steps in a row, up to step {step}, had non-finite gradients and were skipped on all ranks; the "
-        f"limit is max_skipped_steps: {config.max_skipped_steps}. Look at the data, {remedy}"
+        if stopped is None:
+            journal.event("finished", step=number, loss=counts.loss)
+            if main_rank:
+                print(
+                    f"{number} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}; see {config.output}",
+                    flush=True,
+                )
+    return TrainResult(
+        number, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, exported, stopped
     )
 
 
-def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse a directory that holds an earlier run, unless it may be overwritten.
+@dataclass
+class Counts:
+    """Sums over the steps of a run, those before it was resumed included.
+
+    Attributes:
+        tokens: input tokens of all ranks.
+        skipped: steps that all ranks skipped.
+        seconds: in steps, on this rank.
+        loss: of the last step.
+    """
+
+    tokens: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    loss: float = math.nan
+
+    def add(self, result: ForwardBackwardResult, step: StepResult, seconds: float) -> None:
+        """Count one step."""
+        self.tokens += result.total_tokens
+        self.skipped += step.skipped
+        self.seconds += seconds
+        self.loss = result.loss
+
+
+def begin(
+    config: RunConfig,
+    backend: MegatronBackend,
+    journal: Journal,
+    stream: Batches[Sample],
+    overwrite: bool,
+    resume: str | Path | None,
+) -> Counts:
+    """Put the run at its first step, or where a checkpoint left it. Collective.
 
     Raises:
-        ConfigError: it does, or it is not a directory.
+        ConfigError, CheckpointError: as :func:`megascend.train.resume.decide`, on every rank.
+        DataError: the data is not that of the checkpoint.
     """
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output: {output} exists and is not a directory")
-    held = [name for name in RUN_FILES if (output / name).exists()]
-    if held and not overwrite:
-        raise ConfigError(
-            f"output: {output} holds an earlier run ({', '.join(held)}); choose another with --set output=PATH, "
-            "or replace it with --overwrite"
-        )
+    launch = backend.groups.launch
+    start = backend.from_rank_0(lambda: decide(config.output, overwrite, resume, launch))
+    if backend.rank == 0:
+        if start.said:
+            print(start.said, flush=True)
+        if start.clear:
+            clear_output(config.output, start.clear)
+    journal.start(platform=backend.platform.name, steps=config.steps, every=config.checkpoint.every)
+    if not start.candidates:
+        return Counts()
+    progress, saved = load_first_good(backend, start.candidates, journal)
+    changed = differences(saved, config)
+    if changed and backend.rank == 0:
+        print(f"settings that differ from the checkpoint's: {'; '.join(changed)}", flush=True)
+    stream.load_state_dict(progress["data"])
+    return Counts(**progress["counts"])
+
+
+def record(
+    number: int,
+    result: ForwardBackwardResult,
+    step: StepResult,
+    seconds: float,
+    counts: Counts,
+    epoch: float,
+    batch: Sequence[Sample],
+    backend: MegatronBackend,
+) -> StepRecord:
+    """The line of metrics.jsonl about a step that took ``seconds``."""
+    speed = result.total_tokens / seconds
+    return StepRecord(
+        step=number,
+        loss=result.loss,
+        grad_norm=step.grad_norm,
+        lr=step.lr,
+        tokens=result.tokens,
+        total_tokens=result.total_tokens,
+        tokens_per_s=speed,
+        skipped=step.skipped,
+        epoch=epoch,
+        peak_memory_bytes=backend.platform.memory().peak,
+        seconds=counts.seconds,
+        mfu=utilisation(speed, batch, backend),
+    )
+
+
+def keep_batch(config: RunConfig, step: int, batch: Sequence[Sample]) -> Path:
+    """Write the samples of a step whose gradients were not finite, for whoever looks for the reason."""
+    path = config.output / "non_finite" / f"step-{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = ("input_ids", "target_ids", "weights")
+    path.write_text("".join(json.dumps({name: getattr(s, name).tolist() for name in fields}) + "\n" for s in batch))
+    return path
+
+
+def export(config: RunConfig, backend: MegatronBackend) -> Path:
+    """Write what was trained, and say where: the model, or the adapter alone. Collective."""
+    if config.lora is None:
+        path = config.output / "hf"
+        backend.export_hf(path)
+    else:
+        path = config.output / "adapter"
+        backend.save_adapter(ADAPTER, path, optimizer=False)
+    return path
+
+
+def too_many_skips(config: RunConfig, step: int, in_a_row: int, batch: Path | None) -> str:
+    """The message of the error that ends a run whose gradients stay non-finite; ``batch``: where the last one was kept."""
+    remedy = "lower optimizer.lr" if config.precision == "fp32" else "lower optimizer.lr, or use a wider precision"
+    return (
+        f"{in_a_row} steps in a row, up to step {step}, had non-finite gradients and were skipped on all ranks; the "
+        f"limit is max_skipped_steps: {config.max_skipped_steps}. Look at the data"
+        f"{f' (the last batch is in {batch})' if batch is not None else ''}, {remedy}"
+    )
 
 
 def check_packages(config: RunConfig) -> None:
@@ -186,9 +309,28 @@ def check_packages(config: RunConfig) -> None:
         require_extra("tensorboard", "tensorboard")
 
 
-def clear_output(output: Path) -> None:
-    """Remove what an earlier run left in ``output``, and nothing else."""
-    for name in RUN_FILES:
+def check_lora(config: RunConfig) -> None:
+    """Find out before training that the adapter targets a layer which the model, by its weights' names, does not have.
+
+    Raises:
+        ConfigError: it does; the message lists what there is.
+        CheckpointError: the weights cannot be read.
+    """
+    from megascend.huggingface.files import tensor_shapes
+    from megascend.huggingface.info import linear_layers
+
+    if config.lora is None or config.lora.targets == "all-linear":
+        return
+    layers = linear_layers(tensor_shapes(config.model))
+    for target in config.lora.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
+            raise ConfigError(f"lora.targets: {target!r} is no linear layer of {config.model}; it has {ends}")
+
+
+def clear_output(output: Path, names: Sequence[str]) -> None:
+    """Remove the files ``names`` that an earlier run left in ``output``, and nothing else."""
+    for name in names:
         path = output / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -235,4 +377,6 @@ def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: MegatronB
 def start_line(config: RunConfig, backend: MegatronBackend, samples: int) -> str:
     """One line on what is about to happen."""
     ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
-    return f"{config.model.name}: {samples} samples, {config.steps} steps of {config.data.global_batch_size}; {ranks}"
+    lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
+    steps = f"{config.steps} steps of {config.data.global_batch_size}"
+    return f"{config.model.name}: {lora}{samples} samples, {steps}; {ranks}"

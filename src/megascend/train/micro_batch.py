@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from megascend.errors import DataError
 from megascend.train.losses import Loss
 from megascend.train.packing import round_up
 from megascend.train.sample import Sample
+
+if TYPE_CHECKING:
+    from megascend.lora.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class MicroBatch:
         place: int64 [n], index of each token in the concatenation of all padded samples; equal on no two context ranks.
         padded_lengths: of every sample in that concatenation.
         pairs: int64 [pairs, 2], positions in ``members``.
+        slots: number of every sample's adapter among those of the call, ascending; all 0 without adapters.
+        routing: what layers with adapters need to know, or None.
     """
 
     members: list[int]
@@ -82,6 +87,15 @@ class MicroBatch:
     sample: Tensor
     place: Tensor
     pairs: Tensor
+    slots: list[int]
+    routing: Routing | None = None
+
+    @property
+    def token_slots(self) -> Tensor:
+        """int64 [n]: the number of each token's adapter."""
+        if len(set(self.slots)) == 1:
+            return torch.full_like(self.sample, self.slots[0])
+        return torch.tensor(self.slots).to(self.sample.device, non_blocking=True)[self.sample]
 
 
 def build(
@@ -91,6 +105,7 @@ def build(
     loss: Loss | None,
     device: torch.device,
     filler: bool = False,
+    slots: Sequence[int] | None = None,
 ) -> MicroBatch:
     """Put ``samples[i] for i in members`` together.
 
@@ -100,10 +115,13 @@ def build(
         layout: how sequences lie on the ranks.
         loss: names the fields that are needed; None for a forward pass without a loss.
         device: where the tensors go; copies do not wait for each other or for the device.
+        slots: number of every sample's adapter; ``members`` are in ascending order of it.
     """
     chosen = [samples[index] for index in members]
     lengths = [len(sample) for sample in chosen]
-    layout = without_boundaries(layout, lengths)
+    mine = [slots[index] for index in members] if slots is not None else [0] * len(members)
+    if len(set(mine)) == 1:  # adapters lie in runs of tokens, which a plain batch would interleave
+        layout = without_boundaries(layout, lengths)
     padded = _padded_lengths(lengths, layout)
     names = [name for name in _field_names(chosen, loss) if name not in ("input_ids", "target_ids", "weights")]
 
@@ -142,6 +160,7 @@ def build(
         sample=column(sample_of),
         place=column(place),
         pairs=_to_device(torch.tensor(pair_positions(chosen, loss), dtype=torch.int64).reshape(-1, 2), device),
+        slots=mine,
     )
 
 

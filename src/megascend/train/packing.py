@@ -27,7 +27,11 @@ def cost(lengths: Sequence[int], members: Sequence[int], packing: bool) -> int:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], pairs: Sequence[Hashable | None], budget: int, packing: bool
+    lengths: Sequence[int],
+    pairs: Sequence[Hashable | None],
+    budget: int,
+    packing: bool,
+    kinds: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
     """First fit over units of falling length, so that no micro batch costs more than ``budget`` tokens.
 
@@ -36,6 +40,7 @@ def plan_micro_batches(
         pairs: ``Sample.pair`` of every sample.
         budget: most tokens of one micro batch.
         packing: True if samples are concatenated, False if they are padded to the longest.
+        kinds: the adapter of every sample; padded micro batches hold one kind each.
 
     Returns:
         Sample indices of every micro batch; each index occurs once.
@@ -44,6 +49,7 @@ def plan_micro_batches(
         DataError: a unit alone is over the budget.
     """
     bins: list[list[int]] = []
+    of = kinds if kinds is not None and not packing else [None] * len(lengths)
     ordered = sorted(units(pairs), key=lambda unit: -max(lengths[index] for index in unit))
     for unit in ordered:
         needed = cost(lengths, unit, packing)
@@ -53,7 +59,7 @@ def plan_micro_batches(
                 f"which is over batching.micro_batch_tokens={budget}; raise that setting or shorten the sample"
             )
         for members in bins:
-            if cost(lengths, [*members, *unit], packing) <= budget:
+            if of[members[0]] == of[unit[0]] and cost(lengths, [*members, *unit], packing) <= budget:
                 members.extend(unit)
                 break
         else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
@@ -58,14 +59,19 @@ class StepRecord:
 class RunLog:
     """Context manager over the outputs of a run; a display is closed and a file flushed however the run ends."""
 
-    def __init__(self, output: Path, steps: int, tensorboard: bool, enabled: bool = True) -> None:
-        """With ``enabled`` False, as on every rank but the first, nothing is written or shown."""
+    def __init__(self, output: Path, steps: int, tensorboard: bool, enabled: bool = True, done: int = 0) -> None:
+        """
+        Args:
+            enabled: False, as on every rank but the first: nothing is written or shown.
+            done: steps of an earlier part of the run, whose rows stay; what it has of later ones is dropped.
+        """
         self._output = output
         self._enabled = enabled
         self._use_tensorboard = tensorboard
         self._display = make_display(steps)
-        self._file: IO[str] | None = None
+        self._file: AppendFile | None = None
         self._tensorboard: Any = None
+        self._done = done
         self.rows: list[dict[str, Any]] = []
 
     def __enter__(self) -> RunLog:
@@ -88,24 +94,79 @@ class RunLog:
         if not self._enabled:
             return
         row = record.to_dict()
-        self.rows.append(row)
         if self._file is None:
             self._file = self._open()
+        self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
         if self._tensorboard is not None:
             for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
                 if row[key] is not None:
                     self._tensorboard.add_scalar(f"train/{key}", row[key], record.step)
         self._display.show(record)
 
-    def _open(self) -> IO[str]:
+    def _open(self) -> AppendFile:
         self._output.mkdir(parents=True, exist_ok=True)
         if self._use_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self._output / "tensorboard"))
-        return (self._output / "metrics.jsonl").open("w")
+            self._tensorboard = SummaryWriter(
+                str(self._output / "tensorboard"), purge_step=self._done + 1 if self._done else None
+            )
+        path = self._output / "metrics.jsonl"
+        if self._done:
+            self.rows = [row for row in read_rows(path) if row["step"] <= self._done]
+            partial = path.with_name(f".{path.name}.writing")
+            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            os.replace(partial, path)
+        elif path.exists():
+            path.unlink()
+        return AppendFile(path)
+
+
+class AppendFile:
+    """A file of lines, each on its way to the disk at once. A full disk ends no run: lines wait until there is room again."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._waiting = b""
+        self._told = False
+
+    def write(self, line: str) -> None:
+        """Add a line, after those that still wait."""
+        self._waiting += line.encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                print(f"{self._path} cannot be written: {error}; its lines wait for room", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the file; says what is lost, if something still waits."""
+        os.close(self._descriptor)
+        if self._waiting:
+            lost = self._waiting.count(b"\n")
+            print(f"{self._path}: the last {lost} lines could not be written", file=sys.stderr, flush=True)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that was cut off by a crash is left out, and none of a file that is not there."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
 
 
 class PlainDisplay:

@@ -28,6 +28,7 @@ class Sample:
         extra: further float32 fields for loss functions of your own, reached as ``inputs.extra[name]``.
         pair: samples with the same value form one preference pair and stay in one micro batch.
         chosen: within a pair, True for the preferred sample.
+        adapter: name of the LoRA adapter that this sample trains; default: the one the call names.
     """
 
     input_ids: Any
@@ -39,6 +40,7 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)
     pair: Hashable | None = None
     chosen: bool | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ def from_config(
     context_algorithm: str,
     options: Mapping[str, Any],
     feature_levels: Mapping[str, int] | None = None,
+    fields: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """All arguments for a model: MindSpeed's defaults, then the ModelConfig, then what the user asked for.
 
@@ -75,13 +76,15 @@ def from_config(
         config: mcore-bridge's ModelConfig.
         options: MindSpeed's own arguments by name; checked by :func:`check_options`, but not yet against the layout.
         feature_levels: optimization level from which on MindSpeed looks at a feature's argument, by its name.
+        fields: :func:`model_fields` of the configuration's class, where they are known already.
 
     Raises:
         ConfigError: an option would have no effect in this layout.
     """
     check_effect(options, config.context_parallel_size, context_algorithm)
     levels = feature_levels or {}
-    of_model = {name: getattr(config, name, None) for name in model_fields(type(config), defaults)}
+    names = model_fields(type(config), defaults) if fields is None else fields
+    of_model = {name: getattr(config, name, None) for name in names}
     of_model = {name: value for name, value in of_model.items() if _is_plain(value)}
     # None in the model means "not set"; it must not hide a default of MindSpeed's.
     of_model = {name: value for name, value in of_model.items() if value is not None or name not in defaults}
@@ -168,6 +171,8 @@ def namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, PLAIN):  # nearly all of them
+        return True
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
-    return isinstance(value, PLAIN) or type(value).__module__ == "torch"  # dtypes
+    return type(value).__module__ == "torch"  # dtypes

@@ -30,6 +30,8 @@ class MindSpeed(PatchProvider):
         self._stack = stack
         self._defaults: dict[str, Any] = {}
         self._patched: dict[str, Any] = {}  # the arguments that the present patches were made with
+        self._signature: Any = None  # theirs
+        self._fields: dict[type, list[str]] = {}  # of every ModelConfig class seen
         self._verified: Any = None  # signature of the arguments that passed the checks with these patches
         self._algorithm = "ring"
         self._feature: Any = None
@@ -70,19 +72,27 @@ class MindSpeed(PatchProvider):
 
     def for_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
         arguments.check_options(options, self._defaults)
-        wanted = arguments.from_config(self._defaults, config, self._algorithm, options, feature.levels(self._feature))
+        kind = type(config)
+        if kind not in self._fields:
+            self._fields[kind] = arguments.model_fields(kind, self._defaults)
+        levels = feature.levels(self._feature)
+        wanted = arguments.from_config(
+            self._defaults, config, self._algorithm, options, levels, fields=self._fields[kind]
+        )
         refusals.check_model(wanted)
         adaptor.set_arguments(wanted)
         self._tell(config, wanted, options)
         signature = arguments.signature(wanted)
-        changes = [] if signature == arguments.signature(self._patched) else self._repatch(wanted)
+        if self._signature is None:
+            self._signature = arguments.signature(self._patched)
+        changes = [] if signature == self._signature else self._repatch(wanted)
         if changes or signature != self._verified:
             verification.verify(config, wanted, self._feature.rotary)
             self._verified = signature
         return changes
 
     def _repatch(self, wanted: dict[str, Any]) -> list[str]:
-        self._verified = None
+        self._verified = self._signature = None
         self._patched = {}  # should it fail half-way, the next attempt patches everything again
         with adaptor.quietly():
             import_module(adaptor.ADAPTOR).repatch(wanted)

@@ -64,15 +64,17 @@ class TELayerNormColumnParallelLinear(_Linear):
         parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _layernorm(self, x: Tensor) -> Tensor:
         eps = self.config.layernorm_epsilon
-        if self.config.normalization == "LayerNorm":
-            normed = F.layer_norm(x, [self.input_size], self.layer_norm_weight, self.layer_norm_bias, eps)
-        else:
-            scale = self.layer_norm_weight
-            normed = torch_npu.npu_rms_norm(
-                x, 1 + scale if self.config.layernorm_zero_centered_gamma else scale, epsilon=eps
-            )[0]
+        return F.layer_norm(x, [self.input_size], self.layer_norm_weight, self.layer_norm_bias, eps)
+
+    def _rmsnorm(self, x: Tensor) -> Tensor:
+        scale = self.layer_norm_weight
+        scale = 1 + scale if self.config.layernorm_zero_centered_gamma else scale
+        return torch_npu.npu_rms_norm(x, scale, epsilon=self.config.layernorm_epsilon)[0]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        normed = self._layernorm(x) if self.config.normalization == "LayerNorm" else self._rmsnorm(x)
         bias = None if self.skip_bias_add else self.bias
         reduce_gradient = self.world_size > 1 and not self.sequence_parallel
         out = self.multiply(normed, bias, self.sequence_parallel, reduce_gradient)

@@ -50,6 +50,7 @@ def run(
             figures.append((result.loss, outcome.grad_norm, outcome.lr))
             if save_to is not None and step == save_after:
                 backend.save(save_to)
+        backend.close()
         return figures
 
     return run_distributed(on_rank, world_size, init=False, timeout_s=90)[0]
@@ -94,9 +95,10 @@ def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    (damaged / "megascend.json").write_text(json.dumps({"format": 1, "model": {"layers": 2}}))
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "megascend.json").write_text(json.dumps({"format": 1, "model": {"layers": 2}}))
+    run(case_checkpoint(parity_folder, "qwen3_moe"), "single", save_to=tmp_path / "moe", steps=range(1), save_after=0)
 
     def on_rank():
         from megascend.backend import MegatronBackend
@@ -106,8 +108,10 @@ def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
             backend.save(other)
         with pytest.raises(CheckpointError, match=r"megascend\.json is missing"):
             backend.load(other)
-        with pytest.raises(CheckpointError, match="has model"):
-            backend.load(damaged)
+        with pytest.raises(CheckpointError, match="has format 1; this version of megascend reads 2"):
+            backend.load(old)
+        with pytest.raises(CheckpointError, match="does not fit this model"):
+            backend.load(tmp_path / "moe")
         backend.forward_backward(backend.shard(causal_samples(token_lists())))
         with pytest.raises(ConfigError, match="call optimizer_step"):
             backend.save(tmp_path / "new")
@@ -129,7 +133,7 @@ def test_saving_starts_no_process(parity_folder, tmp_path, monkeypatch):
 
         backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
-        backend.save(tmp_path / "step-0")
+        backend.save(tmp_path / "step-0", wait=True)
 
     run_distributed(on_rank, 2, init=False, timeout_s=60)
     assert (tmp_path / "step-0" / "megascend.json").is_file()

@@ -1,0 +1,268 @@
+"""Many LoRA tenants on one model: one after another, mixed in one batch, and one adapter with the whole batch as a bound.
+
+    python scripts/bench_multi_lora.py                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
+    python scripts/bench_multi_lora.py --tiny --platform cpu        # the same script on a CPU, in a minute
+
+A step trains every tenant on one sample of its own, rank 16 on all linear layers:
+
+    (a) in turn    forward_backward and optimizer_step of one tenant after the other: what trainers do that switch adapters
+    (b) mixed      one forward_backward of all tenants' samples, one optimizer_step of all
+    (c) single     one adapter trained on all samples: the upper bound, the same base model work without tenants
+
+All in one process on the same device. Warm-up steps come first; then every step is timed with the device idle before and
+after it, the three ways in turn, so that they see the same clocks. ``peak`` is the device memory that a way needs at most,
+adapters and their optimizers included. The table is printed last; the exit code is 1 if a tenant's first loss or gradient
+norm differs between (a) and (b), so that a figure is never reported for different work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench_train import QWEN3_1_7B, TINY, Work, versions, write_checkpoint
+
+TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
+"""Largest relative difference of a tenant's first loss and gradient norm between (a) and (b)."""
+
+WAYS = {"a": "in turn", "b": "mixed", "c": "single"}
+
+
+@dataclass
+class Figures:
+    """One way of one size: milliseconds of the timed steps, and the first step's loss and gradient norm by tenant."""
+
+    ms: list[float] = field(default_factory=list)
+    first: dict[str, tuple[float, float]] = field(default_factory=dict)
+    peak_gib: float = 0.0
+
+
+class Bench:
+    """A backend and the three ways to train on it."""
+
+    def __init__(self, backend: Any, work: Work, rank: int) -> None:
+        self.backend, self.work, self.rank = backend, work, rank
+        self.on_gpu = work.platform == "cuda"
+
+    def measure(self, tenants: int, length: int) -> dict[str, Figures]:
+        """All three ways of training ``tenants`` with one sample of ``length`` tokens each."""
+        import megascend
+
+        samples = make_samples(self.work, tenants, length)
+        names = [f"tenant-{number}" for number in range(tenants)]
+        figures = {way: Figures() for way in WAYS}
+        lora = megascend.Lora(rank=self.rank, alpha=2 * self.rank)
+        ways: dict[str, Callable[[], dict[str, tuple[float, float]]]] = {
+            "a": lambda: self.in_turn(names, samples),
+            "b": lambda: self.mixed(names, samples),
+            "c": lambda: self.single(samples),
+        }
+        for way, adapters in (("a", names), ("b", names), ("c", ["single"])):
+            for name in adapters:
+                self.backend.add_adapter(name, lora)
+            self.synchronize(reset_peak=True)
+            figures[way].first = ways[way]()
+            for _ in range(self.work.warmup - 1):
+                ways[way]()
+            self.synchronize()
+            figures[way].peak_gib = self.peak()
+            for name in adapters:
+                self.backend.remove_adapter(name)
+        for name in [*names, "single"]:
+            self.backend.add_adapter(name, lora)
+        for step in range(self.work.steps + 1):
+            for way, run in ways.items():
+                self.synchronize()
+                start = time.perf_counter()
+                run()
+                self.synchronize()
+                if step:  # the first round allocates
+                    figures[way].ms.append(1000 * (time.perf_counter() - start))
+        for name in [*names, "single"]:
+            self.backend.remove_adapter(name)
+        return figures
+
+    def in_turn(self, names: list[str], samples: list[Any]) -> dict[str, tuple[float, float]]:
+        """(a): each tenant's loss and gradient norm."""
+        found = {}
+        for name, sample in zip(names, samples, strict=True):
+            result = self.backend.forward_backward([sample], adapter=name)
+            step = self.backend.optimizer_step(name)
+            found[name] = (result.loss, step.grad_norm)
+        return found
+
+    def mixed(self, names: list[str], samples: list[Any]) -> dict[str, tuple[float, float]]:
+        """(b): likewise."""
+        for name, sample in zip(names, samples, strict=True):
+            sample.adapter = name
+        result = self.backend.forward_backward(samples)
+        step = self.backend.optimizer_step()
+        for sample in samples:
+            sample.adapter = None
+        return {name: (result.adapters[name].loss, step.adapters[name].grad_norm) for name in names}
+
+    def single(self, samples: list[Any]) -> dict[str, tuple[float, float]]:
+        """(c): the one adapter's."""
+        result = self.backend.forward_backward(samples, adapter="single")
+        return {"single": (result.loss, self.backend.optimizer_step("single").grad_norm)}
+
+    def synchronize(self, reset_peak: bool = False) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+            if reset_peak:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> float:
+        """GiB allocated at most since the last reset."""
+        if not self.on_gpu:
+            return float("nan")
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**30
+
+    def profile(self, tenants: int, length: int, folder: Path) -> None:
+        """Tables of one more step of each way under torch's profiler."""
+        import torch
+
+        import megascend
+
+        samples = make_samples(self.work, tenants, length)
+        names = [f"tenant-{number}" for number in range(tenants)]
+        for name in [*names, "single"]:
+            self.backend.add_adapter(name, megascend.Lora(rank=self.rank))
+        folder.mkdir(parents=True, exist_ok=True)
+        for way, run in (
+            ("a", lambda: self.in_turn(names[:1], samples[:1])),
+            ("b", lambda: self.mixed(names, samples)),
+            ("c", lambda: self.single(samples)),
+        ):
+            run()
+            with torch.profiler.profile() as trace:
+                run()
+                self.synchronize()
+            sort = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+            events = trace.key_averages()
+            text = events.table(sort_by=sort, row_limit=40, max_name_column_width=70)
+            text += events.table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=70)
+            (folder / f"profile-{way}-{tenants}.txt").write_text(text)
+        for name in [*names, "single"]:
+            self.backend.remove_adapter(name)
+
+
+def make_samples(work: Work, count: int, length: int) -> list[Any]:
+    """Random tokens, small ids more frequent."""
+    import torch
+
+    import megascend
+
+    generator = torch.Generator().manual_seed(work.seed)
+    uniform = torch.rand(count, length + 1, generator=generator, dtype=torch.float64)
+    return [megascend.Sample.causal(row) for row in (work.shape["vocab_size"] * uniform**3).long()]
+
+
+def disagreement(figures: dict[str, Figures], bound: float) -> str:
+    """The first tenant whose numbers differ between (a) and (b), or an empty string."""
+    for name, expected in figures["a"].first.items():
+        got = figures["b"].first[name]
+        for what, one, other in zip(("loss", "grad norm"), expected, got, strict=True):
+            if not abs(one - other) <= bound * abs(one):
+                return f"{name}: {what} {other:.6g} mixed, {one:.6g} alone (bound {bound:.0e})"
+    return ""
+
+
+def report(work: Work, sizes: list[tuple[int, int]], all_figures: list[dict[str, Figures]], rank: int) -> bool:
+    """Print the table; returns whether mixed and separate training agree."""
+    agree = True
+    print(f"\nrank {rank} on all linear layers, {work.precision}, {work.steps} timed steps, shape {work.shape}")
+    print(
+        f"{'tenants':>8} {'tokens':>7} {'way':<12} {'tokens/s':>9} {'ms median':>10} {'min':>8} {'max':>8} {'peak GiB':>9}"
+    )
+    for (tenants, length), figures in zip(sizes, all_figures, strict=True):
+        speed = {}
+        for way, name in WAYS.items():
+            one = figures[way]
+            speed[way] = tenants * length / statistics.median(one.ms) * 1000
+            print(
+                f"{tenants:8d} {length:7d} ({way}) {name:<8} {speed[way]:9.0f} {statistics.median(one.ms):10.1f} "
+                f"{min(one.ms):8.1f} {max(one.ms):8.1f} {one.peak_gib:9.1f}"
+            )
+        difference = disagreement(figures, TOLERANCE[work.precision])
+        agree &= not difference
+        verdict = f"numbers DIFFER: {difference}" if difference else "numbers agree"
+        print(f"{'':8} (b) / (a) {speed['b'] / speed['a']:.2f}, (b) / (c) {speed['b'] / speed['c']:.3f}; {verdict}")
+    return agree
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model and batches for a CPU")
+    parser.add_argument("--size", action="append", metavar="TENANTSxTOKENS", help="default: 8x1024 and 32x512")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--warmup", type=int, help="default: 3, tiny: 1")
+    parser.add_argument("--steps", type=int, help="timed steps of each way; default: 8, tiny: 2")
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--profile", type=Path, help="folder for operator tables of one more step of every way")
+    arguments = parser.parse_args()
+
+    import megascend
+
+    sizes = [
+        tuple(map(int, size.split("x")))
+        for size in arguments.size or (["3x16"] if arguments.tiny else ["8x1024", "32x512"])
+    ]
+    work = Work(
+        shape=TINY if arguments.tiny else QWEN3_1_7B,
+        platform=arguments.platform,
+        precision="fp32" if arguments.platform == "cpu" else "bf16",
+        sequences=0,
+        length=0,
+        warmup=arguments.warmup or (1 if arguments.tiny else 3),
+        steps=arguments.steps or (2 if arguments.tiny else 8),
+        lr=1e-4,
+        seed=arguments.seed,
+    )
+    megascend.bootstrap(work.platform)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(work, Path(folder))
+        backend = megascend.MegatronBackend(
+            model=folder,
+            precision=work.precision,
+            optimizer=megascend.Adam(lr=work.lr),
+            adapters=megascend.Adapters(max_count=1 + max(tenants for tenants, _ in sizes)),
+            batching=megascend.Batching(micro_batch_tokens=arguments.micro_batch_tokens),
+            seed=work.seed,
+        )
+    bench = Bench(backend, work, arguments.rank)
+    figures = [bench.measure(*size) for size in sizes]
+    if arguments.profile:
+        for size in sizes:
+            bench.profile(*size, arguments.profile)
+    print(", ".join(f"{name} {version}" for name, version in versions().items()))
+    agree = report(work, sizes, figures, arguments.rank)
+    if arguments.json:
+        rows = [
+            {"size": size, **{way: asdict(one) for way, one in each.items()}}
+            for size, each in zip(sizes, figures, strict=True)
+        ]
+        arguments.json.write_text(json.dumps({"versions": versions(), "work": asdict(work), "sizes": rows}, indent=1))
+    backend.close()
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""``megascend.json``: what a checkpoint holds, and the digest of each of its files.
+
+Written last, so a directory that has one was complete. Any change to any file afterwards, this one included, is found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megascend.errors import CheckpointError
+
+NAME = "megascend.json"
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        step: optimizer steps done, skipped ones included.
+        precision: of the parameters: fp32, fp16 or bf16.
+        model: layers, hidden size and vocabulary; a checkpoint of another model is not read.
+        layout: sizes of the topology's axes.
+        optimizer: step counters and fp16 loss scale, or None where adapters are trained.
+        adapters: their names; each has a directory under ``adapters/``.
+        versions: of megascend and the packages it builds on.
+        progress: what the caller wants back, the position in the data for example. JSON.
+        config: the run's settings, where there is a file of them.
+        files: relative path -> size in bytes and xxh3 digest (128 bits, hexadecimal).
+    """
+
+    step: int
+    precision: str
+    model: dict[str, int]
+    layout: dict[str, int]
+    optimizer: dict[str, Any] | None
+    adapters: list[str]
+    versions: dict[str, str]
+    progress: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_text(self) -> str:
+        """As JSON, ending with a digest of all that precedes it."""
+        values = asdict(self)
+        return _dump({**values, "digest": _digest_of(values)})
+
+
+def parse(text: str, path: Path) -> Manifest:
+    """The manifest in ``text``.
+
+    Raises:
+        CheckpointError: it is damaged, or of another format.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
+    digest = values.pop("digest", None)
+    if values.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {values.get('format')!r}; this version of megascend reads {FORMAT}")
+    if digest != _digest_of(values) or text != _dump({**values, "digest": digest}):
+        raise CheckpointError(f"{path} is damaged: it is not as it was written")
+    return Manifest(**values)
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: there is none, so that the directory is no complete checkpoint, or it is damaged.
+    """
+    path = directory / NAME
+    try:
+        return parse(path.read_bytes().decode(), path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; the directory is no complete megascend checkpoint") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def digest(file: Path) -> dict[str, Any]:
+    """Size and digest of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    state, size = xxhash.xxh3_128(), 0
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            state.update(block)
+            size += len(block)
+    return {"bytes": size, "xxh3": state.hexdigest()}
+
+
+def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+    """What is wrong with the files ``names`` of a checkpoint, by their sizes and digests."""
+    found = []
+    for name in names:
+        expected = files[name]
+        try:
+            size = (directory / name).stat().st_size
+            if size != expected["bytes"]:
+                found.append(f"{name} has {size} bytes instead of {expected['bytes']}")
+            elif digest(directory / name) != expected:
+                found.append(f"{name} is damaged: its content is not what was written")
+        except FileNotFoundError:
+            found.append(f"{name} is missing")
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error}")
+    return found
+
+
+def _dump(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=1) + "\n"
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(_dump(values).encode()).hexdigest()

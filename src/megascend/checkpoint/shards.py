@@ -1,0 +1,92 @@
+"""Parts of tensors that are spread over ranks, as torch's distributed checkpoints take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass
+class Shards:
+    """This rank's parts of one tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of the whole tensor.
+        may_differ: the checkpoint's tensor may be longer or shorter than this one (a padded vocabulary).
+        parts: (offsets in the whole tensor, values) with as many dimensions as the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    may_differ: bool = False
+    parts: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
+
+    def add(self, offsets: Sequence[int], values: Tensor) -> None:
+        """Add a part; one of the same place replaces nothing, but is the caller's mistake, found when the plan is checked."""
+        self.parts.append((tuple(offsets), values))
+
+    def part(self, index: MetadataIndex) -> Tensor:
+        """The part at ``index.offset``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for offsets, values in self.parts:
+            if torch.Size(offsets) == index.offset:
+                return values
+        raise KeyError(f"{index.fqn} has no part at {index.offset}")
+
+    # What torch's planners ask of an object that is no tensor (planner_helpers.py).
+
+    def __create_write_items__(self, name: str, of: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), values.shape),
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=torch.Size(self.shape),
+                ),
+            )
+            for offsets, values in self.parts
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), values.shape) for offsets, values in self.parts]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save of :class:`Shards` and of objects."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.part(index) if isinstance(found, Shards) else found
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans a load into :class:`Shards`; objects take their place in the state."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The default first replaces tensors on the meta device, and what is no tensor by None.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].part(index)

@@ -1,0 +1,93 @@
+"""Copies of device tensors in host memory, made quickly: what training waits for when it saves."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.checkpoint.shards import Shards
+
+BLOCK = 2**28  # bytes; torch's allocator of page-locked memory rounds up to a power of two
+ALIGNMENT = 64
+
+
+class Staging:
+    """Host memory for one save, kept for the next.
+
+    Fresh memory is several times slower to copy to than memory that was used before, most of all page-locked memory, which a
+    GPU copies to at the full speed of its bus.
+    """
+
+    def __init__(self, *, page_locked: bool) -> None:
+        self._page_locked = page_locked
+        self._blocks: list[Tensor] = []
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Take the memory that ``state`` will need, beside what else happens."""
+        self._prepared()
+        sizes = [
+            _bytes(values) for shards in state.values() if isinstance(shards, Shards) for _, values in shards.parts
+        ]
+        self._preparing = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)
+        self._preparing.start()
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with its tensors in host memory, which stay as they are until the next call."""
+        self._prepared()
+        parts = [values for shards in state.values() if isinstance(shards, Shards) for _, values in shards.parts]
+        room = iter(self._carve([_bytes(values) for values in parts]))
+        copied: dict[str, Any] = {}
+        devices = set()
+        for name, shards in state.items():
+            if not isinstance(shards, Shards):
+                copied[name] = shards
+                continue
+            copied[name] = Shards(shards.shape, shards.dtype, shards.may_differ)
+            for offsets, values in shards.parts:
+                target = next(room).view(values.dtype).view(values.shape)
+                target.copy_(values.detach(), non_blocking=self._page_locked)
+                devices.add(values.device)
+                copied[name].add(offsets, target)
+        for device in devices:
+            if self._page_locked and device.type != "cpu":
+                torch.cuda.synchronize(device)
+        return copied
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _carve(self, sizes: list[int]) -> list[Tensor]:
+        """A uint8 tensor of each size; blocks are made where there are none left."""
+        found, block, used = [], 0, 0
+        for size in sizes:
+            while block < len(self._blocks) and used + size > len(self._blocks[block]):
+                block, used = block + 1, 0
+            if block == len(self._blocks):
+                self._blocks.append(self._allocate(max(BLOCK, size)))
+                used = 0
+            found.append(_tensor_at(self._blocks[block], used, size))
+            used += -(-size // ALIGNMENT) * ALIGNMENT
+        return found
+
+    def _allocate(self, size: int) -> Tensor:
+        block = torch.empty(size, dtype=torch.uint8, pin_memory=self._page_locked)
+        if not self._page_locked:
+            block.zero_()  # the system hands pages out when they are first written to: now, not while training waits
+        return block
+
+
+def _bytes(values: Tensor) -> int:
+    return values.numel() * values.element_size()
+
+
+def _tensor_at(block: Tensor, start: int, size: int) -> Tensor:
+    """``block[start:start + size]`` as a tensor whose storage is no larger: writers copy slices of larger storages first."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(block.numpy(), dtype=torch.uint8, count=size, offset=start)

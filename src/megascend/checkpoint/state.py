@@ -1,0 +1,141 @@
+"""What a run consists of, as parts of whole tensors: parameters and optimizer state by their place in the model.
+
+Names and places come from Megatron-Core (``sharded_state_dict``, as its own ``dist_checkpointing`` takes it), so that a
+checkpoint fits every layout. Optimizer state is named like the ``fully_reshardable`` format of Megatron's distributed
+optimizer; that format is made by gathering whole tensors on every save, while here each rank names its own run of numbers
+as boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from megascend.checkpoint.regions import boxes
+from megascend.checkpoint.shards import Shards
+from megascend.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megascend.strategy.megatron import MegatronStrategy
+
+OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a parameter's local numbers that is one part of one tensor in the checkpoint.
+
+    Attributes:
+        start: first number of the flattened parameter.
+        tensor: Megatron's description of the part; its data is a view of the parameter.
+    """
+
+    start: int
+    tensor: ShardedTensor
+
+
+def model_state(strategy: MegatronStrategy, *, everything: bool) -> dict[str, Any]:
+    """Parameters and buffers of this rank, and the objects that layers keep, by their names in the checkpoint.
+
+    Args:
+        everything: also what another rank speaks for, as needed to load.
+    """
+    found: dict[str, Any] = {}
+    for entry in _entries(strategy):
+        if isinstance(entry, ShardedObject):
+            if entry.data is not None and (everything or _speaks(entry.replica_id)):
+                found[entry.unique_key] = entry.data
+            continue
+        for tensor in _tensors(entry):
+            if everything or _speaks(tensor.replica_id):
+                shards = _shards(found, tensor.key, tensor, tensor.dtype)
+                shards.add(tensor.global_offset, _with_leading(tensor.data, tensor))
+    return found
+
+
+def optimizer_state(strategy: MegatronStrategy, *, everything: bool) -> dict[str, Shards]:
+    """Adam's moments and, where parameters are of 16 bits, their float32 originals. Live tensors, not copies.
+
+    Args:
+        everything: also what another rank speaks for, as needed to load.
+    """
+    pieces: dict[int, list[Piece]] = {}
+    for entry in _entries(strategy):
+        if not isinstance(entry, ShardedObject) and isinstance(entry.data, torch.nn.Parameter):
+            pieces.setdefault(id(entry.data), []).extend(_pieces(entry))
+    found: dict[str, Shards] = {}
+    for own in strategy.optimizer.parameter_states():
+        if id(own.parameter) not in pieces:
+            raise CheckpointError(
+                f"a trained parameter of shape {tuple(own.parameter.shape)} has no name in the checkpoint"
+            )
+        for piece in pieces[id(own.parameter)]:
+            # Each data parallel rank has its own run of a distributed optimizer's state: there are no copies over that axis.
+            copies = piece.tensor.replica_id
+            if own.divided and isinstance(copies, tuple):
+                copies = copies[:-1]
+            if everything or _speaks(copies):
+                for name, values in own.tensors.items():
+                    key = OPTIMIZER_KEY.format(state=name, key=piece.tensor.key)
+                    _add_run(_shards(found, key, piece.tensor, values.dtype), piece, own.start, values)
+    return found
+
+
+def _entries(strategy: MegatronStrategy) -> Iterator[ShardedTensor | ShardedTensorFactory | ShardedObject]:
+    metadata = {"dp_cp_group": strategy.groups.device_group("dp_cp")}
+    for chunk in strategy.bare_chunks:
+        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory | ShardedObject):
+                yield entry
+
+
+def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """What an entry consists of: a factory divides a fused parameter (gate and up, for one)."""
+    return [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
+
+
+def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Piece]:
+    parameter: Any = entry.data
+    for tensor in _tensors(entry):
+        values: Any = tensor.data
+        start = values.storage_offset() - parameter.storage_offset()
+        same = values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        if not (same and values.is_contiguous() and 0 <= start <= parameter.numel() - values.numel()):
+            raise CheckpointError(
+                f"{tensor.key}: Megatron divides this parameter in a way that megascend's checkpoints do not know; please report "
+                "the model's architecture"
+            )
+        yield Piece(start, tensor)
+
+
+def _add_run(shards: Shards, piece: Piece, start: int, values: Tensor) -> None:
+    """Add what ``values``, a flat run of a parameter that begins at ``start``, has of a piece."""
+    data: Any = piece.tensor.data
+    low, high = max(start, piece.start), min(start + values.numel(), piece.start + data.numel())
+    leading = piece.tensor.prepend_axis_num
+    flat = values.view(-1)
+    for box in boxes(data.shape, low - piece.start, high - piece.start):
+        begin = box.start + piece.start - start
+        part = flat[begin : begin + box.stop - box.start].view((1,) * leading + box.sizes)
+        local = (0,) * leading + box.offsets
+        shards.add([a + b for a, b in zip(piece.tensor.global_offset, local, strict=True)], part)
+
+
+def _shards(found: dict[str, Any], key: str, tensor: ShardedTensor, dtype: torch.dtype) -> Shards:
+    return found.setdefault(key, Shards(tuple(tensor.global_shape), dtype, tensor.allow_shape_mismatch))
+
+
+def _with_leading(data: Any, tensor: ShardedTensor) -> Tensor:
+    return data.detach().view((1,) * tensor.prepend_axis_num + tuple(data.shape))
+
+
+def _speaks(replica: int | tuple[int, ...]) -> bool:
+    """True for the one of several copies that is written."""
+    return not any(replica) if isinstance(replica, tuple) else replica == 0

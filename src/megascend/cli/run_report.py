@@ -1,0 +1,347 @@
+"""What happened to a run, from the files in its directory alone: for ``megascend doctor --run``. Imports no torch.
+
+Every file may be missing, cut off or damaged; what can be read is reported.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megascend.checkpoint import manifest
+from megascend.checkpoint.series import NAME, Series
+from megascend.errors import CheckpointError, ConfigError
+from megascend.train.journal import ERRORS, EVENTS, read_lines
+from megascend.train.resume import CHECKPOINTS
+
+Outcome = Literal["finished", "stopped", "interrupted", "error", "lost", "no end"]
+SECONDARY = ("PeerLostError", "CollectiveTimeoutError", "ProcessGroupError", "DistBackendError")
+"""Errors that mostly say that another rank has failed."""
+TRACES = (EVENTS, "metrics.jsonl", CHECKPOINTS, ERRORS)
+"""By which a run's directory is known."""
+SLACK_S = 5.0
+"""How far the clocks of two machines may be apart."""
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended a rank. ``step``: which it was working on; 0: none yet."""
+
+    rank: int
+    step: int
+    error: str
+    message: str
+    time: float
+    host: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run.
+
+    Attributes:
+        number: counted from 1.
+        restart: how often torchrun had restarted the run before, by itself.
+        started: seconds since the epoch, or None if it did not get as far as the first step.
+        world_size: or None if nothing tells.
+        resumed_after: the step of the checkpoint that it went on from; 0: from the beginning.
+        ended: when it ended, or None if no file tells.
+        outcome: ``interrupted``: Ctrl-C came twice, so that no checkpoint was saved; ``error``: a rank ended with an error of
+            its own; ``lost``: ranks are gone without a word, as others say;
+            ``no end``: nothing tells. It may still be running, or all of it was killed.
+        step: after which it finished or was stopped, or in which the error came up; None if unknown.
+        signal: what stopped it.
+        errors: as kept by the ranks, the cause first.
+        silent: ranks that are gone and left no error.
+        process: host and process id of rank 0.
+    """
+
+    number: int
+    restart: int
+    started: float | None
+    world_size: int | None
+    resumed_after: int
+    ended: float | None
+    outcome: Outcome
+    step: int | None
+    signal: str | None
+    errors: tuple[RankError, ...]
+    silent: tuple[int, ...]
+    process: tuple[str, int] | None
+    platform: str | None = None
+    command: tuple[str, ...] = ()
+    directory: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """A checkpoint directory, and what is wrong with it (empty: nothing that was looked at)."""
+
+    step: int
+    name: str
+    size_bytes: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Saves:
+    """How the saves of all attempts went. ``stall_s``: seconds that training stood still for each, on rank 0."""
+
+    begun: int
+    completed: int
+    failures: tuple[str, ...]
+    stall_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """All that the files of a run tell.
+
+    Attributes:
+        steps: how many the run is to make, or None if nothing tells.
+        metrics: rows of metrics.jsonl, cut-off lines left out.
+        checkpoints: by step, ascending.
+        latest: the name in ``latest``, or None.
+        verified: the digests of all files were compared.
+        unfinished: directories of saves that were interrupted.
+        bad_batches: batches with non-finite gradients that were kept.
+        exported: directories of exported models.
+        remarks: files that could not be read in full.
+    """
+
+    directory: Path
+    steps: int | None
+    attempts: tuple[Attempt, ...]
+    metrics: tuple[dict[str, Any], ...]
+    checkpoints: tuple[CheckpointState, ...]
+    latest: str | None
+    verified: bool
+    unfinished: tuple[str, ...]
+    saves: Saves
+    bad_batches: tuple[str, ...]
+    exported: tuple[str, ...]
+    free_bytes: int
+    remarks: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if the run has finished, or was stopped on purpose."""
+        return bool(self.attempts) and self.attempts[-1].outcome in ("finished", "stopped")
+
+    @property
+    def last_good(self) -> CheckpointState | None:
+        """The checkpoint that ``--resume auto`` will go on from, as far as was looked."""
+        whole = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
+        for path in Series(self.directory / CHECKPOINTS).candidates():
+            match = NAME.fullmatch(path.name)
+            if match and int(match[1]) in whole:
+                return whole[int(match[1])]
+        return None
+
+
+def read_run(directory: Path, *, verify: bool = False) -> RunReport:
+    """Read a run's directory.
+
+    Args:
+        verify: compare every file of every checkpoint with its digest; else their manifests are looked at.
+
+    Raises:
+        ConfigError: the directory is missing, or no run has written to it.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"--run {directory}: there is no such directory")
+    if not any((directory / name).exists() for name in TRACES):
+        raise ConfigError(
+            f"--run {directory}: no run has written to this directory: it has none of {', '.join(TRACES)}"
+        )
+    events, remarks = read_lines(directory / EVENTS)
+    metrics, cut = read_lines(directory / "metrics.jsonl")
+    errors: list[dict[str, Any]] = []
+    for path in sorted((directory / ERRORS).glob("*.json")):
+        found, bad = read_lines(path)
+        errors += found
+        remarks += bad
+    starts = [event for event in events if event.get("event") == "start"]
+    return RunReport(
+        directory=directory,
+        steps=next((event["steps"] for event in reversed(starts) if isinstance(event.get("steps"), int)), None),
+        attempts=tuple(attempts_of(events, errors)),
+        metrics=tuple(row for row in metrics if isinstance(row.get("step"), int)),
+        checkpoints=tuple(checkpoints_in(directory / CHECKPOINTS, verify)),
+        latest=_latest(directory / CHECKPOINTS),
+        verified=verify,
+        unfinished=tuple(sorted(str(path) for path in (directory / CHECKPOINTS).glob(".step-*.writing"))),
+        saves=saves_of(events),
+        bad_batches=tuple(sorted(str(path) for path in (directory / "non_finite").glob("*.jsonl"))),
+        exported=tuple(str(directory / name) for name in ("hf", "adapter") if (directory / name).is_dir()),
+        free_bytes=shutil.disk_usage(directory).free,
+        remarks=tuple(remarks + cut),
+    )
+
+
+def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any]]) -> list[Attempt]:
+    """The attempts, in the order of their beginning, from the lines of the journal and the errors of the ranks. Pure."""
+    parts: list[list[dict[str, Any]]] = []
+    for event in events:
+        if event.get("event") == "start":
+            parts.append([event])
+        elif parts:
+            parts[-1].append(event)
+    kept: list[list[RankError]] = [[] for _ in parts]
+    early: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for record in errors:
+        index = _attempt_of(record, [part[0] for part in parts])
+        if index is None:
+            early.setdefault((str(record.get("agent")), _number(record.get("attempt"))), []).append(record)
+        else:
+            kept[index].append(_rank_error(record))
+    drafts = [_attempt(part, found) for part, found in zip(parts, kept, strict=True)]
+    drafts += [_never_started(records) for records in early.values()]
+    drafts.sort(key=lambda values: values["started"] or values["ended"] or 0.0)
+    return [Attempt(number=number, **values) for number, values in enumerate(drafts, 1)]
+
+
+def _attempt_of(record: dict[str, Any], starts: Sequence[dict[str, Any]]) -> int | None:
+    """Which start an error belongs to, or None if its attempt never came to start."""
+    if record.get("started") is False:
+        return None
+    fitting = [
+        index
+        for index, start in enumerate(starts)
+        if start.get("attempt") == record.get("attempt")
+        and _seconds(start.get("time")) <= _seconds(record.get("time")) + SLACK_S
+    ]
+    return fitting[-1] if fitting else None
+
+
+def _attempt(part: Sequence[dict[str, Any]], errors: Sequence[RankError]) -> dict[str, Any]:
+    start = part[0]
+    last = {event.get("event"): event for event in part}
+    end = last.get("finished") or last.get("stopped")
+    world_size = _number(start.get("world_size")) or None
+    outcome, ordered, silent = blame(errors, world_size)
+    step = ordered[0].step if ordered else None
+    ended = max((error.time for error in errors), default=None)
+    if not errors and end is not None:
+        outcome = "finished" if end["event"] == "finished" else "stopped"
+        step, ended = _number(end.get("step")), _seconds(end.get("time"))
+    host, pid = start.get("host"), start.get("pid")
+    command = start.get("command")
+    return {
+        "restart": _number(start.get("attempt")),
+        "started": _seconds(start.get("time")),
+        "world_size": world_size,
+        "resumed_after": _number(last.get("resumed", {}).get("step")),
+        "ended": ended,
+        "outcome": outcome,
+        "step": step,
+        "signal": str(end.get("signal")) if end is not None and outcome == "stopped" else None,
+        "errors": ordered,
+        "silent": silent,
+        "process": (host, pid) if isinstance(host, str) and isinstance(pid, int) else None,
+        "platform": start.get("platform"),
+        "command": tuple(map(str, command)) if isinstance(command, list) else (),
+        "directory": start.get("directory"),
+    }
+
+
+def _never_started(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    world_size = _number(records[0].get("world_size")) or None
+    errors = [_rank_error(record) for record in records]
+    outcome, ordered, silent = blame(errors, world_size)
+    return {
+        "restart": _number(records[0].get("attempt")),
+        "started": None,
+        "world_size": world_size,
+        "resumed_after": 0,
+        "ended": max(error.time for error in errors),
+        "outcome": outcome,
+        "step": 0,
+        "signal": None,
+        "errors": ordered,
+        "silent": silent,
+        "process": None,
+    }
+
+
+def blame(
+    errors: Sequence[RankError], world_size: int | None
+) -> tuple[Outcome, tuple[RankError, ...], tuple[int, ...]]:
+    """How an attempt ended, by the errors of its ranks: the outcome, the errors with the cause first, and ranks without one.
+
+    An error that only says that another rank is missed is a cause if there is none of another kind. Pure.
+    """
+    if not errors:
+        return "no end", (), ()
+    ordered = sorted(errors, key=lambda error: (error.error in SECONDARY, error.time, error.rank))
+    silent = sorted(set(range(world_size or 0)) - {error.rank for error in errors})
+    gone = {int(rank) for error in errors for rank in re.findall(r"[Rr]ank (\d+) is gone", error.message)}
+    if ordered[0].error in SECONDARY and silent:
+        return "lost", tuple(ordered), tuple(rank for rank in silent if rank in gone) or tuple(silent)
+    if any(error.error == "KeyboardInterrupt" for error in errors):
+        return "interrupted", tuple(ordered), tuple(silent)
+    return "error", tuple(ordered), tuple(silent)
+
+
+def saves_of(events: Sequence[dict[str, Any]]) -> Saves:
+    """The saves of all attempts, from the lines of the journal. Pure."""
+    kinds = [event.get("event") for event in events]
+    return Saves(
+        begun=kinds.count("save"),
+        completed=kinds.count("saved"),
+        failures=tuple(str(event.get("problem")) for event in events if event.get("event") == "save_failed"),
+        stall_s=tuple(_seconds(event.get("stall_s")) for event in events if event.get("event") == "save"),
+    )
+
+
+def checkpoints_in(directory: Path, verify: bool) -> list[CheckpointState]:
+    """The checkpoints in a directory, each with what is wrong with it."""
+    if not directory.is_dir():
+        return []
+    found = []
+    for path in sorted(directory.iterdir()):
+        match = NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            found.append(CheckpointState(int(match[1]), path.name, size, tuple(_problems(path, verify))))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _problems(checkpoint: Path, verify: bool) -> list[str]:
+    try:
+        files = manifest.read(checkpoint).files
+    except CheckpointError as error:
+        return [str(error)]
+    if verify:
+        return manifest.problems(checkpoint, files, files)
+    return [f"{name} is missing" for name in files if not (checkpoint / name).is_file()]
+
+
+def _latest(directory: Path) -> str | None:
+    try:
+        return (directory / "latest").read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _rank_error(record: dict[str, Any]) -> RankError:
+    return RankError(
+        rank=_number(record.get("rank")),
+        step=_number(record.get("step")),
+        error=str(record.get("error")),
+        message=str(record.get("message")),
+        time=_seconds(record.get("time")),
+        host=str(record.get("host")),
+    )
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

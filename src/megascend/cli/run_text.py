@@ -1,0 +1,334 @@
+"""What ``megascend doctor --run`` prints: a :class:`RunReport` in words, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import textwrap
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from megascend.cli.run_report import Attempt, RankError, RunReport
+
+WIDTH = 110
+LABEL = 13
+MIB, GIB = 1024**2, 1024**3
+SHOWN_FAILURES = 3
+MESSAGE = 300
+"""Characters of an error message that are shown."""
+
+
+def render_run(report: RunReport) -> str:
+    """The report as plain text."""
+    colour = typer.colors.GREEN if report.ok else typer.colors.RED
+    lines = [typer.style(f"{report.directory}: {headline(report)}", fg=colour), ""]
+    for attempt in report.attempts:
+        lines += entry(f"attempt {attempt.number}", attempt_lines(attempt, attempt is report.attempts[-1]))
+    lines += entry("steps", steps_lines(report))
+    lines += entry("checkpoints", checkpoint_lines(report))
+    lines += entry("saves", saves_lines(report))
+    lines += entry("disk", [f"{report.free_bytes / GIB:.1f} GiB free"])
+    lines += entry("files", list(report.remarks))
+    return "\n".join([*lines, "", *entry("next", next_steps(report))])
+
+
+def render_run_json(report: RunReport) -> str:
+    """The report as one JSON object."""
+    last = report.metrics[-1] if report.metrics else None
+    good = report.last_good
+    values = asdict(report)
+    values["directory"] = str(report.directory)
+    del values["metrics"]
+    summary = {
+        "ok": report.ok,
+        "headline": headline(report),
+        "last_step": last,
+        "skipped_steps": [row["step"] for row in report.metrics if row.get("skipped")],
+        "resumes_from": None if good is None else good.name,
+        "next": next_steps(report),
+    }
+    return json.dumps(summary | values, indent=2)
+
+
+def entry(label: str, paragraphs: list[str]) -> list[str]:
+    """Paragraphs beside a label, wrapped; nothing if there are none."""
+    lines = [line for text in paragraphs for line in wrapped(text)]
+    return [f"{label if index == 0 else '':<{LABEL}}{line}" for index, line in enumerate(lines)]
+
+
+def wrapped(text: str) -> list[str]:
+    """A paragraph in lines; paths and commands stay whole, to be copied."""
+    if text.startswith("  "):
+        return [text]
+    return textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
+
+
+def headline(report: RunReport) -> str:
+    """How the run stands, in a line."""
+    if not report.attempts:
+        return "it began, but its journal (events.jsonl) is missing"
+    last = report.attempts[-1]
+    of = f" of {report.steps}" if report.steps is not None else ""
+    if last.started is None:
+        return "the last attempt failed before its first step"
+    if last.outcome == "finished":
+        return f"finished after step {last.step}{of}"
+    if last.outcome == "stopped":
+        return f"stopped by {last.signal} after step {last.step}{of}"
+    if last.outcome == "no end":
+        if still_running(last):
+            return "running"
+        done = f" after step {report.metrics[-1]['step']}{of}" if report.metrics else " before the end of step 1"
+        return f"ended without a word{done}, or runs on another machine"
+    if last.outcome == "interrupted":
+        return f"interrupted at once in step {last.step}{of}"
+    return f"failed in step {last.step}{of}"
+
+
+def attempt_lines(attempt: Attempt, last: bool) -> list[str]:
+    """When an attempt started, and how it ended. ``last``: no other has been started since."""
+    ranks = (
+        f"{attempt.world_size} rank{'s' if attempt.world_size != 1 else ''}" if attempt.world_size else "ranks unknown"
+    )
+    on = f" on {attempt.platform}" if attempt.platform else ""
+    restarted = f", restarted by the launcher (restart {attempt.restart})" if attempt.restart else ""
+    if attempt.started is None:
+        lines = [f"{clock(attempt.ended)}: failed before its first step; {ranks}{restarted}"]
+        return [*lines, *error_lines(attempt)]
+    since = f"went on after step {attempt.resumed_after}" if attempt.resumed_after else "began with step 1"
+    lines = [f"{clock(attempt.started)}: {since}; {ranks}{on}{restarted}"]
+    if attempt.outcome == "finished":
+        lines.append(f"{clock(attempt.ended)}: finished after step {attempt.step}")
+    elif attempt.outcome == "stopped":
+        lines.append(
+            f"{clock(attempt.ended)}: stopped by {attempt.signal} after step {attempt.step}, with a checkpoint"
+        )
+    elif attempt.outcome == "no end" and still_running(attempt):
+        lines.append("still running")
+    elif attempt.outcome == "no end":
+        elsewhere = ", or it runs on another machine" if last else ""
+        lines.append(f"no rank has left a word: all were killed at once (out of memory? SIGKILL? power?){elsewhere}")
+    elif attempt.outcome == "interrupted":
+        return [*lines, f"{clock(attempt.ended)}: interrupted at once in step {attempt.step}, without a checkpoint"]
+    else:
+        lines.append(f"{clock(attempt.ended)}: failed in step {attempt.step}")
+    return [*lines, *error_lines(attempt)]
+
+
+def error_lines(attempt: Attempt) -> list[str]:
+    """Which ranks failed or are gone: the cause first."""
+    if not attempt.errors:
+        return []
+    first, others = attempt.errors[0], attempt.errors[1:]
+    if attempt.outcome == "lost":
+        gone, several = ranks_named(attempt.silent), len(attempt.silent) > 1
+        return [
+            f"{gone} left no error: killed (out of memory? SIGKILL?) or lost {'their machines' if several else 'its machine'}",
+            f"rank {first.rank} ({first.host}) says: {said(first)}",
+        ]
+    lines = [f"rank {first.rank} ({first.host}) failed{' first' if others or attempt.silent else ''}: {said(first)}"]
+    if others:
+        kinds = sorted({error.error for error in others})
+        lines.append(f"then {ranks_named([error.rank for error in others])}: {', '.join(kinds)}")
+    if attempt.silent:
+        lines.append(f"{ranks_named(attempt.silent)} left no error: ended by the launcher, or killed")
+    return lines
+
+
+def steps_lines(report: RunReport) -> list[str]:
+    """How far training has come."""
+    if not report.metrics:
+        return ["none done"]
+    last = report.metrics[-1]
+    of = f" of {report.steps}" if report.steps is not None else ""
+    skipped = [str(row["step"]) for row in report.metrics if row.get("skipped")]
+    lines = [f"{last['step']}{of}; last loss {figure(last.get('loss'))}, gradient norm {figure(last.get('grad_norm'))}"]
+    if skipped:
+        lines.append(f"{len(skipped)} skipped (gradients not finite): {listed(skipped)}")
+    if report.bad_batches:
+        lines.append(f"the batch that was skipped last is kept in {report.bad_batches[-1]}")
+    return lines
+
+
+def checkpoint_lines(report: RunReport) -> list[str]:
+    """Which checkpoints there are, and in what state."""
+    good, lines = report.last_good, []
+    if not report.checkpoints:
+        lines.append("none")
+    how = (
+        "every file is as it was written"
+        if report.verified
+        else "manifest and files are there (--verify compares digests)"
+    )
+    for checkpoint in report.checkpoints:
+        state = f"DAMAGED: {'; '.join(checkpoint.problems)}" if checkpoint.problems else how
+        marks = ", ".join(
+            mark
+            for mark, on in (("latest", checkpoint.name == report.latest), ("resumed from next", checkpoint == good))
+            if on
+        )
+        size = f"{checkpoint.size_bytes / MIB:.1f} MiB"
+        lines.append(f"{checkpoint.name}{f' ({marks})' if marks else ''}, {size}: {state}")
+    if report.latest is not None and report.latest not in [checkpoint.name for checkpoint in report.checkpoints]:
+        lines.append(f"the file 'latest' names {report.latest!r}, which is not there")
+    running = bool(report.attempts) and still_running(report.attempts[-1])
+    lines += [
+        f"{path}: {'being written' if running else 'left of a save that was interrupted; it can be removed'}"
+        for path in report.unfinished
+    ]
+    return lines
+
+
+def saves_lines(report: RunReport) -> list[str]:
+    """How many saves went well, what was wrong with the others, and what they cost."""
+    saves = report.saves
+    if not saves.begun and not saves.failures:
+        return []
+    lines = [f"{saves.completed} complete, {len(saves.failures)} failed"]
+    if saves.stall_s:
+        mean = sum(saves.stall_s) / len(saves.stall_s)
+        lines[0] += f"; training stood still for {sum(saves.stall_s):.2f} s in all, {mean:.3f} s each"
+    lines += saves.failures[-SHOWN_FAILURES:]
+    if len(saves.failures) > SHOWN_FAILURES:
+        lines.append(f"(the last {SHOWN_FAILURES} of {len(saves.failures)} failures; all are in events.jsonl)")
+    return lines
+
+
+def next_steps(report: RunReport) -> list[str]:
+    """What to do now."""
+    if not report.attempts:
+        return ["look at the output of the command that started it"]
+    last, good = report.attempts[-1], report.last_good
+    if last.outcome == "finished":
+        return [f"nothing: the result is in {' and '.join(report.exported) or report.directory}"]
+    if still_running(last):
+        return ["nothing: it is running"]
+    steps = [text for text in (cause(report, last), space(report)) if text]
+    begun = bool(report.metrics or report.checkpoints) or any(a.started is not None for a in report.attempts)
+    if good is not None:
+        steps.append(f"go on after step {good.step}{_where(report)}:")
+    elif begun:
+        steps.append(f"there is no whole checkpoint: start over{_where(report)}:")
+    else:
+        steps.append("start it again; nothing stands in the way of that")
+        return steps
+    return [*steps, f"  {command_to_go_on(report, '--resume auto' if good is not None else '--overwrite')}"]
+
+
+def cause(report: RunReport, attempt: Attempt) -> str:
+    """What to look at before the run is started again."""
+    if attempt.outcome in ("lost", "no end"):
+        who = ranks_named(attempt.silent) if attempt.silent else "the run"
+        return f"find out what killed {who}: the scheduler's log; on its machine, dmesg for the out-of-memory killer"
+    if not attempt.errors or attempt.outcome == "interrupted":
+        return ""
+    error = attempt.errors[0]
+    if error.error == "NonFiniteError":
+        return "the gradients were not finite: look at the batch that is kept, and lower optimizer.lr"
+    if "out of memory" in error.message.lower() or error.error == "OutOfMemoryError":
+        return "memory ran out: lower batching.micro_batch_tokens, or set recompute.granularity"
+    files = report.directory / "errors"
+    return f"mend what {error.error} says above (whole tracebacks: {files}/*.json)"
+
+
+def space(report: RunReport) -> str:
+    """A warning if the disk has no room for another checkpoint."""
+    largest = max((checkpoint.size_bytes for checkpoint in report.checkpoints), default=0)
+    if largest and report.free_bytes < 2 * largest:
+        return (
+            f"make room: a checkpoint takes {largest / GIB:.2f} GiB, and {report.free_bytes / GIB:.2f} GiB are free; "
+            "checkpoint.keep_last is how many stay"
+        )
+    return ""
+
+
+def command_to_go_on(report: RunReport, option: str) -> str:
+    """The command that started the last attempt, changed so that the run goes on or starts over."""
+    recorded = next((list(a.command) for a in reversed(report.attempts) if a.command), [])
+    words = without_options(short_program(recorded))
+    if "train" not in words or not any("megascend" in word for word in words):
+        size = next((a.world_size for a in reversed(report.attempts) if a.world_size), 1) or 1
+        words = ["megascend", "train", str(report.directory / "config.yaml")]
+        words += ["--nproc", str(size)] if size > 1 else []
+    return f"{shlex.join(words)} {option}"
+
+
+def short_program(words: list[str]) -> list[str]:
+    """``/usr/bin/python /usr/bin/torchrun ...`` as it was typed: ``torchrun ...``."""
+    if len(words) > 1 and Path(words[0]).name.startswith("python"):
+        rest = words[1:]
+        while rest and rest[0] in ("-u", "-P", "-s", "-E", "-I"):
+            rest = rest[1:]
+        if rest and Path(rest[0]).name in ("torchrun", "megascend"):
+            return [Path(rest[0]).name, *rest[1:]]
+        if rest[:2] == ["-m", "megascend.cli.main"]:
+            return ["megascend", *rest[2:]]
+        if rest[:2] == ["-m", "torch.distributed.run"]:
+            return ["torchrun", *rest[2:]]
+    return words
+
+
+def without_options(words: list[str]) -> list[str]:
+    """Without ``--overwrite`` and ``--resume``."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == "--resume":
+            skip = True
+        elif word != "--overwrite" and not word.startswith("--resume="):
+            kept.append(word)
+    return kept
+
+
+def still_running(attempt: Attempt) -> bool:
+    """True if rank 0's process is alive on this machine."""
+    if attempt.outcome != "no end" or attempt.process is None or attempt.process[0] != socket.gethostname():
+        return False
+    import psutil
+
+    try:
+        process = psutil.Process(attempt.process[1])
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= (attempt.started or 0.0) + 1.0
+    except psutil.Error:
+        return False
+
+
+def _where(report: RunReport) -> str:
+    directory = next((a.directory for a in reversed(report.attempts) if a.directory), None)
+    return f", in {directory}" if directory and directory != os.getcwd() else ""
+
+
+def said(error: RankError) -> str:
+    """An error as its rank saw it, in a few lines."""
+    text = " ".join(error.message.split()).removeprefix(f"rank {error.rank}: ")
+    text = text if len(text) <= MESSAGE else f"{text[:MESSAGE].rstrip()}... (the rest is in errors/)"
+    return f"{error.error}: {text}" if text else error.error
+
+
+def ranks_named(ranks: list[int] | tuple[int, ...]) -> str:
+    """``rank 1``, or ``ranks 1, 2``."""
+    names = listed([str(rank) for rank in sorted(ranks)])
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def listed(names: list[str], limit: int = 12) -> str:
+    """Names with commas, the last ones left out where there are many."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def figure(value: object) -> str:
+    """A number of metrics.jsonl; null stands for one that was not finite."""
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "not finite"
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds since the epoch as local time."""
+    return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,1 @@
+"""LoRA adapters: one, or many tenants on one base model at once."""

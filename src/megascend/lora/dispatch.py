@@ -1,0 +1,98 @@
+"""Which adapter each row belongs to that a mixture-of-experts layer sends to an expert.
+
+The token dispatcher permutes tokens by expert and exchanges them over expert parallel ranks. Their adapters' numbers take
+the same way beside them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from megascend.errors import ConfigError
+from megascend.lora.grouped import Groups
+
+if TYPE_CHECKING:
+    from megascend.lora.layers import AdapterLayers
+
+
+class ExpertRows:
+    """The adapters of the rows that one layer's experts of this rank compute at the moment."""
+
+    def __init__(self) -> None:
+        self.slots: Tensor | None = None
+        self._grouped: tuple[Tensor | None, Groups] | None = None
+
+    def take(self, slots: Tensor | None) -> None:
+        """Remember the rows' adapters (None: all have the same)."""
+        self.slots, self._grouped = slots, None
+
+    def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> tuple[Tensor | None, Groups]:
+        """The order that sorts the rows by (adapter, expert), None if they are sorted, and the runs in that order."""
+        if self._grouped is not None:
+            return self._grouped
+        rows = [int(count) for count in counts]
+        if self.slots is None:
+            self._grouped = None, Groups.of(rows, device)
+            return self._grouped
+        repeats = torch.tensor(rows).to(device, non_blocking=True)
+        expert = torch.arange(experts, device=device).repeat_interleave(repeats, output_size=sum(rows))
+        key = self.slots * experts + expert
+        order = torch.argsort(key, stable=True)
+        ends = torch.bincount(key, minlength=adapters * experts).cumsum(0).int()
+        self._grouped = order, Groups(ends)
+        return self._grouped
+
+
+def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
+    """Send adapters' numbers along with the tokens of a mixture-of-experts layer, from now on."""
+    dispatcher = moe.token_dispatcher
+    if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.config.moe_permute_fusion:
+        raise ConfigError(
+            f"adapters on experts need Megatron's all-to-all token dispatcher, unfused; this model has "
+            f"{type(dispatcher).__name__}"
+        )
+    rows = ExpertRows()
+    preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
+    permuted: list[Tensor | None] = [None]
+
+    def dispatch_preprocess(*args: Any, **options: Any) -> Any:
+        result = preprocess(*args, **options)
+        mixed = layers.stage is not None and len(layers.stage.adapters) > 1
+        permuted[0] = None
+        if mixed and layers.routing is not None:
+            mine = layers.routing.slots[layers.routing.mine]
+            permuted[0] = mine[dispatcher.reversed_local_input_permutation_mapping]
+        return result
+
+    def dispatch_postprocess(*args: Any, **options: Any) -> Any:
+        result = postprocess(*args, **options)
+        slots, permuted[0] = permuted[0], None
+        rows.take(None if slots is None else exchange(dispatcher, slots))
+        return result
+
+    dispatcher.dispatch_preprocess = dispatch_preprocess
+    dispatcher.dispatch_postprocess = dispatch_postprocess
+    return rows
+
+
+def exchange(dispatcher: MoEAlltoAllTokenDispatcher, slots: Tensor) -> Tensor:
+    """What the dispatcher has just done to the permuted tokens, done to their adapters' numbers [rows]."""
+    column = slots[:, None].float()  # numbers small enough to be exact
+    if dispatcher.ep_size > 1:
+        column = all_to_all(dispatcher.ep_group, column, dispatcher.output_splits, dispatcher.input_splits)
+    if dispatcher.tp_size > 1:
+        splits = dispatcher.output_splits_tp
+        column = gather_from_sequence_parallel_region(
+            column, group=dispatcher.tp_group, output_split_sizes=None if splits is None else splits.tolist()
+        )
+    if dispatcher.num_local_experts > 1:
+        column, _ = sort_chunks_by_idxs(
+            column, dispatcher.num_global_tokens_per_local_expert.ravel(), dispatcher.sort_input_by_local_experts
+        )
+    return column[:, 0].long()

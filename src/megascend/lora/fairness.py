@@ -1,0 +1,101 @@
+"""Whose requests run next, when many adapters share one model. Pure: requests in, one unit of work out.
+
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens as the service. Every adapter has a start tag:
+the tokens it was served, or the virtual time if that is later, so that idling earns nothing. The smallest tag leads the
+next batch, and the virtual time is the leader's tag. Others that fit ride along while they are at most one full batch
+ahead of the leader. From this follow the bounds, where L is an adapter's largest request and B is max_batch_tokens:
+
+- Adapters that always have work, from the start, differ by at most B + L tokens, L of the one that is ahead.
+- A request at the head of its line leads after at most one batch for every other adapter, if its own adapter is not
+  ahead of the virtual time. If it is ahead by d tokens, each other adapter is served at most d + B + L before it.
+- Optimizer steps cost no tokens. They run before any batch, all that are due at once, but never twice in a row while
+  a batch waits, so they cannot hold it up for more than one unit.
+
+No clocks, no hashes, no sets: ranks that are asked the same decide the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+Kind = Literal["forward_backward", "optimizer_step", "forward"]
+R = TypeVar("R", bound="Request")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What scheduling has to know of one request.
+
+    Attributes:
+        number: order of submission over all adapters; the earlier one wins a tie.
+        tokens: input tokens, at least 1 unless it is an optimizer step.
+        loss: only requests with equal losses share a batch; None unless it is a forward_backward.
+    """
+
+    adapter: str
+    kind: Kind
+    number: int
+    tokens: int
+    loss: Any
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What was served so far.
+
+    Attributes:
+        now: virtual time in tokens; it never falls.
+        served: of adapters ahead of ``now``, the tag at which their next request starts.
+        stepped: True if the last unit was optimizer steps.
+    """
+
+    now: int = 0
+    served: Mapping[str, int] = field(default_factory=dict)
+    stepped: bool = False
+
+    def start(self, adapter: str) -> int:
+        """Start tag of this adapter's next request."""
+        return max(self.now, self.served.get(adapter, 0))
+
+    def charged(self, unit: Sequence[Request]) -> Ledger:
+        """The ledger once ``unit`` has run, whether it succeeded or not."""
+        if unit[0].kind == "optimizer_step":
+            return replace(self, stepped=True)
+        now = min(self.start(request.adapter) for request in unit)
+        served = {**self.served, **{r.adapter: self.start(r.adapter) + r.tokens for r in unit}}
+        return Ledger(now, {adapter: tag for adapter, tag in served.items() if tag > now})
+
+
+def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list[R]:
+    """The requests to run together now: optimizer steps, forward_backwards with one loss, or forwards.
+
+    Args:
+        heads: the first waiting request of every adapter, in any order. Later ones have to wait: an adapter's requests
+            run in the order of submission, one in a unit.
+        ledger: what was served before; charge it with the result.
+        max_batch_tokens: most tokens of one batch. A larger request runs alone.
+
+    Returns:
+        At least one request if there are any; the leader of a batch first.
+    """
+    steps = [request for request in heads if request.kind == "optimizer_step"]
+    work = [request for request in heads if request.kind != "optimizer_step"]
+    if steps and not (work and ledger.stepped):
+        return sorted(steps, key=lambda request: request.number)
+    work.sort(key=lambda request: (ledger.start(request.adapter), request.number))
+    unit: list[R] = []
+    for request in work:
+        if not unit or _may_ride(request, unit, ledger, max_batch_tokens):
+            unit.append(request)
+    return unit
+
+
+def _may_ride(request: Request, unit: Sequence[Request], ledger: Ledger, max_batch_tokens: int) -> bool:
+    leader = unit[0]
+    return (
+        (request.kind, request.loss) == (leader.kind, leader.loss)
+        and sum(other.tokens for other in unit) + request.tokens <= max_batch_tokens
+        and ledger.start(request.adapter) <= ledger.start(leader.adapter) + max_batch_tokens
+    )

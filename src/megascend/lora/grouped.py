@@ -1,0 +1,133 @@
+"""Products of runs of rows with one matrix each: what applies many adapters to one batch at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows of a matrix in runs, one run a group; a run may be empty.
+
+    Attributes:
+        ends: int32 [groups] on the device, where each run ends; the last is the number of rows.
+        counts: rows of each run, where the host knows them; else they are read from the device when needed.
+    """
+
+    ends: Tensor
+    counts: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, counts: list[int], device: torch.device) -> Groups:
+        """Groups of known sizes."""
+        return cls(torch.tensor(counts).cumsum(0).int().to(device, non_blocking=True), tuple(counts))
+
+    def sizes(self) -> list[int]:
+        """Rows of each run. Waits for the device unless the host knows them."""
+        if self.counts is not None:
+            return list(self.counts)
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
+
+
+@cache
+def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
+    """Who multiplies all groups at once on a device: torch on GPUs of compute capability 9.0, torch_npu on NPUs."""
+    if device.type == "npu":
+        return "npu"
+    return "torch" if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
+
+
+def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu"] | None:
+    """The kernel for these operands, or None: 16 bits, and sizes in multiples of 8, which are 16 bytes."""
+    _, k, m = weights.shape
+    if rows.dtype not in (torch.bfloat16, torch.float16) or k % 8 or m % 8 or not len(rows):
+        return None
+    found = kernel_of(rows.device)
+    return None if found == "torch" and rows.dtype != torch.bfloat16 else found
+
+
+def product(rows: Tensor, weights: Tensor, groups: Groups | None) -> Tensor:
+    """``rows[run g] @ weights[g]``: [n, k] and [groups, k, m] to [n, m]. Without ``groups``, ``weights`` is [1, k, m]."""
+    if groups is None:
+        return rows @ weights[0]
+    kernel = kernel_for(rows, weights)
+    if kernel == "torch":
+        return torch._grouped_mm(rows, weights, offs=groups.ends)
+    if kernel == "npu":
+        return _npu_grouped(rows, weights.contiguous(), groups, by_rows=True)
+    parts = [part @ weight for part, weight in zip(rows.split(groups.sizes()), weights, strict=True)]
+    return torch.cat(parts)
+
+
+def accumulate(into: Tensor, left: Tensor, right: Tensor, groups: Groups | None) -> None:
+    """``into[g] += left[run g].T @ right[run g]``: [n, k] and [n, m] into float32 [groups, k, m]."""
+    if into.stride(-1) != 1:
+        accumulate(into.transpose(1, 2), right, left, groups)
+        return
+    kernel = kernel_for(left, into)
+    if groups is None:
+        into[0].add_(left.T @ right)
+    elif kernel == "torch":
+        into.add_(torch._grouped_mm(left.T, right, offs=groups.ends))
+    elif kernel == "npu":
+        into.add_(_npu_grouped(left.T, right, groups, by_rows=False))
+    else:
+        sizes = groups.sizes()
+        for target, one, other in zip(into, left.split(sizes), right.split(sizes), strict=True):
+            if len(one):
+                target.add_(one.T @ other)
+
+
+def _npu_grouped(left: Tensor, right: Tensor, groups: Groups, *, by_rows: bool) -> Tensor:
+    """Groups are runs of rows of ``left``, or of the dimension that is summed over; as MindSpeed's grouped layers call it."""
+    import torch_npu  # type: ignore[reportMissingImports]
+
+    (result,) = torch_npu.npu_grouped_matmul(
+        [left],
+        [right],
+        bias=None,
+        group_list=groups.ends.long(),
+        split_item=2 if by_rows else 3,  # one tensor, either way
+        group_type=0 if by_rows else 2,
+        group_list_type=0,
+    )
+    return result
+
+
+class GroupedLinear(torch.autograd.Function):
+    """``base + rows[run g] @ weights[g]``, whose weight gradients go straight into a float32 buffer.
+
+    The weights are no autograd inputs: their gradient would be a fresh tensor for every layer and micro batch, to be added
+    to the buffer by another kernel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, grads: Tensor, groups: Groups | None, base: Tensor | None
+    ) -> Tensor:
+        """Args: rows [n, k], weights and grads [groups, k, m], base [n, m] or None."""
+        ctx.save_for_backward(rows, weights)
+        ctx.grads, ctx.groups = grads, groups
+        if base is not None and groups is None:
+            return torch.addmm(base, rows, weights[0])
+        out = product(rows, weights, groups)
+        return out if base is None else out.add_(base)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = outputs
+        rows, weights = ctx.saved_tensors
+        whole = grad.contiguous()
+        accumulate(ctx.grads, rows, whole, ctx.groups)
+        return (
+            product(whole, weights.transpose(1, 2), ctx.groups),
+            None,
+            None,
+            None,
+            grad if ctx.needs_input_grad[4] else None,
+        )

@@ -1,0 +1,213 @@
+"""Adapters inside Megatron's layers: ``W x`` becomes ``W x + scaling * B A x``, every token with its own adapter.
+
+Communication follows the layer's. Only ``A x``, a few numbers a token, travels: where ranks share a layer's output, it is
+gathered (sequence parallelism) or its gradient summed; where they share the input, it is summed. The embedding is a layer
+whose ranks share the input, the output layer one whose ranks share the output, which the output head forms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megascend.errors import PlatformError
+from megascend.kernels.low_rank import LowRank
+from megascend.lora.dispatch import ExpertRows, follow
+from megascend.lora.dropout import drop
+from megascend.lora.ends import LookUp, adapted_runs
+from megascend.lora.grouped import GroupedLinear
+from megascend.lora.layout import Family
+from megascend.lora.projections import Site
+from megascend.lora.routing import Routing
+from megascend.lora.stage import Factors4, Stage
+
+
+class AdapterLayers:
+    """Hooks on the adapted layers of this rank, and which adapters they apply at the moment.
+
+    Attributes:
+        stage: the adapters of the present call, or None while adapters are off.
+        routing: of the micro batch being computed.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], families: Sequence[Family], *, tensor_size: int, sequence_parallel: bool
+    ) -> None:
+        self._tensor_size, self._sequence_parallel = tensor_size, sequence_parallel
+        self.stage: Stage | None = None
+        self.routing: Routing | None = None
+        self._expert_rows: dict[int, ExpertRows] = {}
+        self._output: tuple[int, Site] | None = None
+        self._root = torch.empty(0, requires_grad=True)
+        for number, family in enumerate(families):
+            for layer, site in enumerate(family.sites):
+                if site.is_embedding:
+                    site.module.register_forward_hook(partial(self._after_embedding, number, site))
+                    continue
+                if site.is_output:
+                    self._output = number, site
+                    site.module.register_forward_hook(partial(self._after_output, number, site))
+                    continue
+                expose_normed_input(site.module)
+                site.module.register_forward_hook(partial(self._after, number, layer, site))
+                if site.moe is not None and id(site.moe) not in self._expert_rows:
+                    self._expert_rows[id(site.moe)] = follow(site.moe, self)
+        for chunk in chunks:
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(start_graph)
+
+    @contextlib.contextmanager
+    def applying(self, stage: Stage | None) -> Iterator[None]:
+        """Apply ``stage`` (None: the base model alone) until the block ends."""
+        self.stage = stage
+        try:
+            yield
+        finally:
+            self.stage = self.routing = None
+
+    def enter(self, routing: Routing | None) -> None:
+        """Say which micro batch comes next."""
+        self.routing = routing
+
+    def watch(self, output: Tensor) -> None:
+        """Return to this micro batch when its backward pass begins: recomputed layers must find their own routing."""
+        if self.stage is not None and output.requires_grad:
+            routing = self.routing
+            output.register_hook(lambda _: self.enter(routing))
+
+    def _after(self, family: int, layer: int, site: Site, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        out, bias, x = split_output(module, inputs, output)
+        if self.stage is None:
+            return out, bias
+        assert self.routing is not None, "a micro batch was begun without its routing"
+        if site.is_expert:
+            return self._experts(site, x, inputs[1], out, self.stage.factors(family, layer, None)), bias
+        return self._dense(site, x, out, self.stage.factors(family, layer, self.routing.single)), bias
+
+    def addition(self, routing: Routing | None) -> LowRank | None:
+        """What the adapters of a micro batch's tokens add to their logits; None if none acts on the output layer."""
+        if self.stage is None or self._output is None:
+            return None
+        assert routing is not None
+        family, site = self._output
+        runs = adapted_runs(self.stage, routing, site)
+        if not runs:
+            return None
+        _, _, up, grads = self.stage.factors(family, 0, routing.single)
+        return LowRank(up, grads, runs)
+
+    def _after_output(self, family: int, site: Site, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Append ``A x`` to the hidden states that go to the output head, which finds B by :meth:`addition`."""
+        if self.addition(self.routing) is None:
+            return output
+        assert self.stage is not None
+        assert self.routing is not None
+        hidden, bias = output
+        a, a_grads, _, _ = self.stage.factors(family, 0, self.routing.single)
+        x = drop(inputs[0], self.stage, self.routing, site, local=self._sequence_parallel)
+        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, self.routing.local, None).unflatten(0, x.shape[:-1])
+        return torch.cat([hidden, self._exchange(down, site)], dim=-1), bias
+
+    def _after_embedding(self, family: int, site: Site, module: Any, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        """``out`` is [batch, sequence, h], or under sequence parallelism this rank's slice, [sequence, batch, h]."""
+        stage, routing = self.stage, self.routing
+        if stage is None:
+            return out
+        assert routing is not None, "a micro batch was begun without its routing"
+        if not adapted_runs(stage, routing, site):
+            return out
+        a, a_grads, b, b_grads = stage.factors(family, 0, routing.single)
+        slots = None if routing.single is not None else routing.slots
+        down = LookUp.apply(self._root, inputs[0], slots, site.in_start, a, a_grads)
+        if self._sequence_parallel:
+            down = down.transpose(0, 1).contiguous()
+        down, runs = self._exchange(down, site), routing.local
+        return GroupedLinear.apply(down.flatten(0, -2), b, b_grads, runs, out.flatten(0, -2)).view(out.shape)
+
+    def _dense(self, site: Site, x: Tensor, out: Tensor, factors: Factors4) -> Tensor:
+        """``x`` and ``out`` are [..., features]; B's output is added to ``out``."""
+        routing = self.routing
+        assert routing is not None
+        assert self.stage is not None
+        a, a_grads, b, b_grads = factors
+        column, apart = site.split == "column", self._sequence_parallel
+        before, after = (routing.local, routing.whole) if column else (routing.whole, routing.local)
+        x = drop(x, self.stage, routing, site, local=apart and column)
+        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
+        down = self._exchange(down, site)
+        total = GroupedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
+        return total.view(out.shape)
+
+    def _exchange(self, down: Tensor, site: Site) -> Tensor:
+        """Bring ``A x`` [sequence, batch, r] from where A acts to where B does."""
+        if self._tensor_size == 1:
+            return down
+        if site.split == "column":
+            # Every rank's output rows give a part of the gradient of A x; both sum it.
+            if self._sequence_parallel:
+                return gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True)
+            return copy_to_tensor_model_parallel_region(down)
+        if self._sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(down)
+        return reduce_from_tensor_model_parallel_region(down)
+
+    def _experts(self, site: Site, x: Tensor, counts: Any, out: Tensor, factors: Factors4) -> Tensor:
+        """``x`` and ``out`` are [rows, features], the rows of this rank's first expert first.
+
+        With experts divided over tensor parallel ranks nothing is communicated here: outputs and gradients are parts, which
+        the token dispatcher sums together with the base layer's.
+        """
+        assert self.stage is not None
+        a, a_grads, b, b_grads = factors
+        rows = self._expert_rows[id(site.moe)]
+        order, groups = rows.grouped(counts, len(self.stage.adapters), site.experts, x.device)
+        picked = x if order is None else x.index_select(0, order)
+        down = GroupedLinear.apply(picked, a, a_grads, groups, None)
+        if order is None:
+            return GroupedLinear.apply(down, b, b_grads, groups, out)
+        delta = GroupedLinear.apply(down, b, b_grads, groups, None)
+        return out.index_add(0, order, delta)
+
+
+def expose_normed_input(module: Any) -> None:
+    """Let a layer with a norm inside hand out the norm's output, which is the input that adapters see."""
+    if isinstance(module, te.TELayerNormColumnParallelLinear) and hasattr(module, "return_layernorm_output"):
+        module.return_layernorm_output = True  # type: ignore[reportAttributeAccessIssue]
+
+
+def split_output(module: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Any, Tensor]:
+    """(output, bias, the linear layer's own input) of a layer that has just run."""
+    if not isinstance(module, te.TELayerNormColumnParallelLinear):
+        out, bias = output
+        return out, bias, inputs[0]
+    if getattr(module, "return_layernorm_output", False):
+        if len(output) == 3:
+            out, bias, normed = output
+        else:
+            (out, normed), bias = output
+        return out, bias, normed
+    # MindSpeed's layer keeps its norm's output to itself.
+    norm = getattr(module, "_rmsnorm" if module.config.normalization == "RMSNorm" else "_layernorm", None)
+    if norm is None:
+        raise PlatformError(f"{type(module).__name__} does not tell its norm's output, which adapters need")
+    out, bias = output
+    return out, bias, norm(inputs[0])
+
+
+def start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """With a frozen embedding nothing would need a gradient before the first adapter, and recomputation would end there."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
+    return output

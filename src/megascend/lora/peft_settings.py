@@ -1,0 +1,169 @@
+"""The settings of peft's ``adapter_config.json``, and ours: plain functions from one to the other, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from megascend.config import Lora
+from megascend.errors import CheckpointError
+from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, is_expert_parameter
+from megascend.lora.projections import matches
+
+_RENAMED_BY_PEFT = ("gate_proj", "up_proj", "down_proj", "gate")
+"""Modules that PEFT takes for experts of an old checkpoint, wherever they are, if the model has fused experts."""
+
+_PLAIN_INIT = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "target_modules": (list, str),
+    "target_parameters": list,
+    "rank_pattern": dict,
+    "alpha_pattern": dict,
+    "use_rslora": bool,
+}
+_NOT_PLAIN = {
+    "use_dora": "DoRA also learns the length of every row",
+    "lora_bias": "its B has a bias",
+    "fan_in_fan_out": "it adapts layers that store their weight transposed",
+    "modules_to_save": "it carries whole layers beside the factors",
+    "trainable_token_indices": "it carries rows of the embedding beside the factors",
+    "layer_replication": "it repeats layers of the base model",
+    "megatron_config": "it adapts PEFT's own Megatron layers",
+    "alora_invocation_tokens": "Activated LoRA adapts only part of a sequence",
+    "use_qalora": "QALoRA pools the input of A",
+    "use_bdlora": "BD-LoRA's factors are block-diagonal",
+    "monteclora_config": "MonteCLoRA samples around the factors",
+    "arrow_config": "Arrow routes tokens between adapters",
+}
+
+
+def to_config(
+    lora: Lora, names: Collection[str], base_model: str, known: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The content of ``adapter_config.json`` for an adapter of the projections ``names``; see :func:`write`.
+
+    Raises:
+        CheckpointError: there are no names.
+    """
+    if not names:
+        raise CheckpointError("an adapter of no layer cannot be saved")
+    universe = {*names, *(known or ())}
+    fused = any(is_expert_parameter(name) for name in universe)
+    parameters = [name for name in names if is_expert_parameter(name)]
+    weights = [name for name in names if fused and name.split(".")[-1] in _RENAMED_BY_PEFT]
+    weights = [name for name in weights if name not in parameters]
+    modules = [name for name in names if name not in parameters and name not in weights]
+    shorten = universe if known is not None else set()
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0 if parameters or weights else lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": _ends_of(modules, 1, shorten),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": False,
+    }
+    if parameters or weights:  # a PEFT that does not know the field yet reads the others
+        config["target_parameters"] = _ends_of(parameters, 2, shorten)
+        config["target_parameters"] += [f"{name}.weight" for name in _ends_of(weights, 2, shorten)]
+    return config
+
+
+def check_plain(config: Mapping[str, Any]) -> None:
+    """Refuse settings of PEFT that say more than ``W + scaling * B A`` with one rank and one scaling everywhere.
+
+    ``velora_config`` and the settings of initialisations say how factors came about, not what they mean.
+
+    Raises:
+        CheckpointError: naming the field and its value.
+    """
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA can be read")
+    for field, types in _TYPES.items():
+        value = config.get(field)
+        if value is not None and not isinstance(value, types):
+            raise CheckpointError(f"{CONFIG}: {field} is {value!r}, which peft does not write there")
+        if isinstance(value, list) and not all(isinstance(entry, str) for entry in value):
+            raise CheckpointError(f"{CONFIG}: {field} is {value!r}; expected names")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise CheckpointError(f"{CONFIG}: r is {rank!r}; expected a rank of at least 1")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+        raise CheckpointError(f"{CONFIG}: lora_alpha is {alpha!r}; expected a number above 0")
+    dropout = config.get("lora_dropout") or 0.0
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise CheckpointError(f"{CONFIG}: lora_dropout is {dropout!r}; expected a number from 0 to below 1")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{CONFIG}: bias is {config['bias']!r}; it must be 'none': biases are not adapted")
+    for field, reason in _NOT_PLAIN.items():
+        if config.get(field):
+            raise CheckpointError(f"{CONFIG}: {field} is {config[field]!r}; this is not plain LoRA: {reason}")
+    for field, default, value in (("rank_pattern", "r", rank), ("alpha_pattern", "lora_alpha", alpha)):
+        for pattern, other in (config.get(field) or {}).items():
+            if other != value:
+                raise CheckpointError(
+                    f"{CONFIG}: {field} sets {other!r} for {pattern!r}, but {default} is {value}; one adapter has one "
+                    "rank and one alpha"
+                )
+    start = config.get("init_lora_weights", True)
+    if str(start).lower() not in _PLAIN_INIT:
+        raise CheckpointError(
+            f"{CONFIG}: init_lora_weights is {start!r}, which changes the base model's weights too, so this adapter does "
+            f"not fit {config.get('base_model_name_or_path')!r} itself. PEFT saves it as plain LoRA with "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+
+
+def to_lora(config: Mapping[str, Any], names: Collection[str]) -> Lora:
+    """The settings of an adapter of the projections ``names``, of a configuration that :func:`check_plain` passed."""
+    return Lora(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        rslora=bool(config.get("use_rslora")),
+        dropout=config.get("lora_dropout") or 0.0,
+        targets=_targets(config, names),
+    )
+
+
+def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
+    """As listed in the configuration, if that means exactly ``names`` to us too; else ``names``."""
+    modules = config.get("target_modules") or []
+    parameters = [
+        f"experts.{target}" if target in EXPERT_PARAMETERS else target.removesuffix(".weight")
+        for target in config.get("target_parameters") or []
+    ]
+    narrowed = any(config.get(f) is not None for f in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    if isinstance(modules, str) or narrowed:
+        return tuple(sorted(names))
+    listed = sorted({*modules, *parameters})
+    siblings = {
+        f"{name.rpartition('.')[0]}.{parameter}"
+        for name in names
+        if is_expert_parameter(name)
+        for parameter in EXPERT_PARAMETERS
+    }
+    selected = {name for name in {*names, *siblings} if matches(name, listed)}
+    used = [target for target in listed if any(matches(name, [target]) for name in names)]
+    return tuple(listed if selected == set(names) and used == listed else sorted(names))
+
+
+def _ends_of(names: Iterable[str], parts: int, universe: Collection[str]) -> list[str]:
+    """``names`` by their last ``parts`` components where all names of ``universe`` that end so are among them."""
+    names = set(names)
+
+    def end(name: str) -> str:
+        return ".".join(name.split(".")[-parts:])
+
+    complete = {end(name) for name in universe if name in names}
+    complete -= {end(name) for name in universe if name not in names}
+    return sorted({end(name) if end(name) in complete else name for name in names})

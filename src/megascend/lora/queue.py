@@ -1,0 +1,299 @@
+"""Requests of many tenants, run in mixed batches on one model: submit first, wait later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from torch import Tensor
+
+from megascend.errors import ConfigError, DataError, MegascendError, QueueFullError
+from megascend.lora.fairness import Kind, Ledger, Request, next_unit
+from megascend.train.losses import Loss, LossFunction, resolve
+from megascend.train.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
+from megascend.train.sample import Sample
+
+T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """What the queue needs of a backend.
+
+    The verbs raise DataError or ConfigError on all ranks, and then have changed nothing: no gradient, no parameter.
+    ``shard`` returns the very objects that it was given. ``check_samples`` and ``discard_gradients`` are local.
+    """
+
+    @property
+    def adapters(self) -> Mapping[str, object]: ...
+    def check_samples(self, samples: Sequence[Sample]) -> None: ...
+    def shard(self, samples: Sequence[Sample]) -> list[Sample]: ...
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> ForwardBackwardResult: ...
+    def optimizer_step(self, adapters: Sequence[str]) -> StepResult: ...
+    def forward(self, samples: Sequence[Sample]) -> ForwardResult: ...
+    def gather_by_data_rank(self, obj: Any) -> list[Any]: ...
+    def discard_gradients(self, adapters: Sequence[str]) -> None: ...
+
+
+class AdapterFuture(Generic[T]):
+    """What a submitted request will give."""
+
+    def __init__(self, run_once: Callable[[], bool]) -> None:
+        self._run_once = run_once
+        self._done = False
+        self._value: T | None = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """True once there is a value or an error. Runs nothing."""
+        return self._done
+
+    def result(self) -> T:
+        """Run the queue until this request is done; its value, or its own error raised. Collective."""
+        while not self._done:
+            if not self._run_once():
+                raise MegascendError("result() was called while the queue was running this very request")
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._value)
+
+    def _finish(self, value: T) -> None:
+        self._value, self._done = value, True
+
+    def _fail(self, error: Exception) -> None:
+        self._error, self._done = error, True
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting(Request):
+    samples: Sequence[Sample]
+    future: AdapterFuture[Any]
+
+
+class AdapterQueue:
+    """Takes requests for adapters, mixes those that can share a batch, and divides the model's time fairly by tokens.
+
+    All ranks construct the queue alike and call the same methods in the same order, from one thread, with the same
+    global lists of samples. The queue decides from those calls alone, so every rank runs the same units.
+
+    The requests of one adapter run in the order of submission. A tenant submits ``forward_backward`` and
+    ``optimizer_step`` before it waits for either. Submitting runs nothing, and bad samples do not raise there: the error
+    is in that request's own future, and the other adapters do not notice.
+
+    After a failed ``forward_backward``, all requests of its adapter fail up to and including its next
+    ``optimizer_step``, submitted already or not: that step would use incomplete gradients. The gradients are dropped, and
+    the adapter goes on from there.
+
+    Args:
+        backend: a model with adapters, such as :class:`megascend.MegatronBackend`.
+        max_batch_tokens: most input tokens of one mixed batch; a larger request runs alone.
+        max_pending: most requests of one adapter that may wait.
+    """
+
+    def __init__(self, backend: Backend, *, max_batch_tokens: int = 65536, max_pending: int = 64) -> None:
+        if max_batch_tokens < 1 or max_pending < 1:
+            raise ConfigError(f"max_batch_tokens={max_batch_tokens} and max_pending={max_pending} must be at least 1")
+        self._backend = backend
+        self._max_batch_tokens = max_batch_tokens
+        self._max_pending = max_pending
+        self._lines: dict[str, deque[_Waiting]] = {}  # no line is empty, and every first request can run
+        self._spoiled: dict[str, Exception] = {}  # adapters whose gradients are incomplete, and why
+        self._ledger = Ledger()
+        self._numbers = count()
+
+    # --- submitting ---
+
+    def forward_backward(
+        self, adapter: str, samples: Sequence[Sample], loss: str | Loss | LossFunction = "cross_entropy"
+    ) -> AdapterFuture[AdapterLoss]:
+        """Accumulate gradients of ``adapter`` over ``samples``, the global list. The value is this adapter's loss.
+
+        What is wrong with the adapter's name, the samples or the loss is an error of the future, not of this call. The
+        samples are copied, but not their tensors: leave those as they are until the request is done.
+
+        Raises:
+            QueueFullError: ``max_pending`` requests of this adapter wait; nothing was submitted.
+        """
+        return self._submit(adapter, "forward_backward", samples, loss)
+
+    def optimizer_step(self, adapter: str) -> AdapterFuture[StepResult]:
+        """Update ``adapter`` with what its earlier forward_backwards accumulated. Errors as in forward_backward."""
+        return self._submit(adapter, "optimizer_step")
+
+    def forward(self, adapter: str, samples: Sequence[Sample]) -> AdapterFuture[list[Tensor]]:
+        """Log-probabilities under ``adapter``: fp32 [length] for every one of ``samples``, the global list, in its order.
+
+        Every rank gets all of them. Errors as in forward_backward, but nothing else fails because of them.
+        """
+        return self._submit(adapter, "forward", samples)
+
+    def pending(self, adapter: str) -> int:
+        """Requests of this adapter in line, counting those with bad samples whose turn has not come."""
+        return len(self._lines.get(adapter, ()))
+
+    def cancel(self, adapter: str) -> None:
+        """Fail all pending requests of ``adapter`` and drop its gradients. Call it before removing an adapter."""
+        for waiting in self._lines.pop(adapter, ()):
+            if not waiting.future.done():
+                waiting.future._fail(MegascendError(f"{waiting.kind} of adapter {adapter!r} was cancelled"))
+        self._spoiled.pop(adapter, None)
+        self._discard(adapter)
+
+    # --- running ---
+
+    def run_once(self) -> bool:
+        """Run one unit of work: a mixed batch, optimizer steps, or forwards. False if nothing was pending.
+
+        DataError and ConfigError end up in the future of the request that caused them.
+
+        Raises:
+            BaseException: whatever else went wrong, KeyboardInterrupt too. The unit's futures have failed, and its
+                adapters' gradients are taken to be incomplete.
+        """
+        if not self._lines:
+            return False
+        unit = next_unit([line[0] for line in self._lines.values()], self._ledger, self._max_batch_tokens)
+        self._ledger = self._ledger.charged(unit)
+        for waiting in unit:
+            self._pop(waiting.adapter)
+        try:
+            self._run(unit)
+        except BaseException as error:
+            for waiting in unit:
+                if not waiting.future.done():
+                    self._fail(waiting, error, gradients_lost=waiting.kind != "forward")
+            raise
+        finally:
+            for waiting in unit:
+                self._drop_failed(waiting.adapter)
+        return True
+
+    def drain(self) -> None:
+        """Run until nothing is pending."""
+        while self.run_once():
+            pass
+
+    # --- inside ---
+
+    def _submit(
+        self, adapter: str, kind: Kind, samples: Sequence[Sample] = (), loss: str | Loss | LossFunction | None = None
+    ) -> AdapterFuture[Any]:
+        future: AdapterFuture[Any] = AdapterFuture(self.run_once)
+        if adapter not in self._backend.adapters:
+            known = ", ".join(map(repr, self._backend.adapters)) or "none"
+            future._fail(ConfigError(f"{kind}: there is no adapter {adapter!r}; there are: {known}"))
+            return future
+        if self.pending(adapter) >= self._max_pending:
+            raise QueueFullError(
+                f"{kind}: adapter {adapter!r} has max_pending={self._max_pending} requests waiting; run some, or raise that"
+            )
+        stamped: list[Sample] = []
+        try:
+            loss = None if loss is None else resolve(loss)
+            if kind != "optimizer_step":
+                stamped = stamp(adapter, samples)
+                self._backend.check_samples(stamped)
+        except (DataError, ConfigError) as error:
+            future._fail(error)  # it still takes its place in line: earlier requests of this adapter are not to blame
+        waiting = _Waiting(adapter, kind, next(self._numbers), sum(map(len, stamped)), loss, stamped, future)
+        self._lines.setdefault(adapter, deque()).append(waiting)
+        self._drop_failed(adapter)
+        return future
+
+    def _run(self, unit: Sequence[_Waiting]) -> None:
+        """Run a unit; if the backend refuses it, run its requests one by one, so that only the culprit fails."""
+        try:
+            values = self._call(unit)
+        except (DataError, ConfigError) as error:
+            if len(unit) == 1:
+                self._fail(unit[0], error, gradients_lost=unit[0].kind == "forward_backward")
+                if unit[0].kind == "optimizer_step":
+                    self._discard(unit[0].adapter)  # the next step must not use what this one was to use
+                return
+        else:
+            for waiting, value in zip(unit, values, strict=True):
+                waiting.future._finish(value)
+            return
+        for waiting in unit:
+            self._run([waiting])
+
+    def _call(self, unit: Sequence[_Waiting]) -> Sequence[Any]:
+        """The backend's answer to each request of a unit."""
+        kind, adapters = unit[0].kind, [waiting.adapter for waiting in unit]
+        samples = [sample for waiting in unit for sample in waiting.samples]
+        if kind == "forward":
+            logprobs = iter(self._logprobs(samples))
+            return [[next(logprobs) for _ in waiting.samples] for waiting in unit]
+        if kind == "forward_backward":
+            results = self._backend.forward_backward(self._backend.shard(samples), unit[0].loss).adapters
+        else:
+            results = self._backend.optimizer_step(adapters).adapters
+        return [results[adapter] for adapter in adapters]
+
+    def _logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Of all samples, in their order, from the shares of all data parallel ranks."""
+        position = {id(sample): index for index, sample in enumerate(samples)}
+        share = self._backend.shard(samples)
+        mine = zip([position[id(sample)] for sample in share], self._backend.forward(share).logprobs, strict=True)
+        found = dict(entry for part in self._backend.gather_by_data_rank(list(mine)) for entry in part)
+        return [found[index] for index in range(len(samples))]
+
+    def _fail(self, waiting: _Waiting, error: BaseException, gradients_lost: bool) -> None:
+        if not isinstance(error, Exception):  # a future must not raise KeyboardInterrupt at whoever reads it later
+            error = MegascendError(
+                f"{waiting.kind} of adapter {waiting.adapter!r}: interrupted by {type(error).__name__}"
+            )
+        waiting.future._fail(error)
+        if gradients_lost:
+            self._spoiled[waiting.adapter] = error
+
+    def _drop_failed(self, adapter: str) -> None:
+        """Take from the front of a line what has failed already, and what must fail because of that."""
+        while adapter in self._lines:
+            first = self._lines[adapter][0]
+            if not first.future.done() and adapter not in self._spoiled:
+                return
+            self._pop(adapter)
+            if not first.future.done():
+                first.future._fail(_not_run(first, self._spoiled[adapter]))
+            if first.kind == "forward_backward":
+                self._spoiled.setdefault(adapter, cast("Exception", first.future._error))
+            elif first.kind == "optimizer_step":
+                self._spoiled.pop(adapter, None)
+                self._discard(adapter)
+
+    def _pop(self, adapter: str) -> None:
+        self._lines[adapter].popleft()
+        if not self._lines[adapter]:
+            del self._lines[adapter]
+
+    def _discard(self, adapter: str) -> None:
+        if adapter in self._backend.adapters:
+            self._backend.discard_gradients([adapter])
+
+
+def stamp(adapter: str, samples: Sequence[Sample]) -> list[Sample]:
+    """Copies that belong to ``adapter``. Pairs are renamed, so that those of two tenants never become one.
+
+    Raises:
+        DataError: there are none, or one belongs to another adapter.
+    """
+    if not samples:
+        raise DataError(f"the request of adapter {adapter!r} has no samples")
+    for index, sample in enumerate(samples):
+        if sample.adapter not in (None, adapter):
+            raise DataError(f"sample {index} is for adapter {sample.adapter!r} but was submitted for {adapter!r}")
+    pairs = [None if sample.pair is None else (adapter, sample.pair) for sample in samples]
+    return [replace(sample, adapter=adapter, pair=pair) for sample, pair in zip(samples, pairs, strict=True)]
+
+
+def _not_run(waiting: _Waiting, cause: Exception) -> MegascendError:
+    error = MegascendError(
+        f"{waiting.kind} of adapter {waiting.adapter!r} did not run: an earlier request failed ({cause}), so the gradients "
+        "are incomplete; everything up to this adapter's next optimizer_step fails, then the gradients are dropped. "
+        "Submit the whole step again after that optimizer_step"
+    )
+    error.__cause__ = cause
+    return error

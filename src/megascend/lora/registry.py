@@ -1,0 +1,168 @@
+"""The adapters of a backend: added, found and removed by name, within limits."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megascend.config import Adam, Adapters, Lora, Schedule
+from megascend.errors import ConfigError
+from megascend.lora.adapter import Adapter
+from megascend.lora.layout import Family, flat_layout
+from megascend.lora.projections import Part, Site, matches
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class AdapterRegistry(Mapping[str, Adapter]):
+    """Adapters by name. Each owns its memory; one that is removed leaves nothing behind.
+
+    Attributes:
+        limits: what adapters may ask for.
+        families: this rank's layers that they act on.
+        projections: names of all Hugging Face weights in the model that they may target.
+    """
+
+    def __init__(
+        self,
+        limits: Adapters,
+        families: Sequence[Family],
+        projections: Sequence[str],
+        *,
+        adam: Adam,
+        schedule: Schedule,
+        seed: int,
+        scales_loss: bool,
+        device: torch.device,
+    ) -> None:
+        self.limits, self.families, self.projections = limits, tuple(families), tuple(projections)
+        self._adam, self._schedule, self._seed = adam, schedule, seed
+        self._scales_loss, self._device = scales_loss, device
+        self._adapters: dict[str, Adapter] = {}
+
+    def __getitem__(self, name: str) -> Adapter:
+        if name not in self._adapters:
+            known = ", ".join(sorted(self._adapters)) or "none"
+            raise ConfigError(f"there is no adapter {name!r}; there are: {known}")
+        return self._adapters[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._adapters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._adapters)
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def check(self, name: str, lora: Lora) -> None:
+        """Raise ConfigError unless an adapter ``name`` with these settings can be added."""
+        check_name(name)
+        if name in self._adapters:
+            raise ConfigError(f"adapter {name!r} exists; remove it first, or choose another name")
+        if len(self._adapters) >= self.limits.max_count:
+            raise ConfigError(
+                f"adapter {name!r} would be one more than adapters.max_count: {self.limits.max_count}; remove one or raise "
+                "the limit"
+            )
+        if lora.rank > self.limits.max_rank:
+            raise ConfigError(
+                f"adapter {name!r} has rank {lora.rank}, above adapters.max_rank: {self.limits.max_rank}; lower its rank or "
+                "raise the limit"
+            )
+        check_targets(name, lora, self.projections)
+
+    def create(self, name: str, lora: Lora) -> Adapter:
+        """A new adapter with the first values that peft gives; see :func:`initialise`. Not added yet."""
+        self.check(name, lora)
+        seed = self._seed if lora.seed is None else lora.seed
+        adapter = Adapter(
+            name,
+            lora,
+            flat_layout(self.families, lora.rank),
+            lora.optimizer or self._adam,
+            lora.schedule or self._schedule,
+            seed,
+            scales_loss=self._scales_loss,
+            device=self._device,
+        )
+        for span, values in adapter.views(adapter.values.detach()):
+            sites = self.families[span.family].sites
+            if span.factor == ("b" if sites[0].is_embedding else "a"):
+                initialise(values, sites, lora, seed)
+        return adapter
+
+    def add(self, adapter: Adapter) -> None:
+        """Make an adapter known by its name."""
+        self._adapters[adapter.name] = adapter
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter and free its memory.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        del self._adapters[self[name].name]
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless ``name`` can be a file name everywhere: letters, digits, ``._-``, no path tricks."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or ".." in name or name.endswith("."):
+        raise ConfigError(
+            f"adapter name {name!r} is not allowed: up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
+            "digit, without '..' and not ending with '.'"
+        )
+
+
+def check_exist(
+    what: str, whose: str, targets: Literal["all-linear"] | Sequence[str], projections: Sequence[str]
+) -> None:
+    """Raise ConfigError unless ``targets`` mean some of ``projections``, and every one of them is or ends one."""
+    unknown = [t for t in targets if not any(matches(p, [t]) for p in projections)] if targets != "all-linear" else []
+    if unknown or not any(matches(projection, targets) for projection in projections):
+        ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})
+        wrong = unknown[0] if unknown else targets
+        raise ConfigError(
+            f"{what} {wrong!r}, which is no layer that {whose} in this model; those are {', '.join(ends) or 'none'}"
+        )
+
+
+def check_targets(name: str, lora: Lora, projections: Sequence[str]) -> None:
+    """Raise ConfigError unless every target of ``lora`` is a layer that adapters may act on."""
+    check_exist(f"adapter {name!r} targets", "adapters.targets allows", lora.targets, projections)
+    if lora.dropout > 0 and any(".experts." in p and matches(p, lora.targets) for p in projections):
+        raise ConfigError(
+            f"adapter {name!r} has dropout {lora.dropout} on experts, whose weights transformers fuses and for which peft "
+            "has no dropout; set dropout: 0, or targets without experts"
+        )
+
+
+def initialise(values: Tensor, sites: Sequence[Site], lora: Lora, seed: int) -> None:
+    """Draw the factor that does not start at zero: A [layers, experts, parts, rank, in]; B [1, 1, rank, out] of an embedding.
+
+    Every layer draws from its own generator: all layouts draw the same.
+    """
+    for layer, site in enumerate(sites):
+        for number, part in enumerate(site.parts):
+            if not matches(part.name, lora.targets):
+                continue
+            if site.is_embedding:  # as torch.nn.Embedding
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{part.name}".encode()))
+                values[layer, 0].copy_(torch.randn(lora.rank, site.out_features, generator=generator))
+                continue
+            for expert in range(site.experts):
+                values[layer, expert, number].copy_(first_values(site, part, expert, lora.rank, seed))
+
+
+def first_values(site: Site, part: Part, expert: int, rank: int, seed: int) -> Tensor:
+    """This rank's columns of the first A of one projection: kaiming-uniform with a = sqrt(5), as in peft."""
+    label = f"{seed}/{part.name}" + (f"/{site.expert_start + expert}" if site.is_expert else "")
+    generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
+    bound = site.in_total**-0.5
+    whole = torch.empty(rank, site.in_total).uniform_(-bound, bound, generator=generator)
+    return whole[:, site.in_start : site.in_start + site.in_features]

@@ -1,0 +1,149 @@
+"""An adapter as a directory: what peft reads, and what is needed to train on exactly.
+
+    adapter_config.json, adapter_model.safetensors    peft's format, float32
+    optimizer.safetensors                             Adam's moments, under the names of the weights
+    megascend_adapter.json                            settings, step count and loss scale; written last
+
+Everything is whole, so an adapter saved by one layout loads in any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from megascend.config import Lora
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.files import replace_directory
+from megascend.lora import peft_format
+from megascend.lora.factors import Factors
+from megascend.lora.peft_settings import CONFIG
+from megascend.lora.peft_tensors import WEIGHTS
+
+STATE, OPTIMIZER = "megascend_adapter.json", "optimizer.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved adapter.
+
+    Attributes:
+        values: whole factors by projection.
+        moments: Adam's first and second moment likewise, or None if only weights were saved (by peft, for example).
+        taken, step_count, skipped_in_a_row, loss_scale, good_steps: as in Adapter; zero without ``moments``.
+    """
+
+    lora: Lora
+    values: dict[str, Factors]
+    moments: tuple[dict[str, Factors], dict[str, Factors]] | None = None
+    taken: int = 0
+    step_count: int = 0
+    skipped_in_a_row: int = 0
+    loss_scale: float | None = None
+    good_steps: int = 0
+
+
+COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps")
+
+
+def write(path: Path, saved: Saved, base_model: str, known: list[str]) -> None:
+    """Write ``saved`` beside ``path`` and move it into place; what was there before stays until then.
+
+    Raises:
+        CheckpointError: ``path`` holds something that is no adapter, or cannot be written.
+    """
+    path = path.absolute()  # "." has no name
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / CONFIG).is_file())):
+            raise CheckpointError(f"save_adapter: {path} exists and is no adapter; choose another directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        peft_format.write(temporary, saved.lora, saved.values, base_model, known)
+        if saved.moments is not None:
+            first, second = saved.moments
+            save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
+        state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
+        state["sha256"] = {file.name: digest(file) for file in sorted(temporary.iterdir())}
+        state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
+        (temporary / STATE).write_text(json.dumps(state, indent=1))
+        replace_directory(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"save_adapter: {path} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read(path: Path, *, optimizer: bool) -> Saved:
+    """Read an adapter that megascend or peft has saved.
+
+    Args:
+        optimizer: also read the optimizer's state, where there is one.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or more than plain LoRA.
+    """
+    lora, values = peft_format.read(path)
+    if not (path / STATE).is_file():
+        if optimizer and (path / OPTIMIZER).exists():
+            raise CheckpointError(f"{path} has {OPTIMIZER} but no {STATE}; it is not complete")
+        return Saved(lora, values)
+    try:
+        state = json.loads((path / STATE).read_text())
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"{path / STATE} has format {state.get('format')!r}; this megascend reads {FORMAT}")
+        for name, expected in state["sha256"].items():
+            if digest(path / name) != expected:
+                raise ValueError(
+                    f"{name} is not the file that was saved; if it was replaced on purpose, remove {STATE} and {OPTIMIZER} "
+                    "to load the weights alone"
+                )
+        own = Lora(**state["lora"])
+        if (own.rank, own.alpha, own.rslora) != (lora.rank, lora.alpha, lora.rslora):
+            raise ValueError(f"{STATE} has rank {own.rank} and alpha {own.alpha:g}, {CONFIG} has others")
+        if not optimizer or ("taken" not in state and not (path / OPTIMIZER).exists()):
+            return Saved(own, values)
+        tensors = load_file(path / OPTIMIZER)
+        moments = (unflatten(tensors, "exp_avg."), unflatten(tensors, "exp_avg_sq."))
+        counters = {name: state[name] for name in COUNTERS}
+        if not all(isinstance(value, int | float) and value >= 0 for value in counters.values()):
+            raise ValueError(f"{STATE} counts {counters}")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError, ConfigError) as error:
+        raise CheckpointError(f"{path}: the adapter's state is damaged: {error}") from error
+    for which in moments:
+        shapes = {name: (factors.a.shape, factors.b.shape) for name, factors in which.items()}
+        if shapes != {name: (factors.a.shape, factors.b.shape) for name, factors in values.items()}:
+            raise CheckpointError(f"{path / OPTIMIZER} does not belong to {path / WEIGHTS}")
+    return Saved(own, values, moments, **counters)
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    found = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(2**20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def flatten(factors: Mapping[str, Factors], prefix: str) -> dict[str, torch.Tensor]:
+    """One tensor for every factor, by name."""
+    named = {f"{prefix}{name}.a": factor.a.contiguous() for name, factor in factors.items()}
+    return named | {f"{prefix}{name}.b": factor.b.contiguous() for name, factor in factors.items()}
+
+
+def unflatten(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Factors]:
+    """The inverse of :func:`flatten`, for the tensors with that prefix."""
+    names = sorted({key[len(prefix) : -2] for key in tensors if key.startswith(prefix)})
+    return {name: Factors(tensors[f"{prefix}{name}.a"], tensors[f"{prefix}{name}.b"]) for name in names}

@@ -1,0 +1,347 @@
+"""Are adapters right? Train one with megascend and with Hugging Face + peft; train many mixed and each alone; compare.
+
+The reference of the first is :mod:`megascend.testing.peft_oracle`, in a process of its own as in
+:mod:`megascend.testing.parity`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megascend.config import Adam, Adapters, Batching, Lora, Parallel
+from megascend.errors import DistributedTestError
+from megascend.lora.peft_settings import CONFIG
+from megascend.lora.peft_tensors import WEIGHTS, to_factors
+from megascend.testing.parity import (
+    LR,
+    MAX_GRAD_NORM,
+    PROMPT,
+    STEPS,
+    WEIGHT_DECAY,
+    Case,
+    causal_samples,
+    first_of_equals,
+    matrix,
+    reference,
+    token_lists,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megascend.backend import MegatronBackend
+    from megascend.lora.factors import Factors
+    from megascend.train.sample import Sample
+
+RANK, ALPHA = 8, 12.0
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
+"""All linear layers of a dense model, the output layer and the embedding."""
+WITH_ENDS = (
+    *("single", "TP2", "TP2 + SP", "TP2 + SP, padded", "TP2, odd vocabulary", "PP2", "PP2 x VPP2", "CP2 packed"),
+    *("DP2, distributed optimizer", "TP2 x PP2", "full recompute", "CP2, ring"),
+)
+"""Layouts in which an adapter of :data:`ALL` is compared as well. Not in 16 bits: with B of the embedding starting at 1, fp16's
+first loss scale is too large, and a skipped step is no rounding."""
+TENANT_RANKS = (4, 16, 8, 2, 12, 4, 1, 8)
+ISOLATION_LR = 1e-4
+"""Of the first tenant; the others' are up to 1.9 times higher. Adam turns the rounding of a gradient near 0, which depends on
+how tokens fall into micro batches, into a part of the learning rate: differences are proportional to it."""
+
+
+@dataclass(frozen=True)
+class PeftTrajectory:
+    """What peft makes of an adapter.
+
+    Attributes:
+        losses, grad_norms: of every step, before clipping; empty without training.
+        logits: of the adapter as given, one fp32 [length, vocabulary] a sample.
+        factors: after the last step, by Hugging Face name.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    logits: list[Tensor]
+    factors: dict[str, Factors]
+
+
+def peft_oracle(
+    folder: Path,
+    checkpoint: Path,
+    adapter: Path,
+    tokens: list[list[int]],
+    steps: int = STEPS,
+    lr: float = LR,
+    weight_decay: float = WEIGHT_DECAY,
+    max_grad_norm: float = MAX_GRAD_NORM,
+    learning_rates: Sequence[float] | None = None,
+) -> PeftTrajectory:
+    """Train ``adapter`` with peft and torch AdamW. Kept in ``folder`` for the next caller with the same job.
+
+    Args:
+        folder: where jobs and results are kept.
+        checkpoint: Hugging Face directory of the base model.
+        adapter: PEFT directory; left as it is.
+        tokens: token ids of the samples, the first PROMPT of which are not trained.
+        steps: 0 trains nothing: logits and factors show what peft loaded.
+        lr, weight_decay, max_grad_norm: of AdamW over all factors; a norm of 0 switches clipping off.
+        learning_rates: of every step, in place of ``lr``.
+
+    Raises:
+        DistributedTestError: the reference failed; the message holds its output.
+    """
+    from safetensors.torch import load_file
+
+    if learning_rates is not None and len(learning_rates) != steps:
+        raise DistributedTestError(f"{len(learning_rates)} learning rates for {steps} steps")
+    contents = b"".join((adapter / name).read_bytes() for name in (CONFIG, WEIGHTS))
+    job = {
+        "checkpoint": str(checkpoint),
+        "adapter": str(adapter),
+        "adapter_sha256": hashlib.sha256(contents).hexdigest(),  # the folder may hold other factors next time
+        "samples": [{"token_ids": ids, "prompt_length": PROMPT} for ids in tokens],
+        "steps": steps,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "max_grad_norm": max_grad_norm,
+        "learning_rates": None if learning_rates is None else list(learning_rates),
+    }
+    tensors = load_file(reference(folder, "peft_oracle.py", job))
+    config = json.loads((adapter / CONFIG).read_text())
+    trained = {key.removeprefix("adapter."): value for key, value in tensors.items() if key.startswith("adapter.")}
+    return PeftTrajectory(
+        tensors["losses"].tolist() if steps else [],
+        tensors["grad_norms"].tolist() if steps else [],
+        [tensors[f"logits.{index}"] for index in range(len(tokens))],
+        to_factors(trained, config["r"], config.get("target_parameters") or []),
+    )
+
+
+# --- one adapter against peft ---
+
+
+def lora_matrix(platform: str = "cpu") -> list[Case]:
+    """The layouts of the full fine-tuning matrix that make a difference to a single adapter.
+
+    Left out are cases about the optimizer of the model's own parameters, and the auxiliary loss, which adapters refuse. Added
+    are those in which the adapter acts on both ends of the model as well.
+    """
+    cases = [case for case in matrix(platform) if not case.optimizer and not case.aux_loss]
+    ends = [case for case in cases if case.name in WITH_ENDS]
+    return cases + [replace(case, name=f"ends, {case.name}", targets=ALL) for case in ends]
+
+
+def adapter_folder(checkpoint: Path, case: Case) -> Path:
+    """Where the adapter lies that all layouts of a checkpoint start from, one for each choice of targets."""
+    return checkpoint.parent / f"{checkpoint.name}-adapter{'' if case.targets == 'all-linear' else '-ends'}"
+
+
+def make_adapter(
+    checkpoint: Path, path: Path, seed: int, targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+) -> None:
+    """Write an adapter whose factors are all not zero, so that each has a gradient in the first step."""
+    import torch
+
+    backend = _backend(Case("single", targets=targets), checkpoint)
+    backend.add_adapter("made", Lora(rank=RANK, alpha=ALPHA, seed=seed, targets=targets))
+    adapter = backend.adapters["made"]
+    generator = torch.Generator().manual_seed(seed)
+    for _, values in adapter.views(adapter.values.detach()):
+        if not values.any():
+            values.copy_(0.02 * torch.randn(values.shape, generator=generator))
+    backend.save_adapter("made", path)
+    backend.close()
+
+
+def run_adapter(case: Case, checkpoint: Path, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
+    """What one rank of ``case`` does and sees when it trains ``adapter``, which it leaves in ``out`` afterwards."""
+    from megascend.lora import peft_format
+
+    backend = _backend(case, checkpoint)
+    backend.load_adapter("tenant", adapter, optimizer=False)
+    everything = causal_samples(token_lists())
+    samples = backend.shard(everything)
+    whole = backend.topology.data == 1
+    logits = backend.forward(everything, logits=True, adapter="tenant").logits if whole else None
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(backend.forward_backward(samples, adapter="tenant").loss)
+        norms.append(backend.optimizer_step().grad_norm)
+    backend.save_adapter("tenant", out)
+    backend.close()
+    return PeftTrajectory(losses, norms, logits or [], peft_format.read(out)[1])
+
+
+def train_adapter(case: Case, checkpoint: Path, adapter: Path, out: Path, steps: int = STEPS) -> PeftTrajectory:
+    """Run ``case`` on forked processes; rank 0's trajectory, equal on all ranks or an error."""
+    from megascend.testing.distributed import run_distributed
+
+    arguments = (case, checkpoint, adapter, steps, out)
+    ranks = run_distributed(run_adapter, case.world_size, *arguments, init=False, timeout_s=120)
+    return first_of_equals(case.name, ranks)
+
+
+def run_mixed(case: Case, checkpoint: Path, adapters: Sequence[Path], steps: int, out: Path) -> list[PeftTrajectory]:
+    """One rank: train several adapters in the same batches, each on its share of the tokens; a trajectory for each."""
+    from megascend.lora import peft_format
+
+    backend = _backend(case, checkpoint)
+    names = [f"tenant-{number}" for number in range(len(adapters))]
+    batch: list[Sample] = []
+    for number, (name, path) in enumerate(zip(names, adapters, strict=True)):
+        backend.load_adapter(name, path, optimizer=False)
+        for sample in causal_samples(share_of(number, len(adapters))):
+            sample.adapter = name
+            batch.append(sample)
+    samples = backend.shard(batch)
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    norms: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(steps):
+        result, step = backend.forward_backward(samples), backend.optimizer_step()
+        for name in names:
+            losses[name].append(result.adapters[name].loss)
+            norms[name].append(step.adapters[name].grad_norm)
+    for name in names:
+        backend.save_adapter(name, out / name)
+    backend.close()
+    return [PeftTrajectory(losses[name], norms[name], [], peft_format.read(out / name)[1]) for name in names]
+
+
+def share_of(number: int, count: int) -> list[list[int]]:
+    """The samples of :func:`token_lists` that one of ``count`` tenants trains on."""
+    return token_lists()[number::count]
+
+
+@dataclass(frozen=True)
+class AdapterDifferences:
+    """Largest absolute differences to peft; ``logits`` is None where the case does not compare them.
+
+    ``factors`` is relative: the L2 norm of a trained factor's difference over the factor's. (Single elements whose gradient is
+    near 0 get a step of Adam's in the direction of its rounding.)
+    """
+
+    loss: float
+    grad_norm: float
+    factors: float
+    logits: float | None
+
+
+def adapter_differences(mine: PeftTrajectory, reference: PeftTrajectory) -> AdapterDifferences:
+    """Hold a trajectory against peft's."""
+    if mine.factors.keys() != reference.factors.keys():
+        raise DistributedTestError(f"adapted layers differ: {sorted(mine.factors.keys() ^ reference.factors.keys())}")
+    pairs = [(mine.factors[name], reference.factors[name]) for name in reference.factors]
+    logits = (
+        [float((a - b).abs().max()) for a, b in zip(mine.logits, reference.logits, strict=True)] if mine.logits else []
+    )
+    return AdapterDifferences(
+        loss=max(abs(a - b) for a, b in zip(mine.losses, reference.losses, strict=True)),
+        grad_norm=max(abs(a - b) for a, b in zip(mine.grad_norms, reference.grad_norms, strict=True)),
+        factors=max(
+            float((one - other).norm() / other.norm())
+            for own, theirs in pairs
+            for one, other in ((own.a, theirs.a), (own.b, theirs.b))
+        ),
+        logits=max(logits) if logits else None,
+    )
+
+
+# --- many adapters against each alone ---
+
+
+def isolation_cases() -> list[Case]:
+    """The layouts in which mixed training must equal separate training."""
+    return [
+        Case("single"),
+        Case("TP2", 2, Parallel(tensor=2)),
+        Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+        Case("PP2", 2, Parallel(pipeline=2)),
+        Case("DP2", 2),
+        Case("CP2", 2, Parallel(context=2)),
+        Case("MoE EP2", 2, Parallel(expert=2), arch="qwen3_moe"),
+    ]
+
+
+ISOLATED_ENDS = Case("ends, TP2 + SP", 2, Parallel(tensor=2, sequence=True), targets=ALL)
+"""Every other tenant acts on both ends of the model."""
+
+
+def tenant_samples(tenant: int, step: int) -> list[Sample]:
+    """Three samples of one tenant for one step, of lengths that differ between tenants and steps."""
+    import torch
+
+    from megascend.train.sample import Sample
+
+    generator = torch.Generator().manual_seed(1000 * tenant + step)
+    lengths = [int(torch.randint(8, 32, (1,), generator=generator)) for _ in range(3)]
+    drawn = [torch.randint(0, 300, (length,), generator=generator) for length in lengths]
+    return [Sample.causal(ids, prompt_length=2) for ids in drawn]
+
+
+def largest_difference_alone(case: Case, checkpoint: Path, tenants: int, steps: int) -> float:
+    """One rank: train tenants mixed, then each alone; the largest difference of any value of any adapter."""
+    import torch
+
+    backend = _backend(case, checkpoint)
+    loras = {
+        f"tenant-{n}": Lora(
+            rank=TENANT_RANKS[n],
+            alpha=2.0 * TENANT_RANKS[n],
+            seed=n,
+            targets=case.targets if n % 2 == 0 else "all-linear",
+            optimizer=Adam(lr=ISOLATION_LR * (1 + n / 8)),
+        )
+        for n in range(tenants)
+    }
+
+    def train(names: list[str]) -> dict[str, Tensor]:
+        for name in names:
+            backend.add_adapter(name, loras[name])
+        for step in range(steps):
+            batch = []
+            for name in names:
+                for sample in tenant_samples(int(name.rsplit("-", 1)[1]), step):
+                    sample.adapter = name
+                    batch.append(sample)
+            backend.forward_backward(backend.shard(batch))
+            backend.optimizer_step()
+        found = {name: backend.adapters[name].values.detach().clone() for name in names}
+        for name in names:
+            backend.remove_adapter(name)
+        return found
+
+    mixed = train(list(loras))
+    alone = {name: train([name])[name] for name in loras}
+    for name in loras:
+        start = backend_start(backend, name, loras[name])
+        if torch.equal(mixed[name], start):
+            raise DistributedTestError(f"{name} has not been trained")
+    backend.close()
+    return max(float((mixed[name] - alone[name]).abs().max()) for name in loras)
+
+
+def backend_start(backend: MegatronBackend, name: str, lora: Lora) -> Tensor:
+    """The values that a new adapter starts from."""
+    backend.add_adapter(name, lora)
+    values = backend.adapters[name].values.detach().clone()
+    backend.remove_adapter(name)
+    return values
+
+
+def _backend(case: Case, checkpoint: Path) -> MegatronBackend:
+    from megascend.backend import MegatronBackend
+
+    return MegatronBackend(
+        model=checkpoint,
+        parallel=case.parallel,
+        precision=case.precision,
+        optimizer=case.adam,
+        recompute=case.recompute,
+        batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
+        adapters=Adapters(targets=case.targets),
+        timeout_s=60,
+    )

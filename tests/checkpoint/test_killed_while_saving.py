@@ -1,0 +1,376 @@
+"""A process that is killed while it saves leaves the checkpoint before, or the new one: never less, and nothing in the way."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from small_runs import exact_state, make_backend, small_model, train
+
+from megascend.checkpoint import manifest
+from megascend.checkpoint.series import Series
+from megascend.errors import CheckpointError, DistributedTestError, MegascendError
+from megascend.huggingface import files
+from megascend.testing import Lost, faults, run_distributed
+from megascend.train.journal import Journal
+from megascend.train.resume import load_first_good
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+CALLS = ("fsync", "mkdir", "replace", "rename", "unlink", "rmdir")
+"""What changes a file system, beside writing to files that nobody looks at yet."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder):
+    return small_model(parity_folder)
+
+
+def whole(directory):
+    """True if a directory is a complete checkpoint with every file as it was written."""
+    try:
+        found = manifest.read(directory)
+    except CheckpointError:
+        return False
+    return manifest.problems(directory, found.files, found.files) == []
+
+
+def before_every_call(action, exchange=True):
+    """From now on ``action(name)`` happens before every call of :data:`CALLS`, and of the exchange of two directories."""
+    inside = threading.local()
+
+    def hooked(name, call):
+        def announced(*arguments, **options):
+            if not getattr(inside, "yes", False):
+                inside.yes = True
+                try:
+                    action(name)
+                finally:
+                    inside.yes = False
+            return call(*arguments, **options)
+
+        return announced
+
+    for name in CALLS:
+        setattr(os, name, hooked(name, getattr(os, name)))
+    files._exchange = hooked("exchange", files._exchange if exchange else lambda one, other: False)
+
+
+# --- every point, by copies of what a kill would leave ---
+
+
+def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoint, tmp_path):
+    """Copies of the directory before every change to it are what SIGKILL would have left: each of them is gone on from."""
+
+    def work():
+        series, points, states = Series(tmp_path / "series", keep_last=2), [], {}
+        with make_backend(checkpoint) as backend:
+
+            def save(series):
+                pending = backend.save(series.path(backend.step_count), after=series.committed)
+                pending.wait()
+
+            for _ in range(2):
+                train(backend)
+                save(series)
+                states[backend.step_count] = exact_state(backend)
+            complete = [2]
+
+            def copy(name):
+                target = tmp_path / f"point-{len(points)}"
+                shutil.copytree(series.directory, target)
+                points.append((target, complete[0], name))
+
+            before_every_call(lambda name: copy(name) if complete[0] else None)
+            for _ in range(2):
+                train(backend)
+                states[backend.step_count] = exact_state(backend)
+                save(series)
+                complete[0] = backend.step_count
+            complete[0] = 0  # no copies any more
+
+            for folder, last, name in points:
+                left = Series(folder, keep_last=2)
+                # Every name in the series is a whole checkpoint, and `latest` is one of them.
+                assert all(whole(left.path(step)) for step in left.steps()), (folder, name)
+                assert left.candidates()[0] == left.path(left.latest())
+                assert left.latest() in (last, last + 1)
+                assert set(left.steps()) >= {last - 1, last} or left.steps() == [last, last + 1]
+                # The next run of the series goes on from it ...
+                backend.load(left.candidates()[0])
+                assert exact_state(backend) == states[left.latest()]
+                # ... saves and prunes, and nothing is left behind.
+                train(backend)
+                save(left)
+                step = backend.step_count
+                assert (left.latest(), left.steps()[0]) == (step, step - 1)
+                names = {path.name for path in folder.iterdir()}
+                assert names == {"latest", *(left.path(found).name for found in left.steps())}, name
+                shutil.rmtree(folder)
+        return [name for _, _, name in points]
+
+    (names,) = run_distributed(work, 1, init=False, timeout_s=90)
+    assert len(names) > 30
+    assert {"fsync", "mkdir", "replace", "unlink", "rmdir"} <= set(names)
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
+def test_at_every_point_of_an_overwritten_checkpoint_there_is_one(checkpoint, tmp_path, exchange):
+    """Where the file system cannot exchange two names, there is an instant in which it is beside, as ``.last.old``."""
+    if exchange and not can_exchange(tmp_path):
+        pytest.skip("this file system cannot exchange two names (renameat2)")
+
+    def work():
+        (tmp_path / "run").mkdir()
+        last, points, states = tmp_path / "run" / "last", [], {}
+        with make_backend(checkpoint) as backend:
+            train(backend)
+            states[1] = exact_state(backend)
+            backend.save(last, wait=True)
+            copying = [1]
+
+            def copy(name):
+                if copying[0]:
+                    target = tmp_path / f"point-{len(points)}"
+                    shutil.copytree(last.parent, target)
+                    points.append((target, copying[0], name))
+
+            before_every_call(copy, exchange)
+            train(backend)
+            states[2] = exact_state(backend)
+            backend.save(last, wait=True)
+            copying[0] = 0
+            beside = 0
+            for folder, before, name in points:
+                there = folder / "last"
+                if not there.exists():
+                    assert not exchange
+                    assert name == "replace"
+                    assert manifest.read(folder / ".last.old").step == before
+                    there, beside = folder / ".last.old", beside + 1
+                assert whole(there), (folder, name)
+                backend.load(there)
+                assert backend.step_count in (before, before + 1)
+                assert exact_state(backend) == states[backend.step_count]
+                backend.save(folder / "last", wait=True)
+                backend.save(folder / "last", wait=True)
+                assert [path.name for path in folder.iterdir()] == ["last"]
+                shutil.rmtree(folder)
+        return [name for _, _, name in points], beside
+
+    ((names, beside),) = run_distributed(work, 1, init=False, timeout_s=90)
+    assert len(names) > 12
+    assert ("exchange" in names, beside) == (True, 0 if exchange else 1)
+
+
+def can_exchange(folder):
+    one, other = folder / "one", folder / "other"
+    one.mkdir()
+    other.mkdir()
+    try:
+        return files._exchange(one, other)
+    finally:
+        one.rmdir()
+        other.rmdir()
+
+
+# --- real deaths ---
+
+
+def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
+    """Go on from the newest checkpoint of a run and save every step; what was resumed from, and the state at the end.
+
+    Args:
+        dies: (rank, n): that rank kills itself before its n-th call of :data:`CALLS`.
+    """
+    backend = make_backend(checkpoint, timeout_s=20)
+    series = Series(output / "checkpoints", keep_last=2)
+    candidates = tuple(series.candidates())
+    if candidates:
+        load_first_good(backend, candidates, Journal(output, backend.groups.launch))
+        assert series.path(backend.step_count) == candidates[0]
+    resumed = backend.step_count
+    if dies is not None and backend.rank == dies[0]:
+        count = [0]
+
+        def kill(name):
+            count[0] += 1
+            if count[0] == dies[1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        before_every_call(kill)
+    try:
+        while backend.step_count < until:
+            train(backend)
+            backend.save(series.path(backend.step_count), after=series.committed)
+            if wait_for is not None and backend.step_count == resumed + 2:  # the first is complete
+                wait_for.write_text("running")
+    except MegascendError as error:
+        return resumed, str(error)
+    state = exact_state(backend)
+    backend.close()
+    return resumed, state
+
+
+def killed(body, when=None):
+    """Run ``body`` in a process of its own until it is killed: by itself, or from here after ``when()``."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpgid(0, 0)
+            signal.alarm(60)
+            body()
+        finally:
+            os._exit(1)
+    try:
+        if when is not None:
+            when()
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    assert status == -signal.SIGKILL
+
+
+def reached(output):
+    """The step that the next run goes on from; 0 if a kill has left nothing. Whatever has a name is whole.
+
+    The newest is not the one to go on from yet if the kill fell between its renaming and that of ``latest``.
+    """
+    series = Series(output / "checkpoints")
+    assert all(whole(path) for path in series.candidates())
+    steps, latest = series.steps(), series.latest()
+    assert latest in steps[-2:] if latest is not None else len(steps) <= 1
+    return latest or max(steps, default=0)
+
+
+def finished_equally(checkpoint, tmp_path, world):
+    """The run that was killed again and again ends in the state of one that was not."""
+    output = tmp_path / "run"
+    until = reached(output) + 3
+    ends = run_distributed(run_on, world, checkpoint, output, until, init=False, timeout_s=60)
+    whole_runs = run_distributed(run_on, world, checkpoint, tmp_path / "whole", until, init=False, timeout_s=60)
+    for (resumed, end), (begun, expected) in zip(ends, whole_runs, strict=True):
+        assert (resumed, begun) == (until - 3, 0)
+        assert end == expected
+    events = (output / "events.jsonl").read_text()
+    assert '"refused"' not in events
+    names = {path.name for path in (output / "checkpoints").iterdir()}
+    assert names == {"latest", f"step-{until:08d}", f"step-{until - 1:08d}"}
+
+
+def test_one_process_killed_again_and_again(checkpoint, tmp_path):
+    output, calls = tmp_path / "run", [5, 9, 16, 20, 24, 28, 31, 34, 37, 40, 44, 49]
+    draw = random.Random(0)
+    steps = []
+    for number in calls:
+        killed(lambda number=number: run_on(checkpoint, output, dies=(0, number)))
+        steps.append(reached(output))
+    for _ in range(3):
+        marker = tmp_path / "running"
+        marker.unlink(missing_ok=True)
+
+        def when(marker=marker):
+            wait_until(marker.exists)
+            time.sleep(draw.uniform(0.0, 0.15))
+
+        killed(lambda marker=marker: run_on(checkpoint, output, wait_for=marker), when)
+        steps.append(reached(output))
+    assert steps == sorted(steps)
+    assert steps[-1] > 5
+    finished_equally(checkpoint, tmp_path, 1)
+
+
+def wait_until(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("waits", ["for it", "in the next save"])
+def test_a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever(checkpoint, tmp_path, waits):
+    """The writer of a process that was stopped never comes back, and connections to it stay open."""
+
+    def work():
+        backend = make_backend(checkpoint, timeout_s=2)
+        backend.save(tmp_path / "last", wait=True)
+        train(backend)
+        pending = backend.save(tmp_path / "last")
+        if waits == "for it":
+            pending.settle()
+        else:
+            backend.save(tmp_path / "last")
+
+    fault = faults.Fault("stop", rank=1, phase="write", step=2)
+    with faults.inject(fault), pytest.raises(DistributedTestError, match="rank 0 exited with code 76") as caught:
+        run_distributed(work, 2, init=False, timeout_s=40, expect_lost={1})
+    assert "waiting for last of step 2" in str(caught.value)
+    assert "rank 1 is gone: its process is stopped" in str(caught.value)
+    assert manifest.read(tmp_path / "last").step == 0
+    assert whole(tmp_path / "last")
+
+
+TWO = [
+    ("calls", 0, 7),
+    ("calls", 1, 1),
+    ("calls", 0, 21),
+    ("calls", 1, 2),
+    ("write", 0),
+    ("write", 1),
+    ("save", 1),
+    ("save", 0),
+]
+
+
+@pytest.mark.nightly
+def test_a_rank_of_two_killed_again_and_again(checkpoint, tmp_path):
+    """The other one ends with an error that names it, and does not wait for ever."""
+    output, steps = tmp_path / "run", []
+    for how, rank, *number in TWO:
+        if how == "calls":
+            results = run_distributed(
+                run_on, 2, checkpoint, output, 10**6, (rank, *number), init=False, timeout_s=60, expect_lost={rank}
+            )
+        else:
+            step = None if how == "write" else steps[-1] + 3  # during the second save, or the wait for the first
+            with faults.inject(faults.Fault("die", rank=rank, phase=how, step=step)):
+                results = run_distributed(run_on, 2, checkpoint, output, init=False, timeout_s=60, expect_lost={rank})
+        assert results[rank] == Lost(-signal.SIGKILL)
+        _, message = results[1 - rank]
+        assert isinstance(message, str), (how, rank, number)
+        steps.append(reached(output))
+    assert steps == sorted(steps)
+    finished_equally(checkpoint, tmp_path, 2)
+
+
+@pytest.mark.nightly
+def test_both_ranks_killed_at_any_moment(checkpoint, tmp_path):
+    output, draw = tmp_path / "run", random.Random(1)
+    for number in range(4):
+        pids = tmp_path / f"pids-{number}"
+        pids.mkdir()
+
+        def work(pids=pids):
+            (pids / str(os.getpid())).touch()
+            run_on(checkpoint, output, wait_for=pids / "running")
+
+        def when(pids=pids):
+            wait_until((pids / "running").exists)
+            time.sleep(draw.uniform(0.0, 0.2))
+
+        killed(lambda work=work: run_distributed(work, 2, init=False, timeout_s=60), when)
+        for pid in [path.name for path in pids.iterdir() if path.name.isdigit()]:
+            wait_until(
+                lambda pid=pid: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+            )
+        reached(output)
+    finished_equally(checkpoint, tmp_path, 2)

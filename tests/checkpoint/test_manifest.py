@@ -1,0 +1,205 @@
+"""Nothing but what was written is read: any change to a manifest, or to a file that it lists, is found."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+
+import pytest
+import xxhash
+
+from megascend import CheckpointError
+from megascend.checkpoint import manifest
+from megascend.checkpoint.manifest import Manifest, parse, problems, read
+from megascend.testing import faults
+
+WRITTEN = Manifest(
+    step=1200,
+    precision="bf16",
+    model={"layers": 2, "hidden": 64, "vocabulary": 320},
+    layout={"tensor": 1, "data": 2},
+    optimizer={"updates": 1199, "skipped_in_a_row": 0, "scaler": None},
+    adapters=[],
+    versions={"megascend": "0.1.0", "torch": "2.13.0+cpu"},
+    progress={"data": {"epoch": 3, "position": 17, "order": [3, 1, 2]}, "counts": {"loss": 1.25, "tokens": 4096}},
+    config={"data": {"path": "données/ä.jsonl"}, "seed": 1234},
+    files={"__0_0.distcp": {"bytes": 4096, "xxh3": "00112233445566778899aabbccddeeff"}},
+)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Two files and the manifest that lists them."""
+    contents = {"__0_0.distcp": bytes(range(256)) * 17, "adapters/a/weights": b"some weights", "empty": b""}
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def digests(directory):
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return {name: manifest.digest(directory / name) for name in names}
+
+
+def refused(data, tmp_path):
+    """True if ``data`` as a manifest is refused; an error of any other kind is a failure."""
+    (tmp_path / manifest.NAME).write_bytes(data)
+    try:
+        read(tmp_path)
+    except CheckpointError as error:
+        return manifest.NAME in str(error)
+    return False
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    assert parse(WRITTEN.to_text(), tmp_path) == WRITTEN
+
+
+@pytest.mark.parametrize(
+    "value", [math.inf, 1e-300, 0.1, -0.0, 2**70, "\u2028 \U0001f600 \ud800", True, None, [[]], {}]
+)
+def test_values_of_progress_come_back(tmp_path, value):
+    (tmp_path / manifest.NAME).write_text(Manifest(1, "fp32", {}, {}, None, [], {}, {"value": value}).to_text())
+    assert read(tmp_path).progress == {"value": value}
+
+
+def test_a_number_that_is_none_comes_back(tmp_path):
+    (tmp_path / manifest.NAME).write_text(Manifest(1, "fp32", {}, {}, None, [], {}, {"loss": math.nan}).to_text())
+    assert math.isnan(read(tmp_path).progress["loss"])
+
+
+def test_every_flipped_bit_is_refused(tmp_path):
+    data = WRITTEN.to_text().encode()
+    for offset in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[offset] ^= 1 << bit
+            try:
+                text = damaged.decode()
+            except UnicodeDecodeError:
+                assert refused(bytes(damaged), tmp_path)
+                continue
+            with pytest.raises(CheckpointError, match=manifest.NAME):
+                parse(text, tmp_path / manifest.NAME)
+
+
+def test_every_truncation_is_refused(tmp_path):
+    data = WRITTEN.to_text().encode()
+    assert all(refused(data[:length], tmp_path) for length in range(len(data)))
+
+
+def test_bytes_that_are_replaced_inserted_removed_or_exchanged_are_refused(tmp_path):
+    data, draw = WRITTEN.to_text().encode(), random.Random(0)
+    for _ in range(3000):
+        damaged, at = bytearray(data), draw.randrange(len(data) - 1)
+        match draw.randrange(4):
+            case 0:
+                damaged[at] = draw.randrange(256)
+            case 1:
+                damaged.insert(at, draw.choice(b' \n\t0"{},'))
+            case 2:
+                del damaged[at]
+            case _:
+                damaged[at], damaged[at + 1] = damaged[at + 1], damaged[at]
+        assert damaged == data or refused(bytes(damaged), tmp_path), bytes(damaged[at - 9 : at + 9])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "[]", "[1]", "3", '"text"', "{}", "[" * 100_000, '{"format": 2}', "\ufeff{}", "\x00" * 64, "1" * 5000],
+    ids=lambda text: repr(text[:20]),
+)
+def test_what_was_never_a_manifest_is_refused(tmp_path, text):
+    assert refused(text.encode(), tmp_path)
+
+
+@pytest.mark.parametrize("form", [1, 3, "2", None, 2.5])
+def test_another_format_is_named(tmp_path, form):
+    values = json.loads(WRITTEN.to_text()) | {"format": form}
+    (tmp_path / manifest.NAME).write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=rf"has format {form!r}; this version of megascend reads 2"):
+        read(tmp_path)
+
+
+def test_a_file_written_in_another_style_is_refused(tmp_path):
+    """The same values, but not as megascend writes them: somebody has edited it."""
+    assert refused(json.dumps(json.loads(WRITTEN.to_text())).encode(), tmp_path)
+    assert refused(WRITTEN.to_text().encode() + b"\n", tmp_path)
+    assert refused(WRITTEN.to_text().replace("\n", "\r\n").encode(), tmp_path)
+
+
+def test_no_manifest_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"megascend\.json is missing; the directory is no complete"):
+        read(tmp_path)
+    with pytest.raises(CheckpointError, match=r"megascend\.json is missing"):
+        read(tmp_path / "nowhere")
+    (tmp_path / manifest.NAME).mkdir()
+    with pytest.raises(CheckpointError, match=r"megascend\.json cannot be read"):
+        read(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"megascend\.json cannot be read"):
+        read(tmp_path / "file")
+
+
+def test_digests_are_those_of_the_reference(directory):
+    """Held against the one-shot function, for files shorter and longer than a block of reading."""
+    (directory / "long").write_bytes(os.urandom(2**22 + 3))
+    for name in ("__0_0.distcp", "empty", "long"):
+        content = (directory / name).read_bytes()
+        assert manifest.digest(directory / name) == {
+            "bytes": len(content),
+            "xxh3": xxhash.xxh3_128_hexdigest(content),
+        }
+
+
+def test_whole_files_have_no_problems(directory):
+    files = digests(directory)
+    assert problems(directory, files, files) == []
+    (directory / "beside").write_text("what is not listed is nobody's concern")
+    assert problems(directory, files, files) == []
+
+
+def test_every_flipped_byte_of_a_file_is_found(directory):
+    files = digests(directory)
+    for offset in range(0, files["__0_0.distcp"]["bytes"], 7):
+        faults.flip_byte(directory / "__0_0.distcp", offset)
+        assert problems(directory, files, files) == ["__0_0.distcp is damaged: its content is not what was written"]
+        faults.flip_byte(directory / "__0_0.distcp", offset)
+    assert problems(directory, files, files) == []
+
+
+def test_files_that_are_missing_short_long_altered_or_unreadable_are_named(directory):
+    files = digests(directory)
+    name, nested = "__0_0.distcp", "adapters/a/weights"
+    faults.truncate(directory / name, 4000)
+    assert problems(directory, files, files) == [f"{name} has 4000 bytes instead of 4352"]
+    faults.truncate(directory / name, 0)
+    assert problems(directory, files, files) == [f"{name} has 0 bytes instead of 4352"]
+    (directory / name).write_bytes(bytes(range(256)) * 17 + b"\0")
+    assert problems(directory, files, files) == [f"{name} has 4353 bytes instead of 4352"]
+    (directory / name).unlink()
+    assert problems(directory, files, files) == [f"{name} is missing"]
+    (directory / nested).write_bytes(b"some Weights")
+    assert problems(directory, files, files)[1:] == [f"{nested} is damaged: its content is not what was written"]
+    assert problems(directory, files, [nested]) == [f"{nested} is damaged: its content is not what was written"]
+
+
+def test_a_directory_in_place_of_a_file_is_found_even_if_it_has_its_size(directory):
+    files = digests(directory)
+    (directory / "empty").unlink()
+    (directory / "empty").mkdir()
+    assert len(problems(directory, files, ["empty"])) == 1
+    files["empty"]["bytes"] = (directory / "empty").stat().st_size
+    (found,) = problems(directory, files, ["empty"])
+    assert found.startswith("empty cannot be read: ")
+
+
+def test_a_loop_of_links_is_unreadable(directory):
+    files = digests(directory)
+    (directory / "empty").unlink()
+    (directory / "empty").symlink_to("empty")
+    (found,) = problems(directory, files, ["empty"])
+    assert found.startswith("empty cannot be read: ")

@@ -1,0 +1,107 @@
+"""Saved under one layout, loaded under any other: the same parameters and moments, number by number.
+
+Each checkpoint that was loaded is saved again at once, and Megatron-Core's own reader compares the two as whole tensors.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from megascend import Adam, Batching, Parallel
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+LAYOUTS = {
+    "single": (1, Parallel()),
+    "TP2": (2, Parallel(tensor=2)),
+    "PP2": (2, Parallel(pipeline=2)),
+    "DP2": (2, Parallel()),
+    "EP2": (2, Parallel(expert=2)),
+}
+PAIRS = list(itertools.permutations(LAYOUTS, 2))
+
+
+def on_layout(layout, work):
+    """``work(backend, samples)`` on every rank of ``layout``; rank 0's result."""
+    world_size, parallel = LAYOUTS[layout]
+
+    def on_rank(checkpoint, *arguments):
+        from megascend.backend import MegatronBackend
+
+        with MegatronBackend(
+            model=checkpoint,
+            parallel=parallel,
+            precision="fp32",
+            optimizer=Adam(lr=1e-3),
+            batching=Batching(micro_batch_tokens=64),
+            timeout_s=60,
+        ) as backend:
+            return work(backend, backend.shard(causal_samples(token_lists())), *arguments)
+
+    return lambda *arguments: run_distributed(on_rank, world_size, *arguments, init=False, timeout_s=120)[0]
+
+
+def step(backend, samples):
+    result = backend.forward_backward(samples)
+    return result.loss, backend.optimizer_step().grad_norm
+
+
+def whole_tensors(directories):
+    """Every tensor of each checkpoint, put together by Megatron-Core."""
+
+    def on_rank():
+        from megatron.core import dist_checkpointing
+
+        found = [dist_checkpointing.load_plain_tensors(str(directory)) for directory in directories]
+        return [{name: value for name, value in of.items() if isinstance(value, torch.Tensor)} for of in found]
+
+    return run_distributed(on_rank, 1, timeout_s=60)[0]
+
+
+@pytest.fixture(scope="module")
+def table(parity_folder, tmp_path_factory):
+    """For every layout its checkpoint after three steps and the fourth step's figures; for every pair the same, loaded."""
+    folder = tmp_path_factory.mktemp("resharding")
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+
+    def train(backend, samples, path):
+        for _ in range(3):
+            step(backend, samples)
+        backend.save(path, wait=True)
+        return step(backend, samples)
+
+    def reload(backend, samples, name):
+        figures = {}
+        for saved in LAYOUTS:
+            if saved != name:
+                backend.load(folder / saved)
+                backend.save(folder / f"{saved} at {name}", wait=True)
+                figures[saved] = (backend.step_count, *step(backend, samples))
+        return figures
+
+    expected = {name: on_layout(name, train)(checkpoint, folder / name) for name in LAYOUTS}
+    loaded = {name: on_layout(name, reload)(checkpoint, name) for name in LAYOUTS}
+    return folder, expected, loaded
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
+def test_parameters_and_moments_are_the_same(table, saved, loaded):
+    before, after = whole_tensors([table[0] / saved, table[0] / f"{saved} at {loaded}"])
+    assert before.keys() == after.keys()
+    assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in before) > 10
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
+def test_the_next_step_is_the_same(table, saved, loaded, record_property):
+    _, expected, found = table
+    steps, loss, norm = found[loaded][saved]
+    record_property("loss_difference", abs(loss - expected[saved][0]))
+    record_property("norm_difference", abs(norm - expected[saved][1]))
+    assert steps == 3
+    assert loss == pytest.approx(expected[saved][0], abs=1e-6)
+    assert norm == pytest.approx(expected[saved][1], abs=1e-5)

@@ -1,0 +1,113 @@
+"""Megatron-Core's own reader finds in a checkpoint what was in memory when it was taken."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import pytest
+import torch
+from small_runs import files_of, make_backend, small_model, train
+
+from megascend import Adam
+from megascend.parallel.objects import gather_objects
+from megascend.testing import run_distributed
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder):
+    return small_model(parity_folder)
+
+
+def live(backend):
+    """Whole parameters and optimizer state by name, put together from what each rank holds; copies.
+
+    Runs of a distributed optimizer are laid end to end: no arithmetic of boxes.
+    """
+    strategy = backend._strategy
+    names = {id(p): name for chunk in strategy.bare_chunks for name, p in chunk.named_parameters()}
+    whole = {
+        ("param", name): parameter.detach().clone()
+        for chunk in strategy.bare_chunks
+        for name, parameter in chunk.named_parameters()
+    }
+    mine = []
+    for own in strategy.optimizer.parameter_states():
+        name, values = names[id(own.parameter)], {key: entry.reshape(-1).clone() for key, entry in own.tensors.items()}
+        mine.append((name, own.start, tuple(own.parameter.shape), values))
+    for name, start, shape, tensors in [entry for rank in gather_objects(mine, "dp", backend.groups) for entry in rank]:
+        for state, values in tensors.items():
+            target = whole.setdefault((f"optimizer.{state}", name), torch.full(shape, torch.nan))
+            target.view(-1)[start : start + values.numel()] = values
+    return whole
+
+
+def read_by_megatron(directory):
+    """The tensors of a checkpoint under the names that Megatron gives parameters, each layer by itself."""
+    from megatron.core.dist_checkpointing import load_plain_tensors
+
+    found = {}
+    for key, tensor in load_plain_tensors(str(directory)).items():
+        match = re.fullmatch(r"optimizer\.state\.(\w+?)\.((?:decoder|embedding|output_layer).*)", key)
+        kind, name = (f"optimizer.{match[1]}", match[2]) if match else ("param", key)
+        if not isinstance(tensor, torch.Tensor) or "_extra_state" in key:  # an object
+            continue
+        if name.startswith("decoder.layers."):
+            for layer, values in enumerate(tensor):
+                found[kind, name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)] = values
+        else:
+            found[kind, name] = tensor
+    return found
+
+
+def assert_same(found, expected):
+    """Bit by bit; nothing is missing and nothing is beside."""
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        read = found[name]
+        assert (read.dtype, read.numel()) == (values.dtype, values.numel()), name
+        assert torch.equal(read.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+def test_a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken(
+    checkpoint, tmp_path, precision, distributed
+):
+    """Steps go on while it is written; it is the same as one during which everything stood still."""
+
+    def work():
+        optimizer = Adam(lr=1e-2, distributed=distributed)
+        with make_backend(checkpoint, precision=precision, optimizer=optimizer) as backend:
+            train(backend, 2)
+            expected = live(backend)
+            backend.save(tmp_path / "still", wait=True)
+            fsync = os.fsync
+            os.fsync = lambda descriptor: (time.sleep(0.2), fsync(descriptor))
+            pending = backend.save(tmp_path / "beside")
+            steps = 0
+            while backend.any_rank(not pending.done)[0]:  # each rank hears of the end at its own time
+                train(backend)
+                steps += 1
+            pending.wait()
+            os.fsync = fsync
+            moved = live(backend)
+            assert steps >= 1
+            assert all(not torch.equal(moved[name], values) for name, values in expected.items())
+            assert not any(torch.isnan(values).any() for values in expected.values())
+            kinds = {kind for kind, _ in expected}
+            states = {f"optimizer.{name}" for name in MOMENTS}
+            assert kinds == {"param"} | states | (set() if precision == "fp32" else {"optimizer.param"})
+            for name in ("still", "beside"):
+                assert_same(read_by_megatron(tmp_path / name), expected)
+            return len(expected)
+
+    counts = run_distributed(work, 2, init=False, timeout_s=60)
+    assert counts[0] == counts[1] > 50
+    for name in files_of(tmp_path / "still"):
+        same = (tmp_path / "still" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes()
+        assert same or name in ("megascend.json", ".metadata"), name

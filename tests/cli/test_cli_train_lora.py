@@ -1,0 +1,137 @@
+"""``megascend train`` with ``lora:``, from a YAML file to an adapter that plain transformers and peft load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megascend.testing.environment import reference_environment
+
+STEPS = 12
+CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
+
+# The loss on what was taught, of the base model alone and with the adapter, by transformers and peft; and peft's settings.
+SCORE = """
+import json, sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base, adapter, data = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(base)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base).float(), adapter).eval()
+
+def score():
+    total = count = 0
+    for line in open(data):
+        messages = json.loads(line)["messages"]
+        head = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+        answer = messages[1]["content"] + tokenizer.eos_token
+        ids = torch.tensor([tokenizer(head + answer, add_special_tokens=False)["input_ids"]])
+        start = len(tokenizer(head, add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            logits = model(ids).logits[0, start - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
+        count += len(ids[0]) - start
+    return total / count
+
+with_adapter = score()
+with model.disable_adapter():
+    alone = score()
+config = model.peft_config["default"]
+print(json.dumps([alone, with_adapter, config.r, config.lora_alpha, sorted(config.target_modules)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, data and a run file."""
+    folder = tmp_path_factory.mktemp("lora")
+    # An adapter cannot change the random output projection, and in a narrow one all tokens are alike.
+    done = megascend("new-model", folder / "model", "--hidden", "128", "--layers", "2", "--context", "256")
+    assert done.returncode == 0, done.stderr
+    lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "model": "model",
+        "output": "out",
+        "data": {"path": "chat.jsonl", "global_batch_size": 4},
+        "steps": STEPS,
+        "platform": "cpu",
+        "precision": "fp32",
+        "optimizer": {"lr": 0.01},
+        "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj", "down_proj"], "schedule": {"warmup_steps": 2}},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def single(megascend, folder: Path) -> Path:
+    """The run on one process."""
+    done = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "LoRA of rank 4" in done.stdout
+    return folder / "single"
+
+
+def test_the_adapter_learns_and_is_all_that_is_written(single: Path) -> None:
+    rows = metrics(single)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert [row["lr"] for row in rows] == pytest.approx([0.005] + [0.01] * (STEPS - 1))  # the adapter's own schedule
+    assert sorted(path.name for path in single.iterdir()) == [
+        "adapter",
+        "config.yaml",
+        "events.jsonl",
+        "metrics.jsonl",
+        "metrics.png",
+    ]
+    files = ["adapter_config.json", "adapter_model.safetensors", "megascend_adapter.json"]
+    assert sorted(path.name for path in (single / "adapter").iterdir()) == files
+
+
+def test_peft_computes_with_the_adapter_what_was_trained(single: Path, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCORE, str(folder / "model"), str(single / "adapter"), str(folder / "chat.jsonl")],
+        capture_output=True,
+        text=True,
+        env=reference_environment() | {"HF_HUB_OFFLINE": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone, with_adapter, rank, alpha, targets = json.loads(done.stdout.splitlines()[-1])
+    rows = metrics(single)
+    # The first step saw an adapter whose output is 0, and every batch is the whole data.
+    assert alone == pytest.approx(rows[0]["loss"], abs=1e-4)
+    # The update of the last step comes after its loss, so the adapter must be at least that good.
+    assert with_adapter < rows[-1]["loss"]
+    assert (rank, alpha, targets) == (4, 8, ["down_proj", "o_proj", "q_proj"])
+
+
+def test_two_processes_learn_the_same(megascend, single: Path, folder: Path) -> None:
+    arguments = ("--nproc", "2", "--set", "parallel.tensor=2", "--set", "export=false", "--set", "output=tensor")
+    done = megascend("train", "run.yaml", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows, reference = metrics(folder / "tensor"), metrics(single)
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in reference], rel=2e-4)
+    assert not (folder / "tensor" / "adapter").exists()
+
+
+def test_the_resolved_settings_take_a_change_of_the_adapter(megascend, single: Path, folder: Path) -> None:
+    shown = yaml.safe_load(megascend("show-config", "single/config.yaml", "--set", "lora.rank=2", cwd=folder).stdout)
+    assert shown["lora"]["rank"] == 2
+    assert shown["lora"]["targets"] == ["q_proj", "o_proj", "down_proj"]
+    without = folder / "without.yaml"
+    without.write_text(yaml.safe_dump(shown | {"lora": None}))
+    again = yaml.safe_load(megascend("show-config", without, "--set", "lora.rank=2").stdout)
+    assert (again["lora"]["rank"], again["lora"]["targets"]) == (2, "all-linear")

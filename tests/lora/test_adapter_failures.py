@@ -1,0 +1,365 @@
+"""Whatever goes wrong with one tenant, the others' values, moments and step counts stay the same to the last bit.
+
+One run per layout trains the same two tenants again and again: once in health, and once for each way in which tenant a
+(or a third) can fail. After every way tenant b must be where it was in health.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megascend import (
+    Adam,
+    Adapters,
+    Batching,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Lora,
+    Parallel,
+    Sample,
+    Schedule,
+)
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+LORAS = {"a": Lora(rank=4, dropout=0.1, seed=1), "b": Lora(rank=6, dropout=0.1, seed=2)}
+LENGTHS = (9, 14, 7, 12, 11, 8)
+
+
+@pytest.fixture(scope="module")
+def dense(parity_folder):
+    return case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def moe(parity_folder):
+    return case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
+
+
+def make_backend(checkpoint, parallel=None, **options):
+    from megascend.backend import MegatronBackend
+
+    settings = {"precision": "fp32", "optimizer": Adam(lr=1e-2), "batching": Batching(micro_batch_tokens=48)}
+    settings |= {"adapters": Adapters(max_count=4)} | options
+    return MegatronBackend(checkpoint, parallel or Parallel(), timeout_s=60, **settings)
+
+
+def samples_of(backend, advantage=1.0, spoil=0.0):
+    """Those of a and b in turn; ``advantage`` and ``spoil`` (0 or 1) are a's."""
+    found = []
+    for index, base in enumerate(causal_samples(token_lists(lengths=LENGTHS))):
+        mine = index % 2 == 0
+        found.append(
+            replace(
+                base,
+                adapter="ab"[index % 2],
+                advantages=torch.full((len(base),), advantage if mine else 1.0),
+                extra={"spoil": torch.full((len(base),), spoil if mine else 0.0)},
+            )
+        )
+    return backend.shard(found)
+
+
+def loss(logprobs, inputs):
+    """NaN, and with NaN gradients, where ``spoil`` is set."""
+    poison = torch.where(inputs.extra["spoil"] > 0, torch.nan, 1.0)
+    return -logprobs * inputs.advantages * poison
+
+
+def exact(adapter):
+    """All of its state, as bytes."""
+    tensors = [adapter.values.detach(), *adapter.moments(), adapter.grads]
+    counts = (adapter.taken, adapter.step_count, adapter.skipped_in_a_row, adapter.good_steps, adapter.accumulated)
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors], counts
+
+
+def healthy(backend):
+    backend.forward_backward(samples_of(backend), loss)
+    return backend.optimizer_step()
+
+
+def poisoned_values(backend):
+    backend.adapters["a"].values.detach().fill_(torch.nan)
+    outcome = healthy(backend).adapters
+    assert outcome["a"].skipped
+    assert not outcome["b"].skipped
+
+
+def half_poisoned_values(backend):
+    backend.adapters["a"].values.detach()[::7] = torch.inf
+    outcome = healthy(backend).adapters
+    assert (outcome["a"].skipped, outcome["b"].skipped) == (True, False)
+
+
+def huge_advantages(backend):
+    backend.forward_backward(samples_of(backend, advantage=3e38), loss)
+    outcome = backend.optimizer_step().adapters
+    assert (outcome["a"].skipped, outcome["a"].grad_norm) == (True, math.inf)
+    assert not outcome["b"].skipped
+    assert math.isfinite(outcome["b"].grad_norm)
+
+
+def loss_is_nan(backend):
+    result = backend.forward_backward(samples_of(backend, spoil=1.0), loss)
+    assert math.isnan(result.adapters["a"].loss)
+    assert math.isfinite(result.adapters["b"].loss)
+    outcome = backend.optimizer_step().adapters
+    assert (outcome["a"].skipped, outcome["b"].skipped) == (True, False)
+
+
+def bad_token(backend):
+    before = {name: exact(adapter) for name, adapter in backend.adapters.items()}
+    samples = samples_of(backend)
+    if backend.topology.coordinates(backend.rank).data == 0:
+        samples[-1] = Sample(
+            [3, 10**6], [4, 5], [1.0, 1.0], advantages=[1.0] * 2, extra={"spoil": [0.0] * 2}, adapter="a"
+        )
+    with pytest.raises(DataError, match="outside the vocabulary"):
+        backend.forward_backward(samples, loss)
+    assert {name: exact(adapter) for name, adapter in backend.adapters.items()} == before
+    with pytest.raises(ConfigError, match="no adapter has gradients"):
+        backend.optimizer_step()
+    healthy(backend)
+
+
+def unknown_adapter(backend):
+    strange = [replace(sample, adapter="z") if sample.adapter == "a" else sample for sample in samples_of(backend)]
+    with pytest.raises(DataError, match="is for adapter 'z'; there are: a, b"):
+        backend.forward_backward(strange, loss)
+    healthy(backend)
+
+
+def loss_raises(backend):
+    def broken(logprobs, inputs):
+        raise ZeroDivisionError("a tenant's own loss")
+
+    before = {name: exact(adapter) for name, adapter in backend.adapters.items()}
+    with pytest.raises(ZeroDivisionError):
+        backend.forward_backward(samples_of(backend), broken)
+    assert {name: exact(adapter) for name, adapter in backend.adapters.items()} == before
+    healthy(backend)
+
+
+def removed_before_its_step(backend):
+    backend.forward_backward(samples_of(backend), loss)
+    backend.remove_adapter("a")
+    assert list(backend.optimizer_step().adapters) == ["b"]
+    backend.add_adapter("a", LORAS["a"])
+
+
+def replaced_before_its_step(backend):
+    """The new a has the old one's name and none of its gradients."""
+    backend.forward_backward(samples_of(backend), loss)
+    backend.remove_adapter("a")
+    backend.add_adapter("a", LORAS["a"])
+    assert not backend.adapters["a"].grads.any()
+    with pytest.raises(ConfigError, match="adapter 'a' has gradients"):
+        backend.optimizer_step(["b", "a"])
+    backend.optimizer_step()
+
+
+def discarded_before_its_step(backend):
+    backend.forward_backward(samples_of(backend), loss)
+    backend.discard_gradients(["a"])
+    assert list(backend.optimizer_step().adapters) == ["b"]
+
+
+def another_comes_and_goes(backend):
+    backend.forward_backward(samples_of(backend), loss)
+    backend.add_adapter("c", Lora(rank=32, targets=("q_proj",)))
+    backend.forward_backward([replace(s, adapter="c") for s in samples_of(backend)], loss)
+    backend.forward(samples_of(backend), reference=True)
+    backend.forward([replace(s, adapter="c") for s in samples_of(backend)])
+    backend.optimizer_step("c")
+    backend.remove_adapter("c")
+    assert list(backend.optimizer_step().adapters) == ["a", "b"]
+
+
+def refused_adapters(backend):
+    backend.forward_backward(samples_of(backend), loss)
+    for name, lora, message in [
+        ("../c", Lora(), "not allowed"),
+        ("b", Lora(), "exists"),
+        ("c", Lora(rank=129), "max_rank"),
+        ("c", Lora(targets=("nothing",)), "'nothing'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            backend.add_adapter(name, lora)
+    with pytest.raises(ConfigError, match="no adapter 'c'"):
+        backend.remove_adapter("c")
+    with pytest.raises(ConfigError, match="no adapter 'c'"):
+        backend.optimizer_step(["b", "c"])
+    with pytest.raises(ConfigError, match="no adapter 'c'"):
+        backend.discard_gradients(["b", "c"])
+    backend.optimizer_step()
+
+
+def files_fail(folder):
+    def fails(backend):
+        (folder / "file").write_text("not a directory")
+        (folder / "thesis").mkdir(exist_ok=True)
+        (folder / "thesis" / "thesis.txt").write_text("years of work")
+        targets = [folder / "file" / "below", folder / ("x" * 300), folder / "thesis", folder / "file"]
+        for target in targets:
+            with pytest.raises(CheckpointError, match=r"save_adapter"):
+                backend.save_adapter("a", target)
+        for target in (folder / "file" / "below", folder / "thesis"):
+            with pytest.raises(CheckpointError, match="export"):
+                backend.export_hf(target, adapter="a")
+        with pytest.raises(CheckpointError, match="no adapter_config"):
+            backend.load_adapter("c", folder / "thesis")
+        with pytest.raises(ConfigError, match="no adapter 'z'"):
+            backend.save_adapter("z", folder / "z")
+        with pytest.raises(ConfigError, match="no adapter 'z'"):
+            backend.export_hf(folder / "z", adapter="z")
+        backend.forward_backward(samples_of(backend), loss)
+        with pytest.raises(ConfigError, match=r"call optimizer_step\('a'\) first"):
+            backend.save_adapter("a", folder / "fresh")
+        backend.optimizer_step()
+        assert sorted(path.name for path in folder.iterdir()) == ["file", "thesis"]
+        assert list(backend.adapters) == ["a", "b"]
+
+    return fails
+
+
+def a_poisoned_adapter_is_not_saved(folder):
+    def fails(backend):
+        backend.adapters["a"].values.detach()[3] = torch.nan
+        with pytest.raises(CheckpointError, match="NaN or infinite"):
+            backend.save_adapter("a", folder / "poisoned")
+        assert not (folder / "poisoned").exists()
+        healthy(backend)
+
+    return fails
+
+
+def after(backend, fails):
+    """Tenant b's state and tenant a's after a healthy step, one with the failure in it, and another healthy one."""
+    for name in list(backend.adapters):
+        backend.remove_adapter(name)
+    for name, lora in LORAS.items():
+        backend.add_adapter(name, lora)
+    healthy(backend)
+    fails(backend)
+    healthy(backend)
+    return exact(backend.adapters["b"]), exact(backend.adapters["a"])
+
+
+BEFALL_A = [
+    poisoned_values, half_poisoned_values, huge_advantages, loss_is_nan, removed_before_its_step,
+    replaced_before_its_step, discarded_before_its_step,
+]  # fmt: skip
+LEAVE_A_ALONE = [bad_token, unknown_adapter, loss_raises, another_comes_and_goes, refused_adapters]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, Parallel()), (2, Parallel(tensor=2, sequence=True)), (2, Parallel())],
+    ids=["single", "TP2 + SP", "DP2"],
+)
+def test_nothing_that_befalls_one_tenant_changes_another(dense, tmp_path, world_size, parallel):
+    def on_rank():
+        backend = make_backend(dense, parallel)
+        folder = tmp_path / "files"
+        if backend.rank == 0:
+            folder.mkdir()
+        expected = after(backend, healthy)
+        changed = [
+            way.__name__ for way in [healthy, *LEAVE_A_ALONE, files_fail(folder)] if after(backend, way) != expected
+        ]
+        for way in [*BEFALL_A, a_poisoned_adapter_is_not_saved(tmp_path)]:
+            of_b, of_a = after(backend, way)
+            if of_b != expected[0]:
+                changed.append(way.__name__)
+            assert of_a != expected[1], "the failure happened"
+        return changed
+
+    assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(2, Parallel(pipeline=2)), (2, Parallel(context=2))],
+    ids=["PP2", "CP2"],
+)
+def test_pipelines_and_split_sequences_keep_tenants_apart(dense, world_size, parallel):
+    def on_rank():
+        backend = make_backend(dense, parallel)
+        expected = after(backend, healthy)[0]
+        ways = [
+            poisoned_values,
+            huge_advantages,
+            loss_is_nan,
+            bad_token,
+            removed_before_its_step,
+            another_comes_and_goes,
+        ]
+        return [way.__name__ for way in ways if after(backend, way)[0] != expected]
+
+    assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, Parallel()), (2, Parallel(expert=2)), (2, Parallel(tensor=2))],
+    ids=["single", "EP2", "ETP2"],
+)
+def test_experts_that_two_tenants_share_keep_them_apart(moe, monkeypatch, world_size, parallel):
+    for name, lora in LORAS.items():
+        monkeypatch.setitem(LORAS, name, lora.model_copy(update={"dropout": 0.0}))
+
+    def on_rank():
+        backend = make_backend(moe, parallel)
+        expected = after(backend, healthy)[0]
+        return [way.__name__ for way in BEFALL_A if after(backend, way)[0] != expected]
+
+    assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
+
+
+def test_an_overflow_halves_only_its_own_tenants_loss_scale(dense):
+    def on_rank():
+        backend = make_backend(dense, precision="fp16")
+        for name, lora in LORAS.items():
+            backend.add_adapter(name, lora)
+        scales, skipped = [], []
+        for advantage in (1.0, 3e4, 1.0):
+            backend.forward_backward(samples_of(backend, advantage=advantage), loss)
+            outcome = backend.optimizer_step().adapters
+            scales.append({name: one.loss_scale for name, one in outcome.items()})
+            skipped.append([name for name, one in outcome.items() if one.skipped])
+        return scales, skipped, {name: adapter.taken for name, adapter in backend.adapters.items()}
+
+    scales, skipped, taken = run_distributed(on_rank, 1, init=False)[0]
+    assert skipped == [[], ["a"], []]
+    assert scales == [{"a": 2.0**16, "b": 2.0**16}, {"a": 2.0**16, "b": 2.0**16}, {"a": 2.0**15, "b": 2.0**16}]
+    assert taken == {"a": 2, "b": 3}
+
+
+def test_a_skipped_step_counts_for_its_own_tenant(dense):
+    def on_rank():
+        backend = make_backend(dense, schedule=Schedule(kind="linear", warmup_steps=0, total_steps=10))
+        for name, lora in LORAS.items():
+            backend.add_adapter(name, lora)
+        rows = []
+        for spoil in (0.0, 1.0, 1.0, 0.0):
+            backend.forward_backward(samples_of(backend, spoil=spoil), loss)
+            outcome = backend.optimizer_step()
+            rows.append((outcome.skipped, {n: (o.lr, o.skipped_in_a_row) for n, o in outcome.adapters.items()}))
+        backend.forward_backward([s for s in samples_of(backend) if s.adapter == "b"], loss)
+        alone = backend.optimizer_step()
+        counts = {n: (x.step_count, x.taken, x.skipped_in_a_row) for n, x in backend.adapters.items()}
+        return rows, alone.adapters["b"].lr, counts
+
+    rows, lr_of_b, counts = run_distributed(on_rank, 1, init=False)[0]
+    assert [skipped for skipped, _ in rows] == [False, True, True, False]
+    assert [row["a"] for _, row in rows] == [
+        (pytest.approx(1e-2 * (1 - i / 10)), n) for i, n in enumerate([0, 1, 2, 0])
+    ]
+    assert [row["b"] for _, row in rows] == [(pytest.approx(1e-2 * (1 - i / 10)), 0) for i in range(4)]
+    assert lr_of_b == pytest.approx(6e-3)
+    assert counts == {"a": (4, 2, 0), "b": (5, 5, 0)}

@@ -1,0 +1,29 @@
+"""Many adapters: each ends where it would have ended alone."""
+
+from itertools import product
+
+import pytest
+
+from megascend.testing.distributed import run_distributed
+from megascend.testing.lora_parity import ISOLATED_ENDS, isolation_cases, largest_difference_alone
+from megascend.testing.parity import STEPS, Case, case_checkpoint
+
+BOUND = 1e-6
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+
+@pytest.mark.parametrize(
+    ("case", "tenants"),
+    [
+        *product(isolation_cases(), (2, 4)),
+        *(pytest.param(case, 8, marks=pytest.mark.nightly) for case in isolation_cases()),
+        (ISOLATED_ENDS, 4),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_mixed_training_equals_training_alone(case: Case, tenants, parity_folder):
+    checkpoint = case_checkpoint(parity_folder, case.arch)
+    found = run_distributed(
+        largest_difference_alone, case.world_size, case, checkpoint, tenants, STEPS, init=False, timeout_s=200
+    )
+    assert max(found) <= BOUND, found

@@ -1,0 +1,62 @@
+"""One adapter: losses, gradient norms, trained factors and logits equal those of Hugging Face + peft in every layout."""
+
+import pytest
+
+from megascend.testing.distributed import run_distributed
+from megascend.testing.lora_parity import (
+    adapter_differences,
+    adapter_folder,
+    lora_matrix,
+    make_adapter,
+    peft_oracle,
+    train_adapter,
+)
+from megascend.testing.parity import Case, case_checkpoint, token_lists
+
+LOGITS_BOUND, FACTORS_BOUND = 2e-5, 1e-3
+# Every way in which a layer's factors are divided, exchanged or recomputed; scripts/parity.py --lora does the whole matrix.
+IN_SHORT = (
+    "single",
+    "TP2",
+    "TP2 + SP",
+    "TP2 + SP, padded",
+    "PP2 x VPP2",
+    "CP2 packed",
+    "CP2, full recompute",
+    "TP2 x PP2",
+    "MoE single",
+    "MoE TP2 + SP (ETP2)",
+    "MoE EP2",
+    "MoE TP2 x EP2 + SP",
+    "MoE TP2 x EP2, ETP2",
+    "MoE, full recompute",
+    "bf16",
+    "fp16",
+    "ends, single",
+    "ends, TP2 + SP",
+    "ends, TP2, odd vocabulary",
+    "ends, PP2",
+    "ends, DP2, distributed optimizer",
+    "ends, CP2 packed",
+)
+CASES = [case for case in lora_matrix() if case.name in IN_SHORT]
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+
+def test_the_short_list_names_cases():
+    assert len(CASES) == len(IN_SHORT)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_trajectory_equals_peft(case: Case, parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
+    adapter = adapter_folder(checkpoint, case)
+    if not adapter.exists():
+        run_distributed(make_adapter, 1, checkpoint, adapter, 7, case.targets, init=False, timeout_s=120)
+    mine = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
+    found = adapter_differences(mine, peft_oracle(parity_folder, checkpoint, adapter, token_lists()))
+    assert found.loss <= case.loss_bound, found
+    assert found.grad_norm <= case.norm_bound, found
+    if case.precision == "fp32":
+        assert found.factors <= FACTORS_BOUND, found
+        assert found.logits is None or found.logits <= LOGITS_BOUND, found

@@ -1,0 +1,189 @@
+"""Names, limits and targets that are refused, with nothing changed; and first values that no layout changes."""
+
+import math
+
+import pytest
+import torch
+
+from megascend.config import Adam, Adapters, Lora, Schedule
+from megascend.errors import ConfigError
+from megascend.lora.layout import families
+from megascend.lora.projections import Part, Site, restrict
+from megascend.lora.registry import AdapterRegistry, check_name
+
+ODD_NAMES = [
+    "", "../x", "..", ".", "a/b", "a\\b", ".hidden", "a..b", "x.", "-x", "_x", "a b", "a\n", "a\0b", "ä", "名", "x²",
+    "a:b", "~", "a" * 101, "a" * 200, None, 7, b"a", ("a",), ["a"],
+]  # fmt: skip
+
+
+def one_site(layer=0, experts=1, start=0, count=None, in_start=0, in_features=6, in_total=6):
+    kind = "mlp.experts" if count else "mlp"
+    part = Part(f"model.layers.{layer}.{kind}.down_proj", 4, torch.arange(4), torch.arange(4))
+    return Site(None, "row", (part,), in_features, 4, in_start, in_total, experts, start, count)
+
+
+def embedding(in_start=0, in_features=9):
+    rows = torch.arange(400)
+    return Site(None, "row", (Part("model.embed_tokens", 400, rows, rows),), in_features, 400, in_start, 9)
+
+
+def make_registry(limits=None, sites=None, **options):
+    of = families(sites or [one_site(0), one_site(1)])
+    names = [part.name for family in of for site in family.sites for part in site.parts]
+    settings = {"adam": Adam(), "schedule": Schedule(), "seed": 3, "scales_loss": False} | options
+    return AdapterRegistry(limits or Adapters(), of, names, device=torch.device("cpu"), **settings)
+
+
+def add(registry, name, lora=None):
+    registry.add(registry.create(name, lora or Lora(rank=2)))
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=repr)
+def test_odd_names_are_refused(name):
+    registry = make_registry()
+    add(registry, "a")
+    with pytest.raises(ConfigError, match=r"adapter name .* is not allowed"):
+        add(registry, name)
+    assert list(registry) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["a", "7", "tenant-1", "org.model_v2", "A" * 100])
+def test_plain_names_are_taken(name):
+    check_name(name)
+
+
+def test_refusals_name_the_setting_and_change_nothing():
+    registry = make_registry(Adapters(max_count=2, max_rank=8))
+    add(registry, "a")
+    kept = registry["a"]
+    before = kept.values.detach().clone()
+    for name, lora, message in [
+        ("a", Lora(rank=2), r"adapter 'a' exists"),
+        ("b", Lora(rank=9), r"adapters\.max_rank: 8"),
+        ("b", Lora(rank=2, targets=("q_proj",)), r"adapter 'b' targets 'q_proj'.*those are down_proj"),
+        ("b", Lora(rank=2, targets=("down_proj", "lm_head")), r"targets 'lm_head'"),
+        ("b", Lora(rank=2, targets=("own_proj",)), r"targets 'own_proj'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            add(registry, name, lora)
+        assert list(registry) == ["a"]
+        assert registry["a"] is kept
+    add(registry, "b", Lora(rank=8))
+    with pytest.raises(ConfigError, match=r"adapters\.max_count: 2"):
+        add(registry, "c")
+    for name in ("c", "A", ""):
+        with pytest.raises(ConfigError, match=r"there is no adapter .*; there are: a, b"):
+            registry.remove(name)
+    assert list(registry) == ["a", "b"]
+    assert torch.equal(kept.values, before)
+    registry.remove("a")
+    with pytest.raises(ConfigError, match="there are: b"):
+        registry["a"]
+    add(registry, "c")
+
+
+def test_settings_that_no_adapter_can_have_are_refused_when_written_down():
+    for options in ({"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"targets": ()}, {"targets": ("q_proj", "")},
+                    {"targets": "q_proj"}, {"seed": -1}, {"ranks": 8}):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            Lora(**options)
+
+
+def test_dropout_on_experts_is_refused():
+    registry = make_registry(sites=[one_site(0), one_site(1, experts=2, count=2)])
+    with pytest.raises(ConfigError, match=r"dropout 0\.1 on experts.*set dropout: 0"):
+        add(registry, "a", Lora(dropout=0.1))
+    add(registry, "a", Lora(dropout=0.1, targets=("mlp.down_proj",)))
+    add(registry, "b", Lora())
+
+
+def test_first_values_are_pefts_and_the_same_in_every_layout():
+    registry = make_registry()
+    whole = registry.create("a", Lora(rank=64))
+    views = {span.factor: values for span, values in whole.views(whole.values.detach())}
+    assert not views["b"].any()
+    bound = 1 / math.sqrt(6)
+    assert views["a"].abs().max() <= bound
+    assert views["a"].std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+    assert not torch.equal(views["a"][0], views["a"][1]), "two layers draw differently"
+    other = registry.create("b", Lora(rank=64, seed=4))
+    assert not torch.equal(other.values, whole.values)
+    assert torch.equal(registry.create("c", Lora(rank=64, seed=3)).values, whole.values)
+
+    for rank in range(2):  # the input's columns divided over two ranks; only layer 1 on this pipeline stage
+        part = make_registry(sites=[one_site(1, in_start=3 * rank, in_features=3)]).create("a", Lora(rank=64))
+        mine = next(values for span, values in part.views(part.values.detach()) if span.factor == "a")
+        assert torch.equal(mine[0], views["a"][1, ..., 3 * rank : 3 * rank + 3])
+
+
+def test_experts_draw_by_their_number_in_the_model():
+    whole = make_registry(sites=[one_site(experts=4, count=4)]).create("a", Lora(rank=2))
+    half = make_registry(sites=[one_site(experts=2, start=2, count=4)]).create("a", Lora(rank=2))
+    of = [next(v for s, v in x.views(x.values.detach()) if s.factor == "a") for x in (whole, half)]
+    assert torch.equal(of[0][0, 2:], of[1][0])
+    assert len({tuple(expert.flatten().tolist()) for expert in of[0][0]}) == 4
+
+
+def test_only_targets_get_values():
+    sites = [one_site(0), one_site(1)]
+    made = make_registry(sites=sites).create("a", Lora(rank=2, targets=("model.layers.1.mlp.down_proj",)))
+    a = next(values for span, values in made.views(made.values.detach()) if span.factor == "a")
+    assert not a[0].any()
+    assert a[1].all()
+    assert restrict(sites[0], made.lora.targets) is None
+
+
+def test_an_adapter_has_its_own_optimizer_and_schedule_or_the_backends():
+    registry = make_registry(adam=Adam(lr=0.5), schedule=Schedule(warmup_steps=4))
+    own = registry.create("own", Lora(rank=2, optimizer=Adam(lr=2.0, max_grad_norm=0.0), schedule=Schedule()))
+    plain = registry.create("plain", Lora(rank=2))
+    lrs = {}
+    for made in (own, plain):
+        made.grads.fill_(3.0)
+        lrs[made.name] = [made.step(3.0).lr for _ in range(3)]
+    assert lrs == {"own": [2.0, 2.0, 2.0], "plain": pytest.approx([0.125, 0.25, 0.375])}
+
+
+def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
+    registry = make_registry(adam=Adam(lr=0.1, weight_decay=0.2, max_grad_norm=1.0), scales_loss=True)
+    made = registry.create("a", Lora(rank=2))
+    reference = torch.nn.Parameter(made.values.detach().clone())
+    adamw = torch.optim.AdamW([reference], lr=0.1, weight_decay=0.2)
+    scales = []
+    for number, finite in enumerate([True, False, False, True, True]):
+        gradient = torch.randn(made.layout.size, generator=torch.Generator().manual_seed(number))
+        made.grads.copy_(gradient * made.loss_scale)
+        made.accumulated = True
+        norm = float(gradient.norm())
+        result = made.step(norm * made.loss_scale if finite else math.nan)
+        scales.append((result.loss_scale, result.skipped, result.skipped_in_a_row))
+        if finite:
+            reference.grad = gradient * min(1.0, 1 / (norm + 1e-6))
+            adamw.step()
+            assert result.grad_norm == pytest.approx(norm)
+        else:
+            assert result.grad_norm == math.inf
+        torch.testing.assert_close(made.values, reference)
+        assert not made.grads.any()
+        assert not made.accumulated
+    assert scales == [
+        (2.0**16, False, 0),
+        (2.0**16, True, 1),
+        (2.0**15, True, 2),
+        (2.0**14, False, 0),
+        (2.0**14, False, 0),
+    ]
+    assert (made.step_count, made.taken) == (5, 3)
+
+
+def test_an_embedding_starts_with_a_zero_and_b_normal_as_in_peft():
+    lora = Lora(rank=5, targets=("embed_tokens",))
+    limits = Adapters(targets=("embed_tokens", "down_proj"))
+    made = make_registry(limits, [embedding(), one_site(0)]).create("a", lora)
+    found = {(span.family, span.factor): values for span, values in made.views(made.values.detach())}
+    b = found[0, "b"]
+    assert (float(b.mean()), float(b.std())) == (pytest.approx(0, abs=0.1), pytest.approx(1, abs=0.1))
+    assert not any(values.any() for which, values in found.items() if which != (0, "b"))
+    shard = make_registry(limits, [embedding(5, 4), one_site(0)]).create("a", lora)
+    assert torch.equal(next(v for s, v in shard.views(shard.values) if (s.family, s.factor) == (0, "b")), b)

@@ -1,0 +1,91 @@
+"""A thousand adapters come, train and go: memory stays flat, and the thousand-and-first finds nothing of the others."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascend import Adam, Adapters, Batching, Lora, Sample
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint
+
+ROUNDS, SETTLED = 1000, 200
+RANKS = (1, 16, 3, 8, 2, 13)
+TINY = {
+    "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
+
+
+def resident_mib():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def live_tensors():
+    gc.collect()
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.usefixtures("megatron_imported")
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_a_thousand_adapters_leave_nothing_behind(parity_folder, arch):
+    experts = {"moe_intermediate_size": 16, "num_experts": 2} if arch == "qwen3_moe" else {}
+    checkpoint = case_checkpoint(parity_folder, arch, **TINY, **experts)
+    rounds = ROUNDS if arch == "qwen3" else ROUNDS // 5
+
+    def on_rank():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(
+            checkpoint,
+            precision="fp32",
+            optimizer=Adam(lr=1e-2),
+            batching=Batching(micro_batch_tokens=16),
+            adapters=Adapters(max_count=2, max_rank=16),
+            timeout_s=60,
+        )
+        backend.add_adapter("stays", Lora(rank=4))
+
+        def batch(name):
+            return [
+                Sample([3, 4, 5], [4, 5, 6], [1.0] * 3, adapter=name),
+                Sample([7, 8, 9, 3], [8, 9, 3, 4], [1.0] * 4, adapter="stays"),
+            ]
+
+        def life(name, lora, steps, company):
+            """Added, trained and removed; returns what it became."""
+            backend.add_adapter(name, lora)
+            for _ in range(steps):
+                backend.forward_backward(batch(name)[: 1 + company])
+                if company:
+                    backend.discard_gradients("stays")
+                backend.optimizer_step(name)
+            adapter = backend.adapters[name]
+            state = [x.clone() for x in (adapter.values.detach(), *adapter.moments())]
+            backend.remove_adapter(name)
+            return state
+
+        probe = Lora(rank=5, seed=9, targets=("q_proj", "down_proj"))
+        first = [life("probe", probe, 3, company) for company in (False, True)]
+        memory, tensors = [], []
+        for number in range(rounds):
+            if number in (rounds * SETTLED // ROUNDS, rounds - 2):  # after rounds of the same kind
+                tensors.append(live_tensors())
+                memory.append(resident_mib())
+            life(f"tenant-{number}", Lora(rank=RANKS[number % len(RANKS)], seed=number), 1, bool(number % 2))
+        last = [life("probe", probe, 3, company) for company in (False, True)]
+        same = [
+            torch.equal(*pair) for one, other in zip(first, last, strict=True) for pair in zip(one, other, strict=True)
+        ]
+        return memory, tensors, same, list(backend.adapters)
+
+    memory, tensors, same, left = run_distributed(on_rank, 1, init=False, timeout_s=300)[0]
+    assert left == ["stays"]
+    assert tensors[1] == tensors[0]
+    assert memory[1] - memory[0] < 4, memory
+    assert same == [True] * 6

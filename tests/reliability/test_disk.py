@@ -1,0 +1,396 @@
+"""Disks that are full, read-only or slow: an error on every rank and nothing half-written, and training goes on if it may."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from megascend import Adam, Adapters, Batching, CheckpointError, Lora
+from megascend.checkpoint import manifest
+from megascend.checkpoint.series import Series
+from megascend.config import RunConfig
+from megascend.errors import PlatformError
+from megascend.parallel.objects import gather_objects
+from megascend.testing import faults, run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+MIB = 2**20
+DISK = 12 * MIB
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder):
+    return case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture
+def disk():
+    """A disk of 12 MiB: room for several checkpoints of the model, which take about 2."""
+    try:
+        with faults.full_disk(DISK) as folder:
+            yield folder
+    except PlatformError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+
+
+def make_backend(checkpoint, **options):
+    from megascend.backend import MegatronBackend
+
+    settings = {"precision": "fp32", "optimizer": Adam(lr=1e-2), "batching": Batching(micro_batch_tokens=512)}
+    return MegatronBackend(checkpoint, timeout_s=30, **settings | options)
+
+
+def train(backend, adapter=None):
+    backend.forward_backward(backend.shard(causal_samples(token_lists(lengths=(9, 12, 7, 10)))), adapter=adapter)
+    backend.optimizer_step()
+
+
+def parameters(backend):
+    return [p.detach().numpy().tobytes() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+
+
+def free(folder):
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def leave(folder, room):
+    """Fill a disk up to ``room`` bytes."""
+    filler = folder / "filler"
+    filler.unlink(missing_ok=True)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free(folder) - room)
+
+
+def on_rank_0(action):
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def together(backend, call):
+    """The message of the CheckpointError that ``call`` raises, the same on every rank; None on every rank if there is none."""
+    try:
+        call()
+        message = None
+    except CheckpointError as error:
+        message = str(error)
+    messages = gather_objects(message, "world", backend.groups)
+    assert len(set(messages)) == 1, messages
+    return message
+
+
+def test_a_full_disk_at_any_point_of_a_save(checkpoint, disk):
+    """Room for nothing, for a part of a file, for some files, for all but the last: an error, and all that was there is there."""
+    series = Series(disk / "checkpoints")
+
+    def work():
+        with make_backend(checkpoint) as backend:
+            train(backend)
+            backend.save(series.path(1), after=series.committed, wait=True)
+            before = parameters(backend)
+            size = sum(path.stat().st_size for path in series.path(1).rglob("*") if path.is_file())
+            train(backend)
+            present, failed = parameters(backend), []
+            on_rank_0(lambda: leave(disk, 0))
+            rooms = [0, 4096, 8192, size // 4, size // 2, size - size // 10, *range(size - 16384, size + 40960, 8192)]
+            for room in rooms:
+                on_rank_0(lambda room=room: leave(disk, room // 4096 * 4096))
+                left = free(disk)
+                message = together(backend, lambda: backend.save(series.path(2), after=series.committed).wait())
+                failed.append(message is not None)
+                if message is None:
+                    break
+                assert "No space left on device" in message, message
+                assert "step-00000002" in message
+                dist.barrier()
+                if series.path(2).exists():  # no room for the few bytes of `latest`
+                    assert "could not be put in place" in message
+                    assert manifest.problems(series.path(2), f := manifest.read(series.path(2)).files, f) == []
+                    on_rank_0(lambda: shutil.rmtree(series.path(2)))
+                assert abs(free(disk) - left) <= 8192  # but for the file of `latest` and directories
+                dist.barrier()
+                assert [path.name for path in series.candidates()][:1] == ["step-00000001"]
+                assert manifest.problems(series.path(1), f := manifest.read(series.path(1)).files, f) == []
+                backend.load(series.candidates()[0])
+                assert parameters(backend) == before
+                train(backend)
+                assert parameters(backend) == present
+                dist.barrier()
+            on_rank_0((disk / "filler").unlink)
+            backend.save(series.path(2), after=series.committed, wait=True)
+            train(backend)
+            backend.load(series.candidates()[0])
+            assert parameters(backend) == present
+            return failed
+
+    failed, _ = run_distributed(work, 2, init=False, timeout_s=90)
+    assert failed[:6] == [True] * 6
+    assert not failed[-1]  # the last was enough
+    assert series.latest() == 2
+    assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_a_full_disk_and_the_other_things_that_are_written(checkpoint, disk):
+    """Adapters, checkpoints of adapters, exported models, and checkpoints with one."""
+
+    def work():
+        with make_backend(checkpoint, adapters=Adapters(max_count=2)) as backend:
+            backend.add_adapter("a", Lora(rank=8))
+            train(backend, "a")
+            targets = {
+                "adapter": lambda path: backend.save_adapter("a", path),
+                "merged": lambda path: backend.export_hf(path, adapter="a"),
+                "base": backend.export_hf,
+                "checkpoint": lambda path: backend.save(path, wait=True),
+                "with hf": lambda path: backend.save(path, hf=True, wait=True),
+            }
+            sizes, said = {}, []
+            for name, write in targets.items():
+                write(disk / name)
+                dist.barrier()
+                sizes[name] = sum(path.stat().st_size for path in (disk / name).rglob("*") if path.is_file())
+            before = contents_of(disk)
+            for name, write in targets.items():
+                for room in (0, 4096, sizes[name] // 3, sizes[name] - 4096):
+                    on_rank_0(lambda room=room: leave(disk, room // 4096 * 4096))
+                    for target in (disk / name, disk / "new"):
+                        message = together(backend, lambda write=write, target=target: write(target))
+                        assert message is not None, (name, room)
+                        said.append((name, room, message))
+                    dist.barrier()
+                    on_rank_0((disk / "filler").unlink)
+                    assert contents_of(disk) == before, (name, room)  # no half of anything, at either place
+                    dist.barrier()
+            for name, write in targets.items():
+                write(disk / name)
+            backend.load(disk / "with hf")
+            return said
+
+    said, _ = run_distributed(work, 2, init=False, timeout_s=120)
+    for name, room, message in said:
+        assert "No space left" in message or "os error 28" in message.lower(), (name, room, message)
+
+
+def contents_of(folder):
+    """Everything below a directory."""
+    return {str(path.relative_to(folder)): path.is_dir() or path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+def test_a_read_only_disk(checkpoint, tmp_path):
+    series = Series(tmp_path / "run" / "checkpoints")
+
+    def work():
+        with make_backend(checkpoint, adapters=Adapters(max_count=1)) as backend:
+            backend.add_adapter("a", Lora(rank=4))
+            train(backend, "a")
+            backend.save(series.path(1), after=series.committed, wait=True)
+            state = backend.adapters["a"].values.detach().clone()
+            train(backend, "a")
+            dist.barrier()
+            before = contents_of(tmp_path)
+            keeper = faults.read_only(tmp_path / "run")
+            seen, why = None, None
+            if backend.rank == 0:
+                try:
+                    seen = keeper.__enter__()
+                except PlatformError as error:
+                    why = str(error)
+            seen, why = gather_objects((seen, why), "world", backend.groups)[0]
+            if seen is None:
+                return why
+            there = Series(seen / "checkpoints")
+            try:
+                for call in (
+                    lambda: backend.save(there.path(2), after=there.committed).wait(),
+                    lambda: backend.save(there.path(1), after=there.committed).wait(),
+                    lambda: backend.save_adapter("a", seen / "adapter"),
+                    lambda: backend.export_hf(seen / "hf"),
+                ):
+                    message = together(backend, call)
+                    assert message is not None
+                    assert "Read-only file system" in message
+                backend.load(there.candidates()[0])  # which needs nothing to be written
+                assert backend.adapters["a"].values.detach().equal(state)
+                train(backend, "a")
+            finally:
+                dist.barrier()
+                if backend.rank == 0:
+                    keeper.__exit__(None, None, None)
+                dist.barrier()
+            assert contents_of(tmp_path) == before
+            backend.save(series.path(2), after=series.committed, wait=True)
+            return None
+
+    reasons = run_distributed(work, 2, init=False, timeout_s=60)
+    if reasons[0] is not None:
+        pytest.skip(f"nothing can be mounted read-only here: {reasons[0]}")
+    assert series.candidates() == [series.path(2), series.path(1)]
+
+
+# --- a run ---
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A model with tokenizer, and data."""
+    folder = tmp_path_factory.mktemp("run")
+    command("new-model", folder / "model", "--hidden", "64", "--layers", "2", "--context", "128", check=True)
+    lines = [{"text": f"the number {number} is followed by {number + 1}"} for number in range(16)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def settings(prepared, output, **checkpoint):
+    return {
+        "model": str(prepared / "model"),
+        "output": str(output),
+        "data": {"path": str(prepared / "text.jsonl"), "global_batch_size": 4},
+        "steps": 40,
+        "platform": "cpu",
+        "precision": "fp32",
+        "optimizer": {"lr": 0.001},
+        "plot": False,
+        "export": False,
+        "timeout_s": 60,
+        "checkpoint": {"every": 2, "keep_last": 1, **checkpoint},
+    }
+
+
+def command(*arguments, check=False):
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return subprocess.run(
+        [sys.executable, "-m", "megascend.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=check,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+    )
+
+
+def events(output):
+    path = Path(output) / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(prepared, disk):
+    """The disk fills up under it, with metrics and all, and is cleared while it goes on."""
+    from megascend.train.loop import train as train_run
+
+    output, stop = disk / "run", threading.Event()
+
+    def watch():
+        """Fill the disk after the first checkpoint; clear it after three failures."""
+        wait_for(lambda: any(event["event"] == "saved" for event in events(output)), stop)
+        leave(disk, 64 * 1024)
+        wait_for(lambda: sum(event["event"] == "save_failed" for event in events(output)) >= 3, stop)
+        (disk / "filler").unlink()
+
+    def work():
+        result = train_run(RunConfig(**settings(prepared, output, on_failure="continue")))
+        return result.steps
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert run_distributed(work, 2, init=False, timeout_s=90) == [40, 40]
+    finally:
+        stop.set()
+        watcher.join(10)
+    kinds = [event["event"] for event in events(output) if event["event"] in ("saved", "save_failed")]
+    failures = kinds.count("save_failed")
+    assert failures >= 3
+    assert kinds[0] == kinds[-1] == "saved"
+    assert kinds.index("save_failed") < len(kinds) - 1
+    assert all("No space left" in event["problem"] for event in events(output) if event["event"] == "save_failed")
+    series = Series(output / "checkpoints")
+    assert series.candidates() == [series.path(40)]
+    assert manifest.problems(series.path(40), f := manifest.read(series.path(40)).files, f) == []
+    assert sorted(path.name for path in series.directory.iterdir()) == ["latest", "step-00000040"]
+    rows = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, 41))
+
+
+def wait_for(condition, stop, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition() and not stop.is_set() and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+@pytest.mark.nightly
+def test_a_run_stops_with_exit_code_2_and_can_be_resumed(prepared, disk):
+    output = disk / "run"
+    (prepared / "stop.yaml").write_text(yaml.safe_dump(settings(prepared, output, on_failure="stop", keep_last=9)))
+    done = command("train", prepared / "stop.yaml", "--nproc", "2")  # the disk has no room for twenty checkpoints
+    assert done.returncode == 2, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    series = Series(output / "checkpoints")
+    steps = series.steps()
+    assert steps
+    assert series.latest() == steps[-1] < 40
+    assert all(manifest.problems(series.path(s), f := manifest.read(series.path(s)).files, f) == [] for s in steps)
+    assert not [path for path in series.directory.iterdir() if path.name.startswith(".step")]
+    shutil.rmtree(series.path(steps[0]))  # make room
+    arguments = ("--resume", "auto", "--set", "checkpoint.keep_last=1", "--set", f"steps={steps[-1] + 2}")
+    done = command("train", prepared / "stop.yaml", "--nproc", "2", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from {series.path(steps[-1])} after step {steps[-1]}" in done.stdout
+    assert series.steps() == [steps[-1] + 2]
+
+
+# --- slow ---
+
+
+def test_a_slow_disk_does_not_stop_training(checkpoint, tmp_path):
+    """Steps go on while a checkpoint is being written; the next one waits until it is complete."""
+    seconds = 2.0
+
+    def work():
+        with make_backend(checkpoint) as backend:
+            for _ in range(2):
+                train(backend)
+            backend.save(tmp_path / "first", wait=True)
+            fsync = os.fsync
+
+            def slowly(descriptor):
+                if Path(f"/proc/self/fd/{descriptor}").resolve().name == f"__{backend.rank}_0.distcp":
+                    time.sleep(seconds)
+                fsync(descriptor)
+
+            os.fsync = slowly
+            start = time.monotonic()
+            slow = backend.save(tmp_path / "slow")
+            begun, done_at, steps = time.monotonic(), [], 0
+            threading.Thread(target=lambda: (slow.wait(), done_at.append(time.monotonic())), daemon=True).start()
+            while backend.any_rank(not slow.done)[0] and time.monotonic() - start < seconds / 2:
+                train(backend)
+                steps += 1
+            during = time.monotonic()
+            assert not slow.done
+            following = backend.save(tmp_path / "following")
+            waited = time.monotonic()
+            assert slow.done
+            assert not following.done
+            following.wait()
+            return begun - start, steps, during - start, done_at[0] - start, waited - start, following.stall_s
+
+    for stall, steps, during, done, waited, stalled in run_distributed(work, 2, init=False, timeout_s=60):
+        assert stall < seconds / 4
+        assert steps >= 3
+        assert during < seconds <= done <= waited
+        assert stalled >= seconds - during - 0.05

@@ -1,0 +1,247 @@
+"""A rank dies, stops, hangs or leaves a collective out: every other one ends in time and names it, and where."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import pytest
+
+from megascend.backend import GRACE_S
+from megascend.config import Parallel
+from megascend.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    DistributedTestError,
+    MegascendError,
+    PeerLostError,
+)
+from megascend.parallel.objects import gather_objects
+from megascend.parallel.process_groups import initialize
+from megascend.parallel.topology import plan
+from megascend.parallel.watch import EXIT_PEER_LOST
+from megascend.testing import Lost, faults, run_distributed, write_tiny_checkpoint
+from megascend.testing.parity import causal_samples
+
+TIMEOUT_S = 4.0
+DIAGNOSIS_S = 6.0  # three seconds of watching, and what two busy cores add
+KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+def caught(work):
+    """The error that ``work`` ends with: its class, its message, and the seconds since ``began[0]``."""
+    began = [time.monotonic()]
+    try:
+        work(began)
+    except MegascendError as error:
+        return type(error), str(error), time.monotonic() - began[0]
+    return None, "", time.monotonic() - began[0]
+
+
+def train(checkpoint, parallel):
+    """Three steps."""
+    from megascend.backend import MegatronBackend
+
+    def steps(began):
+        backend = MegatronBackend(checkpoint, parallel, "fp32", platform="cpu", timeout_s=TIMEOUT_S)
+        samples = causal_samples([list(range(1, 9))])
+        for _ in range(3):
+            began[0] = time.monotonic()
+            backend.forward_backward(samples)
+            backend.optimizer_step()
+        backend.close()
+
+    return caught(steps)
+
+
+def meet(runtime, world):
+    """Create the groups, and gather twice."""
+
+    def gather(began):
+        groups = initialize(plan(Parallel(), world), runtime.platform, TIMEOUT_S)
+        for name in ("first", "second"):
+            began[0] = time.monotonic()
+            gather_objects(name, "world", groups)
+            groups.watch.step += 1
+        groups.destroy()
+
+    return caught(gather)
+
+
+def run(fault, world, work, *arguments):
+    """What the surviving ranks caught, by rank."""
+    with faults.inject(fault):
+        results = run_distributed(work, world, *arguments, init=False, timeout_s=60, expect_lost={fault.rank})
+    assert results[fault.rank] == KILLED[fault.action]
+    return {rank: result for rank, result in enumerate(results) if rank != fault.rank}
+
+
+def assert_named(found, fault, phase):
+    """Every survivor has ended in time and says what has become of the rank."""
+    where = phase if phase == "start-up" else f"{phase} of step {fault.step}"
+    for rank, (kind, message, seconds) in found.items():
+        assert message.startswith(f"rank {rank}: "), message
+        assert seconds < TIMEOUT_S + DIAGNOSIS_S, message
+        lowered = message.lower()
+        if fault.action == "hang":
+            assert kind is CollectiveTimeoutError, message
+            assert f"rank {fault.rank} has not come: in {where} for " in lowered, message
+        else:
+            assert kind is PeerLostError, message
+            why = "its process has ended" if fault.action == "die" else "its process is stopped"
+            assert f"rank {fault.rank} is gone: {why}, last heard of " in lowered, message
+            assert f"s ago in {where}" in lowered, message
+        if fault.action == "die" and phase != "start-up":
+            assert seconds < TIMEOUT_S, message  # a connection that is closed is noticed at once
+
+
+@pytest.mark.parametrize("action", ["die", "stop", "hang"])
+def test_start_up(action, runtime):
+    fault = faults.Fault(action, rank=1, phase="start-up", step=1)
+    assert_named(run(fault, 3, meet, runtime, 3), fault, "start-up")
+
+
+@pytest.mark.parametrize("action", ["die", "stop", "hang"])
+def test_object_gather(action, runtime):
+    fault = faults.Fault(action, rank=2, phase="object gather", step=2)
+    found = run(fault, 3, meet, runtime, 3)
+    assert_named(found, fault, "gather_objects")
+    for _, message, _ in found.values():
+        assert "1 of 3 ranks did not arrive at gather_objects within 4 s: rank 2." in message
+
+
+LAYOUTS = {"DP2": Parallel(), "TP2": Parallel(tensor=2), "PP2": Parallel(pipeline=2)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "action", "rank"),
+    [
+        ("DP2", "die", 1),
+        ("TP2", "die", 1),
+        ("PP2", "die", 1),
+        ("TP2", "hang", 1),
+        ("PP2", "hang", 0),
+        ("TP2", "stop", 0),
+    ],
+)
+def test_forward(layout, action, rank, checkpoint, megatron_imported):
+    fault = faults.Fault(action, rank=rank, phase="forward", step=2)
+    assert_named(run(fault, 2, train, checkpoint, LAYOUTS[layout]), fault, "forward")
+
+
+@pytest.mark.parametrize("action", ["die", "stop", "hang"])
+def test_grad_reduce(action, checkpoint, megatron_imported):
+    fault = faults.Fault(action, rank=1, phase="grad reduce", step=2)
+    assert_named(run(fault, 2, train, checkpoint, Parallel()), fault, "grad reduce")
+
+
+def save(checkpoint, folder):
+    """Three steps, a checkpoint after each, and what is left of them when it is over."""
+    from megascend.backend import MegatronBackend
+
+    def steps(began):
+        backend = MegatronBackend(
+            checkpoint, precision="fp32", platform="cpu", timeout_s=TIMEOUT_S, save_timeout_s=TIMEOUT_S
+        )
+        samples = causal_samples([list(range(1, 9))])
+        with backend:
+            for step in range(1, 4):
+                backend.forward_backward(samples)
+                backend.optimizer_step()
+                began[0] = time.monotonic()
+                backend.save(folder / str(step), wait=step == 1)
+
+    return caught(steps)
+
+
+@pytest.mark.parametrize(
+    ("phase", "action"), [("save", "die"), ("save", "stop"), ("save", "hang"), ("write", "die"), ("write", "hang")]
+)
+def test_save(phase, action, checkpoint, megatron_imported, tmp_path):
+    """After step 2, so in step 3: on the main thread, or on the one that writes. The first checkpoint stays whole."""
+    fault = faults.Fault(action, rank=1, phase=phase, step=3)
+    alive = (phase, action) == ("write", "hang")  # only the thread that writes hangs
+    with faults.inject(fault):
+        results = run_distributed(
+            save, 2, checkpoint, tmp_path, init=False, timeout_s=60, expect_lost=set() if alive else {1}
+        )
+    for kind, message, seconds in results if alive else results[:1]:
+        if alive:
+            assert kind is CheckpointError
+            assert f"is not complete {TIMEOUT_S:g} s after it was waited for" in message
+            assert seconds < TIMEOUT_S + GRACE_S + DIAGNOSIS_S
+            continue
+        assert seconds < TIMEOUT_S + DIAGNOSIS_S, message
+        if action == "hang":
+            assert kind is CollectiveTimeoutError
+            assert "ank 1 has not come: in save of step 3 for " in message, message
+        else:
+            assert issubclass(kind, PeerLostError | CheckpointError), message
+            assert "ank 1 is gone: its process " in message, message
+    assert alive or results[1] == KILLED[action]
+    assert_only_the_first(tmp_path)
+
+
+def test_a_rank_that_stops_while_it_writes(checkpoint, megatron_imported, tmp_path):
+    """The other one waits for the checkpoint, in no collective that could end: its watch ends it."""
+    began = time.monotonic()
+    with (
+        faults.inject(faults.Fault("stop", rank=1, phase="write", step=3)),
+        pytest.raises(DistributedTestError, match=f"rank 0 exited with code {EXIT_PEER_LOST}") as error,
+    ):
+        run_distributed(save, 2, checkpoint, tmp_path, init=False, timeout_s=60, expect_lost={1})
+    assert "waiting for 2 of step 3 has taken " in str(error.value)
+    assert "rank 1 is gone: its process is stopped" in str(error.value)
+    assert time.monotonic() - began < 3 * (TIMEOUT_S + DIAGNOSIS_S)
+    assert_only_the_first(tmp_path)
+
+
+def assert_only_the_first(folder):
+    """The checkpoint before the fault is there, and nothing that looks like one of the fault's step."""
+    assert [path.name for path in folder.iterdir() if (path / "megascend.json").is_file()] == ["1"]
+    assert not (folder / "2").exists()
+
+
+def test_a_rank_that_leaves_a_reduction_out(checkpoint, megatron_imported):
+    """It goes ahead to another collective; both time out, and each says where the other one is."""
+    with faults.inject(faults.Fault("skip", rank=1, phase="grad reduce", step=2)):
+        (kind, message, seconds), other = run_distributed(train, 2, checkpoint, Parallel(), init=False, timeout_s=60)
+    assert kind is CollectiveTimeoutError
+    assert "ank 1 has left grad reduce of step 2 without the others (" in message
+    assert seconds < TIMEOUT_S + DIAGNOSIS_S
+    assert issubclass(other[0], CollectiveTimeoutError)
+    assert re.search("ank 0 (has not come: in|failed in) grad reduce of step 2", other[1]), other[1]
+
+
+def test_a_rank_that_fails_is_named_with_its_error(checkpoint, megatron_imported):
+    """An exception that nobody else shares; the rank goes on living, as one does that is being debugged."""
+
+    def work():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="cpu", timeout_s=TIMEOUT_S)
+
+        def loss(logprobs, inputs):
+            if backend.rank == 1:
+                raise KeyError("reward")
+            return -logprobs
+
+        try:
+            backend.forward_backward(causal_samples([list(range(1, 9))]), loss=loss)
+        except MegascendError as error:
+            return type(error), str(error)
+        except KeyError as error:
+            time.sleep(TIMEOUT_S)
+            return type(error), str(error)
+        return None
+
+    (kind, message), own = run_distributed(work, 2, init=False, timeout_s=60)
+    assert own == (KeyError, "'reward'")  # a user's own error is not touched
+    assert kind is PeerLostError
+    assert "ank 1 failed in forward and backward of step 1 with KeyError: 'reward'" in message

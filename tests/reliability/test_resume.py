@@ -1,0 +1,178 @@
+"""A run that is killed at a random place and resumed ends with the same losses and the same weights, bit for bit.
+
+MEGASCEND_RESUME_SEEDS: how often each layout is killed (default 3; 20 before a release).
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from megascend import Adam, Adapters, Batching, Lora, Sample, Schedule
+from megascend.config import RunConfig
+from megascend.errors import DistributedTestError
+from megascend.testing import faults, run_distributed
+from megascend.testing.parity import case_checkpoint, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+SEEDS = range(int(os.environ.get("MEGASCEND_RESUME_SEEDS", "3")))
+STEPS, EVERY = 8, 2
+PHASES = ("forward and backward", "forward", "object gather", "grad reduce", "update", "save", "write")
+LAYOUTS = {
+    "single": (1, {}, "qwen3"),
+    "TP2": (2, {"tensor": 2}, "qwen3"),
+    "PP2": (2, {"pipeline": 2}, "qwen3"),
+    "DP2": (2, {}, "qwen3"),
+    "MoE EP2": (2, {"expert": 2}, "qwen3_moe"),
+}
+TEXTS = ["one two three", "red and blue", "up", "left or right, as ever", "a b c d e f", "to be continued", "seven"]
+
+
+def place(seed: int, layout: str, world_size: int) -> faults.Fault:
+    """Where a run is killed. Saving begins after the step is counted, so its phases belong to the step after."""
+    draw = random.Random(f"{seed}/{layout}")
+    phase = draw.choice(PHASES)
+    steps = range(EVERY + 1, STEPS, EVERY) if phase in ("save", "write") else range(1, STEPS + 1)
+    return faults.Fault("die", rank=draw.randrange(world_size), phase=phase, step=draw.choice(steps))
+
+
+def killed(function, world_size: int, fault: faults.Fault) -> None:
+    with faults.inject(fault), pytest.raises(DistributedTestError, match="signal 9"):
+        run_distributed(function, world_size, init=False, timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    for arch in ("qwen3", "qwen3_moe"):
+        command = ["new-model", folder / arch, "--arch", arch, "--hidden", "32", "--layers", "2", "--context", "64"]
+        subprocess.run([sys.executable, "-m", "megascend.cli.main", *map(str, command)], check=True, timeout=120)
+    return folder
+
+
+def config(models, layout: str, output) -> RunConfig:
+    _, parallel, arch = LAYOUTS[layout]
+    return RunConfig(
+        model=models / arch,
+        output=output,
+        data={"path": models / "texts.jsonl", "global_batch_size": 4},
+        steps=STEPS,
+        platform="cpu",
+        precision="fp32",
+        parallel=parallel,
+        optimizer={"lr": 1e-2},
+        schedule={"kind": "cosine", "warmup_steps": 2, "total_steps": STEPS},
+        checkpoint={"every": EVERY},
+        plot=False,
+        timeout_s=20,
+    )
+
+
+def outcome(result, output):
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    weights = {file.name: file.read_bytes() for file in sorted((output / "hf").glob("*.safetensors"))}
+    return result.loss, [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["epoch"]) for row in rows], weights
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(models):
+    """What each layout's run ends with."""
+    from megascend.train.loop import train
+
+    found = {}
+    for layout, (world_size, *_) in LAYOUTS.items():
+        output = models / f"whole-{layout}"
+        settings = config(models, layout, output)
+        result = run_distributed(lambda settings=settings: train(settings), world_size, init=False, timeout_s=90)[0]
+        found[layout] = outcome(result, output)
+        assert len(found[layout][1]) == STEPS
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layout, seed):
+    from megascend.train.loop import train
+
+    world_size, output = LAYOUTS[layout][0], tmp_path / "run"
+    settings = config(models, layout, output)
+    killed(lambda: train(settings), world_size, place(seed, layout, world_size))
+    (result, *_) = run_distributed(
+        lambda: train(settings, resume="auto", overwrite=True), world_size, init=False, timeout_s=90
+    )
+    assert outcome(result, output) == uninterrupted[layout]
+
+
+# --- two tenants, with the Python API ---
+
+
+def tenants(checkpoint, folder, results):
+    """Train two adapters on mixed batches, going on from the newest checkpoint in ``folder``; leaves them in ``results``."""
+    from megascend.backend import MegatronBackend
+    from megascend.checkpoint.series import Series
+
+    series = Series(folder)
+    with MegatronBackend(
+        model=checkpoint,
+        precision="fp32",
+        optimizer=Adam(lr=1e-2),
+        batching=Batching(micro_batch_tokens=64),
+        adapters=Adapters(),
+        timeout_s=20,
+    ) as backend:
+        candidates = backend.from_rank_0(series.candidates)
+        if candidates:
+            backend.load(candidates[0])
+        else:
+            backend.add_adapter("a", Lora(rank=4, dropout=0.1, seed=1))
+            schedule = Schedule(kind="linear", total_steps=STEPS)
+            backend.add_adapter("b", Lora(rank=8, targets=("q_proj", "down_proj"), seed=2, schedule=schedule))
+        figures = []
+        while backend.step_count < STEPS:
+            draw = random.Random(backend.step_count)
+            chosen = draw.sample(token_lists(), 6)
+            samples = [causal(ids, name) for ids, name in zip(chosen, "ababab", strict=True)]
+            result = backend.forward_backward(backend.shard(samples))
+            step = backend.optimizer_step()
+            figures.append({name: (result.adapters[name].loss, step.adapters[name].grad_norm) for name in "ab"})
+            if backend.step_count % EVERY == 0:
+                backend.save(series.path(backend.step_count), after=series.committed)
+        for name in "ab":
+            backend.save_adapter(name, results / name)
+    return figures
+
+
+def causal(ids, adapter):
+    sample = Sample.causal(ids, prompt_length=3)
+    sample.adapter = adapter
+    return sample
+
+
+@pytest.fixture(scope="module")
+def tenants_alone(parity_folder, tmp_path_factory):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    folder = tmp_path_factory.mktemp("tenants")
+    figures = run_distributed(tenants, 2, checkpoint, folder / "checkpoints", folder, init=False, timeout_s=60)[0]
+    assert len(figures) == STEPS
+    return checkpoint, figures, adapter_files(folder)
+
+
+def adapter_files(folder):
+    return {
+        str(file.relative_to(folder)): file.read_bytes() for name in "ab" for file in sorted((folder / name).iterdir())
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_tenants_go_on_bit_for_bit(tenants_alone, tmp_path, seed):
+    checkpoint, figures, files = tenants_alone
+    checkpoints = tmp_path / "checkpoints"
+    killed(lambda: tenants(checkpoint, checkpoints, tmp_path), 2, place(seed, "tenants", 2))
+    rest = run_distributed(tenants, 2, checkpoint, checkpoints, tmp_path, init=False, timeout_s=60)[0]
+    assert rest == figures[STEPS - len(rest) :]
+    assert adapter_files(tmp_path) == files

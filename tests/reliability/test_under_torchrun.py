@@ -1,0 +1,53 @@
+"""Real torchrun: what it says when a rank dies, and a restart whose store still holds what the first attempt wrote."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megascend.testing import faults
+
+PROGRAM = """
+import os, sys, time
+from megascend.bootstrap.runtime import bootstrap
+runtime = bootstrap("cpu")
+from megascend.config import Parallel
+from megascend.parallel.objects import gather_objects
+from megascend.parallel.process_groups import initialize
+from megascend.parallel.topology import plan
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt == 0 and os.environ["RANK"] == "1":
+    time.sleep(1)
+    sys.exit(3)  # before it has touched the store, which rank 0 has
+groups = initialize(plan(Parallel(), 2), runtime.platform, 20)
+for groups.watch.step in (1, 2):
+    print("attempt", attempt, "gathered", gather_objects(groups.rank, "world", groups), flush=True)
+"""
+
+
+@pytest.mark.torchrun
+def test_a_rank_that_dies_before_and_one_that_dies_after_a_restart(tmp_path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    # A monitor that looks every three seconds leaves the survivor the time to say what it saw.
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | faults.environment(faults.Fault("die", rank=1, phase="object gather", step=2, attempt=1)),
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("attempt 1 gathered [0, 1]") == 2, done.stdout + done.stderr[-4000:]
+    assert "FAULTS ARE ARMED" in done.stderr
+    (line,) = [
+        line for line in done.stderr.splitlines() if "PeerLostError: rank 0: 1 of 2 ranks did not arrive" in line
+    ]
+    assert "Rank 1 is gone: its process has ended, last heard of" in line
+    assert "in gather_objects of step 2" in line
