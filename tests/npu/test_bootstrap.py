@@ -149,23 +149,24 @@ COST = """
 import json, sys, time
 if sys.argv[1] == "mindspeed":
     import torch, torch_npu
-    start = time.perf_counter()
+    start = time.process_time()
     from mindspeed import args_utils
     args_utils._MINDSPEED_ARGS = args_utils.get_mindspeed_args(get_defaults=True)
     import mindspeed.megatron_adaptor
 else:
     import torch, torch_npu, megascend
-    start = time.perf_counter()
+    start = time.process_time()
     megascend.bootstrap("npu")
-print(json.dumps(time.perf_counter() - start))
+print(json.dumps(time.process_time() - start))
 """
 
 
 def test_the_bootstrap_costs_little_more_than_mindspeeds_own_import(run_python, record_property):
-    def seconds(which):
-        return min(json.loads(run_python(COST, which).stdout.splitlines()[-1]) for _ in range(2))
-
-    ratio = seconds("megascend") / seconds("mindspeed")
+    seconds = {"megascend": [], "mindspeed": []}  # of the processor, by turns: other processes share it
+    for _ in range(2):
+        for which, taken in seconds.items():
+            taken.append(json.loads(run_python(COST, which).stdout.splitlines()[-1]))
+    ratio = min(seconds["megascend"]) / min(seconds["mindspeed"])
     record_property("bootstrap_to_adaptor_import", ratio)
     print(f"bootstrap / MindSpeed's own import: {ratio:.2f}")
     assert ratio < 1.5  # 1.0 to 1.1 measured; the margin is for a busy machine

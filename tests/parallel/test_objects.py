@@ -113,7 +113,7 @@ def test_a_barrier_with_its_own_timeout_and_label(groups_of_two_by_two) -> None:
 
     message, seconds = run_distributed(work, 4, init=False, timeout_s=30)[1]
     assert "2 of 4 ranks did not arrive at the checkpoint of step 7 within 1 s: ranks 0, 3." in message
-    assert 0.9 < seconds < 3.5
+    assert 0.9 < seconds < 10
 
 
 def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
@@ -136,7 +136,7 @@ def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
     assert "1 of 2 ranks did not arrive at gather_objects on group 'tp'" in message
     assert ": rank 1." in message
     assert "Rank 1 is gone: its process has ended, last heard of" in message
-    assert seconds < 3
+    assert seconds < 10  # of a timeout of 60
     assert results[1] == Lost(-signal.SIGKILL)
 
 

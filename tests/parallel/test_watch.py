@@ -320,7 +320,7 @@ def test_a_store_that_has_gone_is_said_to_be_gone() -> None:
     with pytest.raises(PeerLostError, match="store in which ranks tell what they do does not answer"):  # noqa: SIM117
         with watch.phase("update"):
             raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10  # a third of the timeout
     watch.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 import warnings
@@ -46,7 +47,7 @@ class Runtime:
         """Import megatron.core and mcore_bridge, then let the platform finish its work on them. Idempotent."""
         if self._megatron_loaded:
             return
-        with warnings.catch_warnings(), logged_from(logging.ERROR):
+        with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection():
             # Deprecations inside these packages, the absence of Apex, what of a dummy Transformer Engine mcore-bridge could
             # not patch: nothing that a user could act on.
             warnings.simplefilter("ignore")
@@ -94,6 +95,21 @@ def logged_from(level: int) -> Iterator[None]:
         yield
     finally:
         logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No cyclic garbage is looked for until the block ends.
+
+    Imports make a million objects that stay: looking through them again and again took a fifth of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _current: Runtime | None = None
@@ -147,7 +163,8 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
     chosen = choose(platform)
     if chosen.must_patch_first:
         require_clean(sys.modules, chosen.name)
-    changes = chosen.prepare(stack, parallel or Parallel())
+    with no_collection():
+        changes = chosen.prepare(stack, parallel or Parallel())
     _current = Runtime(chosen, stack, changes + install_missing_leaves())
     return _current
 

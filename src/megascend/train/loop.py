@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -93,13 +94,19 @@ def run(config: RunConfig, launch: Launch, journal: Journal, overwrite: bool, re
     # World: the process is made ready before anything imports Megatron.
     import megascend
 
-    megascend.bootstrap(config.platform, config.parallel)
+    runtime = megascend.bootstrap(config.platform, config.parallel)
 
     # Data that cannot be read is found before the model is built.
     from megascend.train.data import batches, fingerprint_of, read_documents
     from megascend.train.tokenize import build_samples
 
     documents = read_documents(config.data.path)
+
+    # Modules stay: garbage collection need not look through them again, between steps least of all.
+    runtime.load_megatron()
+    gc.collect()
+    gc.freeze()
+
     tokenizer = load_tokenizer(config.model)
 
     # Model: trained itself, or frozen under one adapter
