@@ -34,7 +34,7 @@ from megascend.errors import (
     VersionError,
 )
 from megascend.testing import run_distributed, tiny_config
-from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -48,14 +48,8 @@ WORLDS = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """Checkpoints and references of this module, each checkpoint in a directory of its own."""
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(models) -> Path:
-    return write_tiny_checkpoint(models / "qwen3", "qwen3")
+def checkpoint(parity_folder) -> Path:
+    return case_checkpoint(parity_folder, "qwen3")
 
 
 def build(model: Path, parallel: Parallel | None = None, **options: Any):
@@ -252,9 +246,9 @@ def test_a_damaged_checkpoint_is_refused_alike_on_every_rank(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("experts", [2, 8])
-def test_another_number_of_experts_is_refused(models, tmp_path, experts):
+def test_another_number_of_experts_is_refused(parity_folder, tmp_path, experts):
     damaged = tmp_path / "model"
-    shutil.copytree(write_tiny_checkpoint(models / "qwen3_moe", "qwen3_moe"), damaged)
+    shutil.copytree(case_checkpoint(parity_folder, "qwen3_moe"), damaged)
     change_config(damaged, num_experts=experts, num_local_experts=experts)
     for parallel in (Parallel(tensor=2), Parallel(expert=2)):
         found = errors(2, lambda parallel=parallel: build(damaged, parallel))

@@ -11,7 +11,6 @@ import importlib
 import inspect
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,16 @@ from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
 from megascend.parallel.topology import ModelShape, plan
 from megascend.testing import run_distributed, tiny_config
-from megascend.testing.parity import Case, Differences, causal_samples, differences, oracle, token_lists, train_case
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import (
+    Case,
+    Differences,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    oracle,
+    token_lists,
+    train_case,
+)
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")
@@ -31,22 +38,11 @@ EVEN_LENGTHS = (21, 33, 9, 29, 17, 41, 25, 13)  # 4 k + 1: after the shift nothi
 MOE_SHAPE = ModelShape.from_hf_config(tiny_config("qwen3_moe"))
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """Checkpoints and references of this module, each checkpoint in a directory of its own."""
-    return tmp_path_factory.mktemp("models")
-
-
-def tiny(models: Path, arch: str = "qwen3", **overrides: Any) -> Path:
-    name = "-".join([arch, *(f"{key}={value}" for key, value in overrides.items())])
-    return write_tiny_checkpoint(models / name, arch, **overrides)
-
-
-def compare(case: Case, models: Path, steps: int = 10, lengths: tuple[int, ...] | None = None) -> Differences:
+def compare(case: Case, parity_folder: Path, steps: int = 10, lengths: tuple[int, ...] | None = None) -> Differences:
     """``case`` against the reference over ``steps`` steps."""
-    checkpoint = tiny(models, case.arch, **case.overrides)
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists(lengths=lengths) if lengths else token_lists()
-    reference = oracle(models, checkpoint, tokens, steps=steps, aux_loss=case.aux_loss)
+    reference = oracle(parity_folder, checkpoint, tokens, steps=steps, aux_loss=case.aux_loss)
     return differences(train_case(case, checkpoint, tokens, steps=steps), reference)
 
 
@@ -67,11 +63,11 @@ def build(checkpoint, parallel: Parallel | None = None, **options):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True])
-def test_1_the_norm_counts_every_shard_of_embedding_and_output(models, monkeypatch, tied):
+def test_1_the_norm_counts_every_shard_of_embedding_and_output(parity_folder, monkeypatch, tied):
     case = Case("TP2", 2, Parallel(tensor=2), overrides={"tie_word_embeddings": tied})
-    assert_equal(compare(case, models, steps=3), case)
+    assert_equal(compare(case, parity_folder, steps=3), case)
     monkeypatch.setattr("megascend.model.build.mark_tensor_parallel", lambda chunk: None)
-    found = compare(case, models, steps=3)
+    found = compare(case, parity_folder, steps=3)
     assert found.loss < 1e-2  # the loss hides it: only clipping tells
     assert found.grad_norm > 1e-1
 
@@ -80,14 +76,14 @@ def test_1_the_norm_counts_every_shard_of_embedding_and_output(models, monkeypat
 
 
 @pytest.mark.nightly
-def test_2_experts_that_tp_would_replicate_unsummed_are_refused(models, monkeypatch):
+def test_2_experts_that_tp_would_replicate_unsummed_are_refused(parity_folder, monkeypatch):
     parallel = Parallel(tensor=2, expert=1, expert_tensor=1)
     case = Case("MoE TP2 EP1 ETP1", 2, parallel, arch="qwen3_moe")
     with pytest.raises(
         TopologyError, match=r"expert_tensor=1 differs from parallel\.tensor=2 while parallel\.expert=1"
     ):
         plan(parallel, 2, MOE_SHAPE)
-    checkpoint = tiny(models, "qwen3_moe")
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
 
     def on_rank():
         with pytest.raises(TopologyError, match="set expert_tensor to 2"):
@@ -95,30 +91,30 @@ def test_2_experts_that_tp_would_replicate_unsummed_are_refused(models, monkeypa
 
     run_distributed(on_rank, 2, init=False)
     monkeypatch.setattr("megascend.parallel.topology.check_grid", lambda *args: None)
-    found = compare(case, models)
+    found = compare(case, parity_folder)
     assert found.loss > 1e-2
     assert found.grad_norm > 1e-2
 
 
 @pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(tensor=2, expert=2, expert_tensor=1)])
-def test_2_the_settings_that_the_refusal_names_are_right(models, parallel):
+def test_2_the_settings_that_the_refusal_names_are_right(parity_folder, parallel):
     case = Case("MoE", 2, parallel, arch="qwen3_moe")
-    assert_equal(compare(case, models), case)
+    assert_equal(compare(case, parity_folder), case)
 
 
 # --- 3: interleaved pipeline without overlapped point-to-point communication ---
 
 
 @pytest.mark.nightly
-def test_3_interleaved_pipelines_overlap_their_messages(models, monkeypatch):
+def test_3_interleaved_pipelines_overlap_their_messages(parity_folder, monkeypatch):
     from megascend.model import build as module
 
     case = Case("PP2 x VPP2", 2, Parallel(pipeline=2, virtual_pipeline=2), loss_bound=3e-5)
     lengths = (33,) * 8  # micro batches of one length: with several, messages of the wrong length would give it away
-    assert_equal(compare(case, models, steps=3, lengths=lengths), case)
+    assert_equal(compare(case, parity_folder, steps=3, lengths=lengths), case)
     upstream = module.parallel_arguments
     monkeypatch.setattr(module, "parallel_arguments", lambda topology: upstream(topology) | {"overlap_p2p_comm": False})
-    found = compare(case, models, steps=3, lengths=lengths)
+    found = compare(case, parity_folder, steps=3, lengths=lengths)
     assert found.grad_norm > 1e-2, found
 
 
@@ -147,18 +143,18 @@ def aux_case(layout: str) -> Case:
 
 
 @pytest.mark.parametrize("layout", AUX_LAYOUTS)
-def test_4_the_auxiliary_loss_weighs_the_same_in_every_layout(models, layout):
+def test_4_the_auxiliary_loss_weighs_the_same_in_every_layout(parity_folder, layout):
     case = aux_case(layout)
-    assert_equal(compare(case, models, steps=5, lengths=EVEN_LENGTHS), case)
+    assert_equal(compare(case, parity_folder, steps=5, lengths=EVEN_LENGTHS), case)
 
 
 @pytest.mark.nightly
-def test_4_without_an_auxiliary_loss_the_norm_is_another(models):
+def test_4_without_an_auxiliary_loss_the_norm_is_another(parity_folder):
     """The reference's auxiliary loss is large enough for the comparison above to mean something."""
-    checkpoint = tiny(models, "qwen3_moe")
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=EVEN_LENGTHS)
     plain, half, full = (
-        oracle(models, checkpoint, tokens, steps=5, aux_loss=coefficient).grad_norms[0]
+        oracle(parity_folder, checkpoint, tokens, steps=5, aux_loss=coefficient).grad_norms[0]
         for coefficient in (0.0, AUX_LOSS / 2, AUX_LOSS)
     )
     assert abs(full - plain) > 2e-2
@@ -166,22 +162,22 @@ def test_4_without_an_auxiliary_loss_the_norm_is_another(models):
 
 
 @pytest.mark.nightly
-def test_4_the_correction_for_context_parallelism_is_needed(models, monkeypatch):
+def test_4_the_correction_for_context_parallelism_is_needed(parity_folder, monkeypatch):
     """What is right on one stack is wrong by a factor of CP on the other."""
     wrong = 2.0 if STACK_0_16 else 1.0
     monkeypatch.setattr("megascend.model.build.aux_loss_correction", lambda topology: wrong)
-    assert compare(aux_case("CP2"), models, steps=5, lengths=EVEN_LENGTHS).grad_norm > 2e-2
+    assert compare(aux_case("CP2"), parity_folder, steps=5, lengths=EVEN_LENGTHS).grad_norm > 2e-2
 
 
 @pytest.mark.nightly
-def test_4_megatrons_own_scaling_by_tokens_would_be_wrong(models, monkeypatch):
+def test_4_megatrons_own_scaling_by_tokens_would_be_wrong(parity_folder, monkeypatch):
     """Under ``calculate_per_token_loss``, which the step avoids, a rank scales by its own tokens: TP2 + SP is wrong."""
     from megascend.model import build as module
 
     upstream = module.parallel_arguments
     changed = {"calculate_per_token_loss": True}
     monkeypatch.setattr(module, "parallel_arguments", lambda topology: upstream(topology) | changed)
-    found = compare(aux_case("TP2 + SP, ETP2"), models, steps=5, lengths=EVEN_LENGTHS)
+    found = compare(aux_case("TP2 + SP, ETP2"), parity_folder, steps=5, lengths=EVEN_LENGTHS)
     assert found.grad_norm > 2e-2
 
 
@@ -213,8 +209,8 @@ def dropout_norm(checkpoint, parallel: Parallel, recompute: Recompute) -> float:
 SP2, FULL, NONE = Parallel(tensor=2, sequence=True), Recompute(granularity="full"), Recompute()
 
 
-def test_5_both_dropouts_with_recompute_under_sequence_parallelism_are_refused(models, monkeypatch):
-    checkpoint = tiny(models, "qwen3")
+def test_5_both_dropouts_with_recompute_under_sequence_parallelism_are_refused(parity_folder, monkeypatch):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
     with_dropout(monkeypatch, 0.1, 0.1)
 
     def on_rank():
@@ -236,17 +232,17 @@ def test_5_both_dropouts_with_recompute_under_sequence_parallelism_are_refused(m
     ],
 )
 def test_5_what_the_refusal_offers_instead_recomputes_the_same_masks(
-    models, monkeypatch, parallel, hidden, attention, recompute
+    parity_folder, monkeypatch, parallel, hidden, attention, recompute
 ):
-    checkpoint = tiny(models, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
     with_dropout(monkeypatch, hidden, attention)
     expected = dropout_norm(checkpoint, parallel, NONE)
     assert dropout_norm(checkpoint, parallel, recompute) == pytest.approx(expected, rel=1e-5)
 
 
-def test_5_the_refusal_is_all_that_stands_in_the_way(models, monkeypatch):
+def test_5_the_refusal_is_all_that_stands_in_the_way(parity_folder, monkeypatch):
     """With the reference layers the masks do not differ: the refusal is for what was seen with others."""
-    checkpoint = tiny(models, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
     with_dropout(monkeypatch, 0.1, 0.1, check=False)
     expected = dropout_norm(checkpoint, SP2, NONE)
     assert dropout_norm(checkpoint, SP2, FULL) == pytest.approx(expected, rel=1e-5)
@@ -273,17 +269,17 @@ def hugging_face_after_ours(checkpoint: Path, tokens: list[list[int]]) -> tuple[
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])
-def test_6_hugging_face_models_made_later_in_the_process_are_right(models, arch):
+def test_6_hugging_face_models_made_later_in_the_process_are_right(parity_folder, arch):
     [(changed, difference)] = run_distributed(
-        hugging_face_after_ours, 1, tiny(models, arch), token_lists()[:3], init=False
+        hugging_face_after_ours, 1, case_checkpoint(parity_folder, arch), token_lists()[:3], init=False
     )
     assert changed == set()
     assert difference <= 1e-5
 
 
-def test_6_without_restoring_the_table_they_break(models, monkeypatch):
+def test_6_without_restoring_the_table_they_break(parity_folder, monkeypatch):
     monkeypatch.setattr("megascend.model.build.preserved_rope_functions", contextlib.nullcontext)
-    arguments = (tiny(models, "qwen3"), token_lists()[:3])
+    arguments = (case_checkpoint(parity_folder, "qwen3"), token_lists()[:3])
     if STACK_0_16:
         with pytest.raises(DistributedTestError, match="rope_theta"):
             run_distributed(hugging_face_after_ours, 1, *arguments, init=False)
@@ -295,10 +291,10 @@ def test_6_without_restoring_the_table_they_break(models, monkeypatch):
 # --- 7: the allgather token dispatcher ---
 
 
-def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(models, monkeypatch):
+def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(parity_folder, monkeypatch):
     from megascend.model import build as module
 
-    checkpoint = tiny(models, "qwen3_moe")
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
 
     def on_rank():
         config = build(checkpoint, Parallel(expert=2))._strategy.config
@@ -318,11 +314,11 @@ def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(models, monkey
 # --- 9: packed sequences and context parallelism on mcore-bridge 1.4.3 ---
 
 
-def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(models, monkeypatch):
+def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(parity_folder, monkeypatch):
     from megascend.strategy import step as module
 
     case = Case("CP2 packed", 2, Parallel(context=2))
-    assert_equal(compare(case, models, steps=3), case)
+    assert_equal(compare(case, parity_folder, steps=3), case)
     upstream = module.build
 
     def unsplit(*args, **kwargs):
@@ -332,10 +328,10 @@ def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(models, m
 
     monkeypatch.setattr(module, "build", unsplit)
     if STACK_0_16:  # mcore-bridge 1.6 finds the positions of packed tokens itself
-        assert_equal(compare(case, models, steps=3), case)
+        assert_equal(compare(case, parity_folder, steps=3), case)
         return
     try:
-        found = compare(case, models, steps=3)
+        found = compare(case, parity_folder, steps=3)
     except DistributedTestError:
         return  # the table of angles does not fit the rank's tokens
     assert found.loss > 1e-3, found
@@ -344,10 +340,10 @@ def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(models, m
 # --- 10: what peers got wrong ---
 
 
-def test_10_gradient_buffers_of_every_chunk_are_zeroed(models, monkeypatch):
+def test_10_gradient_buffers_of_every_chunk_are_zeroed(parity_folder, monkeypatch):
     from megascend.strategy.optimizer import Optimizer
 
-    checkpoint = tiny(models, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def norms():
         backend = build(checkpoint, Parallel(pipeline=2, virtual_pipeline=2), optimizer=Adam(lr=0.0, max_grad_norm=0))
@@ -371,10 +367,10 @@ def test_10_gradient_buffers_of_every_chunk_are_zeroed(models, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_10_no_precision_silently_becomes_another(models, precision):
+def test_10_no_precision_silently_becomes_another(parity_folder, precision):
     """Parameters, the tensors between pipeline stages, and what attention computes with have the dtype asked for."""
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-    checkpoint = tiny(models, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():
         backend = build(checkpoint, Parallel(pipeline=2), precision=precision)
@@ -393,11 +389,11 @@ def test_10_no_precision_silently_becomes_another(models, precision):
     assert run_distributed(on_rank, 2, init=False) == [{dtype}] * 2
 
 
-def test_10_defaults_train_on_one_process_without_a_launcher(models, monkeypatch):
+def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monkeypatch):
     """All parameters, the distributed optimizer, bf16, no launcher variables: what peers crash on."""
     from megascend.testing._rank import STORE_VARIABLE
 
-    checkpoint = tiny(models, "qwen3")
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():
         import os
@@ -418,12 +414,12 @@ def test_10_defaults_train_on_one_process_without_a_launcher(models, monkeypatch
     assert losses[2] < losses[1] < losses[0]
 
 
-def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_parallel_ranks(models, monkeypatch):
+def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_parallel_ranks(parity_folder, monkeypatch):
     """megatron-core's ``_reduce`` leaves a tensor that is not contiguous as it was: the loss is right, gradients are not."""
     from megascend.bootstrap import upstream_fixes
 
     case = Case("TP2, padded", 2, Parallel(tensor=2), packing=False, micro_batch_tokens=WHOLE_BATCH)
-    assert_equal(compare(case, models, steps=3), case)
+    assert_equal(compare(case, parity_folder, steps=3), case)
 
     def upstreams(input_, group):
         if group.size() > 1:
@@ -433,6 +429,6 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
     source = inspect.getsource(upstreams_module := importlib.import_module(upstream_fixes.MAPPINGS))
     assert "all_reduce(input_.contiguous(), group=group)\n\n    return input_" in source  # still upstream's own text
     monkeypatch.setattr(upstreams_module, "_reduce", upstreams)
-    found = compare(case, models, steps=1)
+    found = compare(case, parity_folder, steps=1)
     assert found.loss <= case.loss_bound
     assert found.grad_norm > 1.0, "upstream has mended _reduce: drop megascend.bootstrap.upstream_fixes.reduce"

@@ -432,7 +432,7 @@ class MegatronBackend:
                 after,
             )
             if wait:
-                self._saver.wait()
+                self._saver.finish()
         return pending
 
     def prepare_saves(self) -> None:
@@ -454,15 +454,13 @@ class MegatronBackend:
         """
         from megascend.checkpoint import contents, loader
 
-        self._saver.wait()
         with self.groups.watch.phase("load"):
+            self._saver.finish()
             directory = Path(path)
             found = loader.verified(directory, self.groups)
             mine = contents.describe(self._strategy, self.step_count)
             loader.check_fits(found, mine, directory)
-            if self._strategy.adapters is not None:
-                loader.load_adapters(self._strategy, directory, found)
-            loader.load_state(self._strategy, directory, found, mine)
+            loader.load(self._strategy, directory, found, mine)
         self._accumulated = self._reduced = False
         self.groups.watch.step = found.step + 1
         return found.progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -199,8 +200,9 @@ def test_files_that_were_written_wrong_are_refused_on_every_rank_too(checkpoint,
 def test_adapters_that_were_written_wrong_leave_the_present_ones(checkpoint, tmp_path):
     def body(backend, series, states, journal):
         newest = series.path(2)
-        for name in files_of(newest / "adapters" / "b"):
-            file = newest / "adapters" / "b" / name
+        files = [Path("adapters/b") / name for name in files_of(newest / "adapters" / "b")]
+        for name in [*files, Path(".metadata")]:
+            file = newest / name
             content = file.read_bytes()
 
             def spoil(file=file, content=content):
@@ -208,7 +210,7 @@ def test_adapters_that_were_written_wrong_leave_the_present_ones(checkpoint, tmp
                 seal(newest)
 
             on_rank_0(spoil)
-            assert str(newest / "adapters" / "b") in message_of(backend, newest)
+            assert str(newest / name.parent) in message_of(backend, newest)
             assert exact_state(backend) == states[3], name
             on_rank_0(lambda file=file, content=content: (restore(file, content), seal(newest)))
 

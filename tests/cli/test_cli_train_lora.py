@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megascend.testing.environment import reference_environment
+from megascend.testing.reference import run_reference
 
 STEPS = 12
 CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
@@ -99,14 +97,7 @@ def test_the_adapter_learns_and_is_all_that_is_written(single: Path) -> None:
 
 
 def test_peft_computes_with_the_adapter_what_was_trained(single: Path, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCORE, str(folder / "model"), str(single / "adapter"), str(folder / "chat.jsonl")],
-        capture_output=True,
-        text=True,
-        env=reference_environment() | {"HF_HUB_OFFLINE": "1"},
-        timeout=120,
-        check=False,
-    )
+    done = run_reference(SCORE, folder / "model", single / "adapter", folder / "chat.jsonl")
     assert done.returncode == 0, done.stderr[-4000:]
     alone, with_adapter, rank, alpha, targets = json.loads(done.stdout.splitlines()[-1])
     rows = metrics(single)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from functools import lru_cache
-from pathlib import Path
+import shutil
 
 import pytest
 
 from megascend.huggingface.files import tensor_shapes
 from megascend.huggingface.info import inspect_checkpoint, linear_layers
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import case_checkpoint
+from megascend.testing.reference import run_reference
 
 HIDDEN, LAYERS, VOCABULARY, MLP, EXPERT = 64, 4, 320, 128, 64
 QUERY, KEY_VALUE = 4 * 16, 2 * 16
@@ -27,34 +24,19 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """Checkpoints and references of this module, each checkpoint in a directory of its own."""
-    return tmp_path_factory.mktemp("models")
+COUNT = """
+import json, sys
+from transformers import AutoModelForCausalLM
+print(json.dumps([AutoModelForCausalLM.from_pretrained(path).num_parameters() for path in sys.argv[1:]]))
+"""
 
 
-@lru_cache
-def count_by_transformers(path: str) -> int:
-    program = (
-        "import sys; from transformers import AutoModelForCausalLM as M; "
-        "print(M.from_pretrained(sys.argv[1]).num_parameters())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        check=True,
-    )
-    return int(done.stdout.split()[-1])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_counted_as_transformers_counts_them(models, name):
-    arch, overrides = MODELS[name]
-    path = write_tiny_checkpoint(models / name.replace(" ", "-"), arch, **overrides)
-    assert inspect_checkpoint(path).parameter_count == count_by_transformers(str(path))
+def test_parameters_are_counted_as_transformers_counts_them(parity_folder):
+    paths = [case_checkpoint(parity_folder, arch, **overrides) for arch, overrides in MODELS.values()]
+    done = run_reference(COUNT, *paths)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout.splitlines()[-1])
+    assert [inspect_checkpoint(path).parameter_count for path in paths] == counted
 
 
 def expected_flops(length: int, layer: int, of_weights: int = 3) -> float:
@@ -66,30 +48,30 @@ def expected_flops(length: int, layer: int, of_weights: int = 3) -> float:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("length", [1, 512])
-def test_flops_of_a_dense_model(models, tied, length):
-    path = write_tiny_checkpoint(models / f"flops-{tied}", "qwen3", tie_word_embeddings=tied)
+def test_flops_of_a_dense_model(parity_folder, tied, length):
+    path = case_checkpoint(parity_folder, "qwen3", **({"tie_word_embeddings": True} if tied else {}))
     assert inspect_checkpoint(path).flops_per_token(length) == expected_flops(length, ATTENTION + 3 * HIDDEN * MLP)
 
 
-def test_flops_of_experts_count_those_that_a_token_visits(models):
-    path = write_tiny_checkpoint(models / "flops-moe", "qwen3_moe")
+def test_flops_of_experts_count_those_that_a_token_visits(parity_folder):
+    path = case_checkpoint(parity_folder, "qwen3_moe")
     layer = ATTENTION + 4 * HIDDEN + 2 * 3 * HIDDEN * EXPERT  # router, and 2 of 4 experts
     assert inspect_checkpoint(path).flops_per_token(128) == expected_flops(128, layer)
 
 
-def test_frozen_weights_need_two_products_instead_of_three(models):
-    info = inspect_checkpoint(write_tiny_checkpoint(models / "frozen", "qwen3"))
+def test_frozen_weights_need_two_products_instead_of_three(parity_folder):
+    info = inspect_checkpoint(case_checkpoint(parity_folder, "qwen3"))
     layer = ATTENTION + 3 * HIDDEN * MLP
     assert info.flops_per_token(512, frozen=True) == expected_flops(512, layer, of_weights=2)
 
 
-def test_linear_layers_are_those_that_transformers_has(models):
+def test_linear_layers_are_those_that_transformers_has(parity_folder):
     attention = ["self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj"]
     for arch, mlp in (
         ("qwen3", ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]),
         ("qwen3_moe", ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]),
     ):
-        path = write_tiny_checkpoint(models / f"linear-{arch}", arch, num_hidden_layers=2)
+        path = case_checkpoint(parity_folder, arch, num_hidden_layers=2)
         expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in mlp + attention]
         ends = ["lm_head", "model.embed_tokens"]
         assert sorted(linear_layers(tensor_shapes(path))) == sorted([*expected, *ends])
@@ -97,8 +79,8 @@ def test_linear_layers_are_those_that_transformers_has(models):
         assert sorted(linear_layers(tied)) == sorted(expected), "one weight for both ends is adapted as neither"
 
 
-def test_shape_and_names_are_the_checkpoints(models):
-    path = write_tiny_checkpoint(models / "shape", "qwen3_moe", num_hidden_layers=2)
+def test_shape_and_names_are_the_checkpoints(parity_folder):
+    path = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
     info = inspect_checkpoint(path)
     assert (info.shape.num_layers, info.shape.num_heads, info.shape.num_query_groups) == (2, 4, 2)
     assert (info.shape.num_experts, info.shape.moe_ffn_hidden_size, info.shape.vocab_size) == (4, EXPERT, VOCABULARY)
@@ -107,8 +89,9 @@ def test_shape_and_names_are_the_checkpoints(models):
     assert {"lm_head.weight", "model.layers.1.mlp.experts.3.down_proj.weight"} <= set(info.tensor_names)
 
 
-def test_head_dim_defaults_to_the_hidden_size_over_the_heads(models):
-    path = write_tiny_checkpoint(models / "heads", "llama")
+def test_head_dim_defaults_to_the_hidden_size_over_the_heads(parity_folder, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(case_checkpoint(parity_folder, "llama"), path)
     config = json.loads((path / "config.json").read_text())
     config.pop("head_dim")
     (path / "config.json").write_text(json.dumps(config))

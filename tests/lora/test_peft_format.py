@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +20,9 @@ from megascend.errors import CheckpointError
 from megascend.lora import peft_format, peft_settings, peft_tensors
 from megascend.lora.base_weights import check_base_weights
 from megascend.lora.factors import Factors
-from megascend.testing.environment import reference_environment
 from megascend.testing.lora_parity import peft_oracle
 from megascend.testing.parity import PROMPT, case_checkpoint, token_lists
+from megascend.testing.reference import run_reference
 
 TOKENS = token_lists(lengths=(12, 7))
 PREFIX = "base_model.model."
@@ -280,15 +278,7 @@ def peft(tmp_path_factory: pytest.TempPathFactory, parity_folder: Path) -> Peft:
         for name, (arch, config, _) in SAVED.items()
     }
     job = {"tokens": TOKENS, "load": load, "save": save, "result": str(folder / "result.safetensors")}
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=reference_environment() | {"HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
+    done = run_reference(WORKER, stdin=json.dumps(job))
     assert done.returncode == 0, done.stderr[-4000:]
     return Peft(folder, factors, load_file(folder / "result.safetensors"))
 

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 
 from megascend import Adam, Batching, Parallel
 from megascend.testing import run_distributed
-from megascend.testing.parity import causal_samples, token_lists
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "generation_config.json")
@@ -66,17 +65,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """Checkpoints and references of this module, each checkpoint in a directory of its own."""
-    return tmp_path_factory.mktemp("models")
-
-
-def tiny(models: Path, arch: str = "qwen3", **overrides: Any) -> Path:
-    name = "-".join([arch, *(f"{key}={value}" for key, value in overrides.items())])
-    return write_tiny_checkpoint(models / name, arch, **overrides)
-
-
 def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: str = "fp32", steps: int = 2):
     """Rank 0's logits of three samples as they were when the model was exported."""
 
@@ -101,10 +89,11 @@ def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: 
 
 
 @pytest.fixture(scope="module")
-def transformers_alone(models) -> Iterator[Callable[[Path], tuple[str, list[torch.Tensor]]]]:
+def transformers_alone(tmp_path_factory) -> Iterator[Callable[[Path], tuple[str, list[torch.Tensor]]]]:
     """dtype and logits of an exported model, by plain transformers, in a process without megascend."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    errors = models / "transformers.stderr"
+    folder = tmp_path_factory.mktemp("transformers")
+    errors = folder / "transformers.stderr"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-c", LOAD],
@@ -118,7 +107,7 @@ def transformers_alone(models) -> Iterator[Callable[[Path], tuple[str, list[torc
     alarm.start()
 
     def load(path: Path) -> tuple[str, list[torch.Tensor]]:
-        result = models / "logits.safetensors"
+        result = folder / "logits.safetensors"
         process.stdin.write(json.dumps([str(path), token_lists()[:3], str(result)]) + "\n")
         process.stdin.flush()
         dtype = process.stdout.readline().strip()
@@ -142,9 +131,9 @@ def relative_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_exported_models_give_the_same_logits_in_transformers(models, tmp_path, name, transformers_alone):
+def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name, transformers_alone):
     layout = LAYOUTS[name]
-    checkpoint = tiny(models, layout.arch, **layout.overrides)
+    checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)
     before = load_file(checkpoint / "model.safetensors")
     mine = train_and_export(checkpoint, tmp_path / "out", layout)
     dtype, theirs = transformers_alone(tmp_path / "out")
@@ -157,9 +146,9 @@ def test_exported_models_give_the_same_logits_in_transformers(models, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["single", "TP2 x PP2", "odd vocabulary, TP2", "QKV bias, TP2", "MoE EP2"])
-def test_an_export_without_training_is_the_checkpoint_bit_for_bit(models, tmp_path, name):
+def test_an_export_without_training_is_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
     layout = LAYOUTS[name]
-    checkpoint = tiny(models, layout.arch, **layout.overrides)
+    checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)
     train_and_export(checkpoint, tmp_path / "out", layout, steps=0)
     before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert set(before) == set(after)
@@ -167,9 +156,9 @@ def test_an_export_without_training_is_the_checkpoint_bit_for_bit(models, tmp_pa
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_dtype_of_training_is_kept(models, tmp_path, precision, dtype, transformers_alone):
+def test_the_dtype_of_training_is_kept(parity_folder, tmp_path, precision, dtype, transformers_alone):
     layout = LAYOUTS["TP2 x PP2"]
-    checkpoint = tiny(models)
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
     mine = train_and_export(checkpoint, tmp_path / "out", layout, precision)
     found, theirs = transformers_alone(tmp_path / "out")
     assert found == str(dtype)
@@ -180,9 +169,9 @@ def test_the_dtype_of_training_is_kept(models, tmp_path, precision, dtype, trans
 
 
 @pytest.fixture
-def with_companions(models, tmp_path) -> Path:
+def with_companions(parity_folder, tmp_path) -> Path:
     checkpoint = tmp_path / "model"
-    shutil.copytree(tiny(models), checkpoint)
+    shutil.copytree(case_checkpoint(parity_folder, "qwen3"), checkpoint)
     for name in COMPANIONS:
         (checkpoint / name).write_text("{}" if name.endswith("json") else f"# {name}")
     return checkpoint
@@ -244,9 +233,9 @@ def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Paral
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["own default group", "the trainer's default group"])
-def test_layouts_of_one_process_export_after_each_other(owned, tmp_path):
+def test_layouts_of_one_process_export_after_each_other(parity_folder, owned, tmp_path):
     """mcore-bridge keeps the group it exports over in a module global, for ever: the second layout would use the first's."""
-    checkpoint = write_tiny_checkpoint(tmp_path / "moe", "qwen3_moe")
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     layouts = [Parallel(expert=2), Parallel(pipeline=2), Parallel(tensor=2), Parallel(expert=2)]
     results = run_distributed(
         export_one_after_another, 2, checkpoint, tmp_path / "out", layouts, init=not owned, timeout_s=120

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.series import Series
 from megascend.config import RunConfig
 from megascend.errors import PlatformError
+from megascend.parallel.launch import Launch
 from megascend.parallel.objects import gather_objects
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
@@ -323,6 +326,63 @@ def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(pr
     assert sorted(path.name for path in series.directory.iterdir()) == ["latest", "step-00000040"]
     rows = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 41))
+
+
+def test_a_run_that_is_stopped_while_there_is_no_room_says_so(prepared, disk, tmp_path):
+    """It may go on without checkpoints, but must not end as if there were one of its last step."""
+    from megascend.train.loop import train as train_run
+
+    output, stop = disk / "run", threading.Event()
+
+    def watch():
+        wait_for(lambda: any(event["event"] == "saved" for event in events(output)), stop)
+        leave(disk, 64 * 1024)
+        wait_for(lambda: any(event["event"] == "save_failed" for event in events(output)), stop)
+        os.kill(int((tmp_path / "rank").read_text()), signal.SIGTERM)
+
+    def work():
+        if dist.get_rank() == 1:
+            (tmp_path / "rank").write_text(str(os.getpid()))
+        with pytest.raises(CheckpointError) as caught:
+            train_run(RunConfig(**settings(prepared, output, on_failure="continue") | {"steps": 100_000}))
+        return str(caught.value)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        messages = run_distributed(work, 2, timeout_s=90)
+    finally:
+        stop.set()
+        watcher.join(10)
+    pattern = r"stopped by (SIGTERM|a signal on another rank) after step \d+, without a checkpoint: .*No space left"
+    assert all(re.match(pattern, message) for message in messages), messages
+    assert manifest.read(Series(output / "checkpoints").candidates()[0]).step > 0
+
+
+def test_the_last_step_is_saved_again_if_its_checkpoint_failed(prepared, checkpoint, disk):
+    from megascend.train.journal import Journal
+    from megascend.train.saves import Saves
+
+    config = RunConfig(**settings(prepared, disk / "run", on_failure="continue"))
+    series, last = Series(disk / "run" / "checkpoints"), config.checkpoint.every
+
+    def work():
+        with make_backend(checkpoint) as backend:
+            saves = Saves(backend, config, Journal(config.output, Launch.from_environment(), active=True), dict)
+            train(backend)
+            on_rank_0(lambda: leave(disk, 0))
+            saves.after_step(last, stop=False)
+            while saves.problem is None:
+                saves.after_step(last + 1, stop=False)
+            problem = saves.problem
+            on_rank_0(lambda: leave(disk, 8 * MIB))
+            saves.finish(last)
+            return problem, saves.problem, series.steps()
+
+    for problem, afterwards, steps in run_distributed(work, 2, init=False, timeout_s=60):
+        assert "No space left" in problem
+        assert afterwards is None
+        assert steps == [last]
 
 
 def wait_for(condition, stop, seconds=60):

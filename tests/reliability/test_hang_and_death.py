@@ -21,8 +21,8 @@ from megascend.parallel.objects import gather_objects
 from megascend.parallel.process_groups import initialize
 from megascend.parallel.topology import plan
 from megascend.parallel.watch import EXIT_PEER_LOST
-from megascend.testing import Lost, faults, run_distributed, write_tiny_checkpoint
-from megascend.testing.parity import causal_samples
+from megascend.testing import Lost, faults, run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples
 
 TIMEOUT_S = 4.0
 DIAGNOSIS_S = 6.0  # three seconds of watching, and what two busy cores add
@@ -30,8 +30,8 @@ KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+def checkpoint(parity_folder):
+    return case_checkpoint(parity_folder, "qwen3")
 
 
 def caught(work):

@@ -11,7 +11,7 @@ import pytest
 from megascend.config import RunConfig
 from megascend.errors import ConfigError, DataError, MissingDependencyError
 from megascend.parallel.launch import Launch
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import case_checkpoint
 from megascend.train import loop
 from megascend.train.journal import Journal
 from megascend.train.loop import train
@@ -75,10 +75,10 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, ca
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def config(parity_folder: Path, tmp_path: Path) -> RunConfig:
     """A run whose data has a mistake."""
     (tmp_path / "chat.jsonl").write_text('{"messages": "none"}\n')
-    model = write_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1)
+    model = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     data = {"path": tmp_path / "chat.jsonl"}
     return RunConfig(model=model, output=tmp_path / "run", data=data, platform="cpu", precision="fp32", plot=False)
 

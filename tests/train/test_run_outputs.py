@@ -12,7 +12,7 @@ import pytest
 from megascend.config import Data, Lora, RunConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.parallel.launch import Launch
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import case_checkpoint
 from megascend.train import plot
 from megascend.train.loop import check_lora, check_packages, clear_output
 from megascend.train.plot import plot_metrics
@@ -103,8 +103,8 @@ def test_a_missing_package_is_found_before_training(
     check_packages(config.model_copy(update={setting: False}))
 
 
-def test_a_target_that_no_layer_has_is_found_before_training(tmp_path: Path) -> None:
-    model = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+def test_a_target_that_no_layer_has_is_found_before_training(parity_folder: Path, tmp_path: Path) -> None:
+    model = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
 
     def check(*targets: str) -> None:
         check_lora(RunConfig(model=model, output=tmp_path, data=Data(path=tmp_path), lora=Lora(targets=targets)))

@@ -19,6 +19,7 @@ from megascend.errors import CheckpointError
 from megascend.parallel.objects import gather_objects
 
 if TYPE_CHECKING:
+    from megascend.lora.host import AdapterHost
     from megascend.parallel.process_groups import ProcessGroups
     from megascend.strategy.megatron import MegatronStrategy
 
@@ -58,12 +59,15 @@ def check_fits(found: Manifest, mine: Manifest, directory: Path) -> None:
         raise CheckpointError(f"load: {directory} holds {kind}; this backend trains the other kind")
 
 
-def load_state(strategy: MegatronStrategy, directory: Path, found: Manifest, mine: Manifest) -> None:
-    """Read a verified checkpoint into the model, the optimizer and, where the layout is the same, the random generators.
+def load(strategy: MegatronStrategy, directory: Path, found: Manifest, mine: Manifest) -> None:
+    """Read a verified checkpoint into the model and its optimizer, or the adapters and theirs.
+
+    Where the layout is the same, into the random generators as well.
 
     Raises:
         CheckpointError: it does not hold what this model needs (nothing has been changed then), or it stopped being readable
             half way (the model is of no use then).
+        ConfigError: an adapter does not fit; the adapters are those from before then.
     """
     state: dict[str, Any] = {}
     if strategy.adapters is None:
@@ -74,6 +78,8 @@ def load_state(strategy: MegatronStrategy, directory: Path, found: Manifest, min
     if same_layout:
         state[random] = None
     _check_names(state, directory, strategy)
+    if strategy.adapters is not None:
+        _load_adapters(strategy.adapters, directory, found)
     problem = None
     try:
         with warnings.catch_warnings():
@@ -95,14 +101,8 @@ def load_state(strategy: MegatronStrategy, directory: Path, found: Manifest, min
         optimizer.zero_grad()
 
 
-def load_adapters(strategy: MegatronStrategy, directory: Path, found: Manifest) -> None:
-    """Have exactly the adapters of a verified checkpoint.
-
-    Raises:
-        CheckpointError, ConfigError: one does not fit; the adapters are those from before then.
-    """
-    host = strategy.adapters
-    assert host is not None
+def _load_adapters(host: AdapterHost, directory: Path, found: Manifest) -> None:
+    """Have exactly the adapters of a checkpoint, or, if one does not fit, those from before."""
     before = dict(host.registry)
     for name in before:
         host.forget(name)

@@ -174,7 +174,7 @@ class Saver:
             CheckpointError: on every rank: the checkpoint before failed, ``path`` holds something else, or cannot be written.
         """
         start = time.perf_counter()
-        self.wait()
+        self.finish()
         if self._group is None:
             self._group = self._groups.new_gloo("checkpoint")
         path = path.absolute()
@@ -197,8 +197,21 @@ class Saver:
         pending.stall_s = time.perf_counter() - start
         return pending
 
+    def finish(self) -> None:
+        """Return when no checkpoint is being written. Collective: each rank's patience has a clock of its own.
+
+        Raises:
+            CheckpointError: on every rank: the checkpoint failed, or took too long on one.
+        """
+        problem = None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            problem = str(error)
+        self._agree(problem)
+
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when no checkpoint is being written.
+        """Return when no checkpoint is being written, as far as this rank knows.
 
         Raises:
             CheckpointError, TimeoutError: as :meth:`PendingSave.wait`; a failure is raised once.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import logging
 import os
@@ -75,6 +77,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> Any:
     """Call ``function(*args)`` in a worker; ends the process if there is nobody left to tell the result."""
+    atexit.register(gc.freeze)  # as in the command's own process
     try:
         result = function(*args)
     except KeyboardInterrupt:

@@ -5,6 +5,8 @@ Each command imports what it needs inside its function, so that ``megascend --he
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from typing import Annotated, Any
 
@@ -82,6 +84,7 @@ app.command("simnpu", context_settings=simnpu.CONTEXT_SETTINGS)(simnpu.simnpu_co
 
 def main() -> None:
     """Entry point of the ``megascend`` script."""
+    atexit.register(gc.freeze)  # the interpreter's last look for garbage would take a second after Megatron
     app(prog_name="megascend")
 
 

@@ -1,4 +1,4 @@
-"""``python -m megascend.testing._build_tiny PATH < recipe``: the transformers side of ``write_tiny_checkpoint``."""
+"""``python _build_tiny.py PATH < recipe``: the transformers side of ``write_tiny_checkpoint``."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
-from megascend.testing.environment import reference_environment
+from megascend.testing.reference import run_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,14 +208,7 @@ def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
         return result
     path, written = result.with_suffix(".json"), result.with_suffix(f".{os.getpid()}")
     path.write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), str(path), str(written)],
-        capture_output=True,
-        text=True,
-        timeout=ORACLE_TIMEOUT_S,
-        env=reference_environment(),
-        check=False,
-    )
+    done = run_reference(Path(__file__).with_name(script), path, written, timeout_s=ORACLE_TIMEOUT_S)
     if done.returncode:
         raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
     written.replace(result)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
-from megascend.testing.environment import reference_environment
+from megascend.testing.reference import run_reference
 
 _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -128,14 +126,6 @@ def _holds(path: Path, recipe: str) -> bool:
 
 
 def _build(path: Path, recipe: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megascend.testing._build_tiny", str(path)],
-        input=recipe,
-        capture_output=True,
-        text=True,
-        env=reference_environment() | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
-        timeout=300,
-        check=False,
-    )
+    done = run_reference(Path(__file__).with_name("_build_tiny.py"), path, stdin=recipe, timeout_s=300)
     if done.returncode:
         raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
