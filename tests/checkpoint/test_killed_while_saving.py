@@ -153,6 +153,8 @@ def test_at_every_point_of_an_overwritten_checkpoint_there_is_one(checkpoint, tm
                     assert not exchange
                     assert name == "replace"
                     assert manifest.read(folder / ".last.old").step == before
+                    with pytest.raises(CheckpointError, match=r"left the one before as .*\.last\.old: rename it"):
+                        backend.load(there)
                     there, beside = folder / ".last.old", beside + 1
                 assert whole(there), (folder, name)
                 backend.load(there)

@@ -138,8 +138,8 @@ def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp
     mine = train_and_export(checkpoint, tmp_path / "out", layout)
     dtype, theirs = transformers_alone(tmp_path / "out")
     assert dtype == "torch.float32"
-    # Relative to logits of about 10 in fp32, whose sums two implementations order differently.
-    assert relative_difference(mine, theirs) <= 1e-6
+    # Relative to logits of about 10 in fp32, whose sums two implementations order differently, and each processor once more.
+    assert relative_difference(mine, theirs) <= 2e-6
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in after.items()} == {name: t.shape for name, t in before.items()}
     assert all(not torch.equal(after[name], before[name]) for name in before)  # every tensor was trained
