@@ -451,6 +451,7 @@ class MegatronBackend:
 
         Raises:
             CheckpointError: on every rank: there is no complete checkpoint of this model at ``path``, or it is damaged.
+            ConfigError: one of its adapters is beyond this backend's limits; the present ones stay.
         """
         from megascend.checkpoint import contents, loader
 

@@ -3,6 +3,7 @@
 MEGASCEND_RESUME_SEEDS: how often each layout is killed (default 3; 20 before a release).
 """
 
+import gc
 import json
 import os
 import random
@@ -106,6 +107,25 @@ def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layou
         lambda: train(settings, resume="auto", overwrite=True), world_size, init=False, timeout_s=90
     )
     assert outcome(result, output) == uninterrupted[layout]
+
+
+def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, tmp_path, monkeypatch):
+    from megascend.train import loop
+
+    frozen, make_backend = [], loop.make_backend
+
+    def note_and_make(config):
+        frozen.append(gc.get_freeze_count())
+        return make_backend(config)
+
+    def work():
+        monkeypatch.setattr(loop, "make_backend", note_and_make)
+        loop.train(config(models, "single", tmp_path / "run"))
+        return frozen[0], gc.get_freeze_count()
+
+    ((during, afterwards),) = run_distributed(work, 1, init=False, timeout_s=60)
+    assert during > 100_000
+    assert afterwards == 0
 
 
 # --- two tenants, with the Python API ---

@@ -52,7 +52,7 @@ ISOLATION_LR, ISOLATION_EPS = 5e-5, 1e-6
 """Learning rate of the first tenant (the others' are up to 1.9 times higher), and Adam's eps. How tokens fall into micro batches
 decides how gradients are rounded. With the usual eps of 1e-8, below that rounding, Adam makes up to a tenth of a learning rate of
 it where a gradient is near 0, by chance and differently on each processor. 1e-6 is above it, and far below a usual gradient: the
-distance that adapters move is the same within a twentieth."""
+distance that adapters move is the same within a tenth."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class IsolationDifferences(NamedTuple):
 
     Attributes:
         value: largest absolute difference of any value. Proportional to the learning rate.
-        movement: Euclidean norm of the difference over that of what training alone has changed. Independent of it.
+        movement: Euclidean norm of the difference over that of what training alone has changed. Does not grow with it.
     """
 
     value: float

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PRELUDE = """
 import atexit, gc
-gc.disable()  # a short life: imports make a million objects that stay, and looking through them is a third of it
+gc.disable()  # a short life: imports make half a million objects that stay, and looking through them is a third of it
 atexit.register(gc.freeze)
 """
 SCRIPT = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -86,7 +86,10 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
     with journal.keeping_errors(lambda: 0):
         check_packages(config)
         check_lora(config)
-        return run(config, launch, journal, overwrite, resume)
+        try:
+            return run(config, launch, journal, overwrite, resume)
+        finally:
+            gc.unfreeze()  # the caller's own objects are among those that run() has frozen
 
 
 def run(config: RunConfig, launch: Launch, journal: Journal, overwrite: bool, resume: str | Path | None) -> TrainResult:
@@ -107,27 +110,11 @@ def run(config: RunConfig, launch: Launch, journal: Journal, overwrite: bool, re
     gc.collect()
     gc.freeze()
 
-    tokenizer = load_tokenizer(config.model)
-
     # Model: trained itself, or frozen under one adapter
+    tokenizer = load_tokenizer(config.model)
+    backend = make_backend(config)
     lora = config.lora
     adapter = None if lora is None else ADAPTER
-    backend = megascend.MegatronBackend(
-        model=config.model,
-        parallel=config.parallel,
-        precision=config.precision,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        recompute=config.recompute,
-        moe=config.moe,
-        batching=config.batching,
-        adapters=None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets),
-        mindspeed=config.mindspeed,
-        platform=config.platform,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-        save_timeout_s=config.checkpoint.timeout_s,
-    )
     launched = launch.agent_store or launch.world_size > 1
     with backend, journal.keeping_errors(lambda: backend.step_count + 1), StopSignals(launched=launched) as signals:
         if lora is not None:
@@ -163,31 +150,67 @@ def run(config: RunConfig, launch: Launch, journal: Journal, overwrite: bool, re
                 if saves.after_step(number, signals.received is not None):
                     break
         saves.finish(number)
-        stopped = None
-        if number < config.steps:
-            stopped = signals.received.name if signals.received is not None else "a signal on another rank"
-            if saves.problem is not None:
-                raise CheckpointError(
-                    f"stopped by {stopped} after step {number}, without a checkpoint: {saves.problem}"
-                )
-            journal.event("stopped", step=number, signal=stopped)
-            if main_rank:
-                print(f"stopped by {stopped} after step {number}; go on with --resume auto", flush=True)
 
         # Out
-        exported = export(config, backend) if config.export and stopped is None else None
-        if main_rank and config.plot and stopped is None:
-            plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, len(samples)))
-        if stopped is None:
-            journal.event("finished", step=number, loss=counts.loss)
-            if main_rank:
-                print(
-                    f"{number} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}; see {config.output}",
-                    flush=True,
-                )
+        stopped = exported = None
+        if number < config.steps:
+            stopped = signals.received.name if signals.received is not None else "a signal on another rank"
+            tell_stop(backend, journal, number, stopped, saves.problem)
+        else:
+            exported = export(config, backend) if config.export else None
+            if main_rank and config.plot:
+                plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, len(samples)))
+            tell_end(config, backend, journal, number, counts)
     return TrainResult(
         number, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, exported, stopped
     )
+
+
+def make_backend(config: RunConfig) -> MegatronBackend:
+    """The backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
+    import megascend
+
+    lora = config.lora
+    return megascend.MegatronBackend(
+        model=config.model,
+        parallel=config.parallel,
+        precision=config.precision,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        recompute=config.recompute,
+        moe=config.moe,
+        batching=config.batching,
+        adapters=None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets),
+        mindspeed=config.mindspeed,
+        platform=config.platform,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+        save_timeout_s=config.checkpoint.timeout_s,
+    )
+
+
+def tell_stop(backend: MegatronBackend, journal: Journal, step: int, signal: str, problem: str | None) -> None:
+    """Say that a signal has stopped the run after ``step``.
+
+    Args:
+        problem: why there is no checkpoint of that step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if problem is not None:
+        raise CheckpointError(f"stopped by {signal} after step {step}, without a checkpoint: {problem}")
+    journal.event("stopped", step=step, signal=signal)
+    if backend.rank == 0:
+        print(f"stopped by {signal} after step {step}; go on with --resume auto", flush=True)
+
+
+def tell_end(config: RunConfig, backend: MegatronBackend, journal: Journal, step: int, counts: Counts) -> None:
+    """Say that the run has done all its steps, and where to look."""
+    journal.event("finished", step=step, loss=counts.loss)
+    if backend.rank == 0:
+        summary = f"{step} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}"
+        print(f"{summary}; see {config.output}", flush=True)
 
 
 @dataclass
