@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -226,7 +228,7 @@ def killed(body, when=None):
     if child == 0:
         try:
             os.setpgid(0, 0)
-            signal.alarm(60)
+            faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)  # one that hangs says where
             body()
         finally:
             os._exit(1)
