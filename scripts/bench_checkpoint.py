@@ -121,14 +121,15 @@ class Bench:
             pending.wait()
             figures["async_complete_s"].append(tell("async complete", time.perf_counter() - start))
             shutil.rmtree(folder / f"async-{1 - number % 2}", ignore_errors=True)
+        for path in folder.glob("async-*"):
+            shutil.rmtree(path)
         figures["sync_s"] = [
             tell("sync", timed(lambda: self.backend.save(folder / "sync", wait=True))[0]) for _ in range(syncs)
         ]
         figures["bytes"] = size = size_of(folder / "sync")
         drop_pages(folder / "sync")
         figures["load_s"] = tell("load", timed(lambda: self.backend.load(folder / "sync"))[0])
-        for path in folder.glob("*sync*"):
-            shutil.rmtree(path)
+        shutil.rmtree(folder / "sync")
         plain = min(size, PLAIN)
         figures["disk_write_s"] = tell(
             "disk write", timed(lambda: write_file(folder / "plain", plain))[0] * size / plain

@@ -26,7 +26,6 @@ from typing import Any
 
 LORA_LOGITS_BOUND = 2e-5
 WORKER_TIMEOUT_S = 180
-ADAPTER_SEED = 7
 LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
 """For all cases when --precision asks for 16 bits; routing that flips makes MoE models the worst."""
 PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
@@ -34,15 +33,15 @@ PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
 
 def measure(pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool) -> list[dict[str, Any]]:
     """One row a case whose name matches ``pattern``."""
-    from megascend.testing.lora_parity import adapter_differences, adapter_folder, peft_oracle
+    from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_oracle
     from megascend.testing.parity import case_checkpoint, differences, oracle, token_lists
 
     tokens, rows = token_lists(), []
     for case in cases(pattern, precision, platform_name, lora):
         checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
         if lora:
-            mine = run(case, checkpoint, tokens, platform_name, precision, lora=True)
-            adapter = adapter_folder(checkpoint, case)
+            adapter = case_adapter(checkpoint, case)
+            mine = run(case, checkpoint, tokens, platform_name, precision, adapter)
             found: Any = adapter_differences(mine, peft_oracle(folder, checkpoint, adapter, tokens))
         else:
             reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
@@ -69,33 +68,33 @@ def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = 
 
 
 def run(
-    case: Any, checkpoint: Path, tokens: list[list[int]], platform_name: str, precision: str | None, lora: bool = False
+    case: Any,
+    checkpoint: Path,
+    tokens: list[list[int]],
+    platform_name: str,
+    precision: str | None,
+    adapter: Path | None = None,
 ) -> Any:
-    """The case's trajectory: on forked processes where devices are CPU memory, else on fresh ones with torchrun."""
+    """The trajectory of the case, or of ``adapter``: forked processes where devices are CPU memory, else torchrun's."""
     import torch
 
     import megascend
     from megascend import simnpu
-    from megascend.testing.distributed import run_distributed
-    from megascend.testing.lora_parity import adapter_folder, make_adapter, train_adapter
+    from megascend.testing.lora_parity import train_adapter
     from megascend.testing.parity import train_case
 
     forks = platform_name == "cpu" or simnpu.is_active()
     if forks:
         megascend.bootstrap(platform_name).load_megatron()
-    adapter = adapter_folder(checkpoint, case)
-    if lora and not adapter.exists():
-        arguments = (checkpoint, adapter, ADAPTER_SEED, case.targets)
-        run_distributed(make_adapter, 1, *arguments, init=False, timeout_s=WORKER_TIMEOUT_S)
     if forks:
-        if lora:
+        if adapter is not None:
             return train_adapter(case, checkpoint, adapter, checkpoint.parent / "trained")
         return train_case(case, checkpoint, tokens)
     result = checkpoint.parent / "trajectory.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.world_size}"]
     command += [__file__, "--worker", case.name, str(checkpoint), str(result), "--platform", platform_name]
     command += ["--precision", precision] if precision else []
-    command += ["--lora"] if lora else []
+    command += ["--lora"] if adapter is not None else []
     subprocess.run(command, check=True, timeout=WORKER_TIMEOUT_S)
     return torch.load(result, weights_only=False)
 
@@ -105,13 +104,13 @@ def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precis
     import torch
 
     import megascend
-    from megascend.testing.lora_parity import adapter_folder, run_adapter
+    from megascend.testing.lora_parity import case_adapter, run_adapter
     from megascend.testing.parity import STEPS, run_case, token_lists
 
     megascend.bootstrap(platform_name)
     (case,) = cases(f"^{re.escape(name)}$", precision, platform_name, lora)
     if lora:
-        adapter = adapter_folder(checkpoint, case)
+        adapter = case_adapter(checkpoint, case)
         trajectory: Any = run_adapter(case, checkpoint, adapter, STEPS, checkpoint.parent / "trained")
     else:
         trajectory = run_case(case, checkpoint, token_lists())

@@ -6,35 +6,45 @@ import pytest
 import torch
 
 import megascend
-from megascend.testing.parity import causal_samples, token_lists
-from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def test_a_step_waits_once(tmp_path):
-    checkpoint = write_tiny_checkpoint(tmp_path, "qwen3")
-    backend = megascend.MegatronBackend(
-        model=checkpoint, platform="cuda", batching=megascend.Batching(micro_batch_tokens=64)
-    )
-    samples = causal_samples(token_lists())
-
-    def step():
-        result = backend.forward_backward(samples)
-        return result, backend.optimizer_step()
-
+def places_of_waits(step):
+    """Where the host waits in the third ``step``."""
     for _ in range(2):
         step()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result, outcome = step()
+            step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [entry for entry in caught if "synchronizing" in str(entry.message)]
-    places = [f"{entry.filename}:{entry.lineno}" for entry in waits]
-    assert len(waits) == 1, places
+    return [f"{entry.filename}:{entry.lineno}" for entry in caught if "synchronizing" in str(entry.message)]
+
+
+@pytest.mark.parametrize("adapters", [(), ("a",), ("a", "b")], ids=["model", "adapter", "adapters with dropout"])
+def test_a_step_waits_once(adapters, parity_folder):
+    backend = megascend.MegatronBackend(
+        model=case_checkpoint(parity_folder, "qwen3"),
+        platform="cuda",
+        batching=megascend.Batching(micro_batch_tokens=64),
+        adapters=megascend.Adapters() if adapters else None,
+    )
+    for name in adapters:
+        backend.add_adapter(name, megascend.Lora(rank=8, dropout=0.1 if len(adapters) > 1 else 0.0))
+    samples = causal_samples(token_lists())
+    for position, sample in enumerate(samples if adapters else []):
+        sample.adapter = adapters[position % len(adapters)]
+
+    def step():
+        return backend.forward_backward(samples), backend.optimizer_step()
+
+    places = places_of_waits(step)
+    assert len(places) == 1, places
+    result, outcome = step()
     assert result.loss > 0
     assert outcome.grad_norm > 0
     backend.close()

@@ -2,12 +2,10 @@
 
 import pytest
 
-from megascend.testing.distributed import run_distributed
 from megascend.testing.lora_parity import (
     adapter_differences,
-    adapter_folder,
+    case_adapter,
     lora_matrix,
-    make_adapter,
     peft_oracle,
     train_adapter,
 )
@@ -50,9 +48,7 @@ def test_the_short_list_names_cases():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_trajectory_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
-    adapter = adapter_folder(checkpoint, case)
-    if not adapter.exists():
-        run_distributed(make_adapter, 1, checkpoint, adapter, 7, case.targets, init=False, timeout_s=120)
+    adapter = case_adapter(checkpoint, case)
     mine = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
     found = adapter_differences(mine, peft_oracle(parity_folder, checkpoint, adapter, token_lists()))
     assert found.loss <= case.loss_bound, found

@@ -7,9 +7,8 @@ import pytest
 from megascend.testing.distributed import run_distributed
 from megascend.testing.lora_parity import (
     adapter_differences,
-    adapter_folder,
+    case_adapter,
     lora_matrix,
-    make_adapter,
     peft_oracle,
     run_mixed,
     share_of,
@@ -72,14 +71,6 @@ def test_sixteen_bit_products_use_the_grouped_kernel_and_are_right():
         start += count
 
 
-def adapter_of(checkpoint, case, seed):
-    """An adapter on disk, made once."""
-    path = adapter_folder(checkpoint, case).with_suffix(f".{seed}")
-    if not path.exists():
-        run_distributed(make_adapter, 1, checkpoint, path, seed, case.targets, init=False, timeout_s=120)
-    return path
-
-
 def check(case, mine, reference):
     found = adapter_differences(mine, reference)
     assert found.loss <= case.loss_bound, found
@@ -91,7 +82,7 @@ def check(case, mine, reference):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_adapter_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
-    adapter = adapter_of(checkpoint, case, 7)
+    adapter = case_adapter(checkpoint, case)
     mine = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
     check(case, mine, peft_oracle(parity_folder, checkpoint, adapter, token_lists()))
 
@@ -99,7 +90,7 @@ def test_one_adapter_equals_peft(case: Case, parity_folder, tmp_path):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_two_adapters_in_one_batch_equal_two_runs_of_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
-    adapters = [adapter_of(checkpoint, case, seed) for seed in (7, 8)]
+    adapters = [case_adapter(checkpoint, case, seed) for seed in (7, 8)]
     ranks = run_distributed(
         run_mixed, case.world_size, case, checkpoint, adapters, STEPS, tmp_path, init=False, timeout_s=120
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import time
 from dataclasses import replace
@@ -118,6 +119,16 @@ def test_nobody_to_blame() -> None:
     found = diagnose(0, REDUCING, {1: FINE, 2: FINE})
     assert (found.kind, found.culprits, found.reasons) == (Kind.FINE, (), ())
     assert diagnose(0, REDUCING, {}).kind is Kind.FINE
+
+
+def test_where_nobody_is_to_blame_positions_go_down_to_the_line() -> None:
+    fetching = Sighting(replace(REDUCING, frame="fetch (data.py:7)", seconds=9.0))
+    positions = diagnose(0, REDUCING, {1: fetching}).positions
+    place = "in grad reduce of step 3 for"
+    assert (
+        positions == f"Ranks: 0 {place} 8 s, at all_reduce (distributed_c10d.py:1); 1 {place} 9 s, at fetch (data.py:7)"
+    )
+    assert "data.py" not in diagnose(0, REDUCING, {1: fetching, 2: Sighting(REDUCING, 4.0)}).positions
 
 
 def test_who_is_known_not_to_have_come_is_blamed_whatever_the_records_say() -> None:
@@ -424,3 +435,23 @@ def test_a_rank_that_is_only_slow_is_waited_for(runtime: Runtime, tmp_path) -> N
     (line,) = output.read_text().splitlines()
     assert line.startswith("megascend: rank 0: forward of step 1 has taken ")
     assert "rank 1 has not come: after start-up" in line
+
+
+def test_ranks_that_stand_in_the_same_phase_are_told_apart_by_their_lines(runtime: Runtime, tmp_path) -> None:
+    """All that can be said where a device waits: one of them hangs in Python, and NCCL's own timeout ends the other."""
+    output = tmp_path / "stderr"
+
+    def hang() -> None:
+        time.sleep(6)
+
+    def work() -> None:
+        groups = initialize(plan(Parallel(), 2), runtime.platform, 0.5)
+        if groups.rank == 0:
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+        with groups.watch.phase("forward"):
+            hang() if groups.rank == 1 else time.sleep(6)
+
+    run_distributed(work, 2, init=False, timeout_s=40)
+    (line,) = output.read_text().splitlines()
+    assert "no rank is gone, has failed or is in another phase. Ranks: 0 in forward of step 1 for " in line
+    assert re.search(r"; 1 in forward of step 1 for \d+ s, at hang \(test_watch.py:\d+\)$", line), line

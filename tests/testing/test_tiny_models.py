@@ -80,3 +80,24 @@ def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
 def test_unknown_architecture() -> None:
     with pytest.raises(ConfigError, match="'gpt9'; known: qwen2"):
         tiny_config("gpt9")
+
+
+def test_processes_that_want_the_same_one_at_once_all_get_it(tmp_path: Path) -> None:
+    """It is made once, and nobody takes away what another has begun to use: the race of pytest's workers."""
+    program = (
+        "import sys; from pathlib import Path; from megascend.testing import write_tiny_checkpoint\n"
+        "path = write_tiny_checkpoint(Path(sys.argv[1]), 'qwen3', num_hidden_layers=1)\n"
+        "file = path / 'model.safetensors'; print(file.stat().st_ino, file.stat().st_mtime_ns, flush=True)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    found = {process.communicate(timeout=120)[0] for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
+    assert len(found) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tiny_checkpoint.json",
+    ]

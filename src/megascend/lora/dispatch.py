@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megascend.errors import ConfigError
+from megascend.kernels.host_copy import to_device
 from megascend.lora.grouped import Groups
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class ExpertRows:
         if self.slots is None:
             self._grouped = None, Groups.of(rows, device)
             return self._grouped
-        repeats = torch.tensor(rows).to(device, non_blocking=True)
+        repeats = to_device(torch.tensor(rows), device)
         expert = torch.arange(experts, device=device).repeat_interleave(repeats, output_size=sum(rows))
         key = self.slots * experts + expert
         order = torch.argsort(key, stable=True)

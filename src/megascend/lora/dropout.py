@@ -46,7 +46,7 @@ def drop(x: Tensor, stage: Stage, routing: Routing, site: Site, *, local: bool) 
     if routing.keys is None or not site.module.training:
         return x
     which = routing.mine if local else slice(None)
-    rate = torch.tensor(stage.dropouts, device=x.device)[routing.slots[which]][:, None]
+    rate = stage.dropouts[routing.slots[which]][:, None]
     layer = zlib.crc32(site.parts[0].name.encode())
     columns = mix(torch.arange(site.in_start, site.in_start + x.shape[-1], device=x.device) + layer)
     drawn = mix(routing.keys[which][:, None] ^ columns)

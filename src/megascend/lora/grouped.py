@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megascend.kernels.host_copy import to_device
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -25,7 +27,7 @@ class Groups:
     @classmethod
     def of(cls, counts: list[int], device: torch.device) -> Groups:
         """Groups of known sizes."""
-        return cls(torch.tensor(counts).cumsum(0).int().to(device, non_blocking=True), tuple(counts))
+        return cls(to_device(torch.tensor(counts).cumsum(0).int(), device), tuple(counts))
 
     def sizes(self) -> list[int]:
         """Rows of each run. Waits for the device unless the host knows them."""

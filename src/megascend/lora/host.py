@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import CheckpointError, ConfigError
+from megascend.kernels.host_copy import to_device
 from megascend.lora.adapter import Adapter
 from megascend.lora.base_weights import check_base_weights
 from megascend.lora.dropout import token_keys
@@ -208,17 +209,17 @@ class AdapterHost:
         adapters = [self.registry[name] if name else None for name in names]
         if not any(adapter is not None and adapter.lora.dropout for adapter in adapters):
             return None
-        positions, places = batch.position_ids.flatten().cpu(), batch.sample.cpu()
-        keys = torch.zeros_like(positions)
-        for number, (member, slot) in enumerate(zip(batch.members, batch.slots, strict=True)):
-            adapter = adapters[slot]
-            if adapter is not None:
-                mine = places == number
-                sample = samples[member].input_ids
-                keys[mine] = token_keys(adapter.seed, adapter.step_count, sample, positions[mine])
-        if batch.packed is None:  # the layers see [sequence, batch]
-            keys = keys.view(len(batch.members), -1).T.flatten()
-        return keys.to(self._device)
+        parts = []
+        for member, slot, positions in zip(batch.members, batch.slots, batch.positions, strict=True):
+            adapter, sample = adapters[slot], samples[member].input_ids
+            parts.append(
+                torch.zeros_like(positions)
+                if adapter is None
+                else token_keys(adapter.seed, adapter.step_count, sample, positions)
+            )
+        # Of a plain batch the layers see [sequence, batch].
+        keys = torch.cat(parts) if batch.packed is not None else torch.stack(parts, dim=1).flatten()
+        return to_device(keys, self._device)
 
 
 def settings_of(saved: Saved, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:

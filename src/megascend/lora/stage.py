@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megascend.kernels.host_copy import to_device
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import Family
 
@@ -38,32 +39,37 @@ class Stage:
 
     Rows that pad a rank, and parts that an adapter does not target, are zero in A and B alike; their gradients are then
     zero too, so they need no mask. A ``None`` among the adapters stands for the base model alone.
+
+    Attributes:
+        adapters: whose factors these are.
+        dropouts: float32 [adapters] on the device, each one's dropout.
     """
 
     def __init__(
         self, adapters: Sequence[Adapter | None], families: Sequence[Family], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.adapters, self._families = tuple(adapters), families
+        self._families, self._device = families, device
+        self._serve(adapters)
         self.rank = common_rank(adapters)
         self.stacks = [self._allocate(family, dtype, device) for family in families]
         self._masks = [part_masks(family, device) for family in families]
         self._whole = [len(family.one.parts[0].local_rows) == family.one.out_features for family in families]
         self._views: dict[tuple[int, int, int | None], Factors4] = {}
 
-    @property
-    def dropouts(self) -> list[float]:
-        """Every adapter's dropout."""
-        return [0.0 if adapter is None else adapter.lora.dropout for adapter in self.adapters]
-
     def take(self, adapters: Sequence[Adapter | None]) -> bool:
         """Serve other adapters from now on, if they fit the memory that there is."""
         if len(adapters) != len(self.adapters) or common_rank(adapters) != self.rank:
             return False
-        self.adapters = tuple(adapters)
+        self._serve(adapters)
         for stack in self.stacks:  # whatever the last ones left where these have nothing
             stack.a.zero_()
             stack.b.zero_()
         return True
+
+    def _serve(self, adapters: Sequence[Adapter | None]) -> None:
+        self.adapters = tuple(adapters)
+        rates = [0.0 if adapter is None else adapter.lora.dropout for adapter in adapters]
+        self.dropouts = to_device(torch.tensor(rates), self._device)
 
     def _allocate(self, family: Family, dtype: torch.dtype, device: torch.device) -> Stacked:
         site = family.one

@@ -7,7 +7,7 @@ s, which add for how long each has been silent, and :func:`diagnose` names the c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 
@@ -143,7 +143,7 @@ class Diagnosis:
         kind: FINE if no rank could be blamed.
         culprits: their ranks.
         reasons: a clause for each culprit: ``"rank 1 is gone: last heard of 12 s ago in grad reduce of step 3"``.
-        positions: where every rank is, in one line.
+        positions: where every rank is, in one line; if no rank could be blamed, with the places in their Python.
     """
 
     kind: Kind
@@ -226,9 +226,9 @@ def _spell(seen: Sighting) -> str:
     return f"{seen.record.place} for {seen.record.seconds:.0f} s"
 
 
-def positions(rank: int, mine: Record, peers: Mapping[int, Sighting | None], first: Iterable[int] = ()) -> str:
-    """``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, those in ``first`` before others."""
-    order = [*first, *(number for number in sorted([rank, *peers]) if number not in set(first))]
+def positions(rank: int, mine: Record, peers: Mapping[int, Sighting | None], culprits: Sequence[int] = ()) -> str:
+    """``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits before others."""
+    order = [*culprits, *(number for number in sorted([rank, *peers]) if number not in set(culprits))]
     texts = []
     for number in sorted(order[:LISTED]):
         seen = Sighting(mine) if number == rank else peers[number]
@@ -244,7 +244,8 @@ def positions(rank: int, mine: Record, peers: Mapping[int, Sighting | None], fir
             state = f"gone, last {seen.record.place}"
         else:
             state = _spell(seen)
-        texts.append(f"{number} {state}")
+        frame = seen.record.frame if seen is not None and not culprits else ""
+        texts.append(f"{number} {state}{f', at {frame}' if frame else ''}")
     more = f"; and {len(order) - LISTED} more" if len(order) > LISTED else ""
     return f"Ranks: {'; '.join(texts)}{more}"
 

@@ -334,7 +334,7 @@ class Watch:
             self._noticed_in = -1
         elif self._noticed_in != visits:
             self._noticed_in, self._noticed_at = visits, now
-        if found.kind is Kind.FINE or visits != stay.visits:
+        if visits != stay.visits:
             return
         if seconds > self._timeout_s + GRACE_S and self._spoken != visits:
             self._spoken = visits
@@ -344,10 +344,9 @@ class Watch:
 
     def _stuck(self, found: Diagnosis, seconds: float) -> str:
         place = of_step(self._front.stack[-1].label, self.step) if self._front.stack else "?"
-        return (
-            f"rank {self._rank}: {place} has taken {seconds:.0f} s (timeout_s is {self._timeout_s:g}): "
-            f"{'; '.join(found.reasons)}. {found.positions}"
-        )
+        reasons = "; ".join(found.reasons) or "no rank is gone, has failed or is in another phase"
+        taken = f"has taken {seconds:.0f} s (timeout_s is {self._timeout_s:g})"
+        return f"rank {self._rank}: {place} {taken}: {reasons}. {found.positions}"
 
     def _give_up(self, found: Diagnosis, seconds: float, pulse: Pulse) -> None:
         message = self._stuck(found, seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megascend.kernels.host_copy import to_device
 from megascend.train.losses import Loss
 from megascend.train.micro_batch import MicroBatch
 
@@ -22,7 +23,7 @@ class Call:
     ) -> None:
         self.loss, self.names, self.upstream = loss, names, upstream
         self._scales = scales
-        self._on_device = torch.tensor(scales).to(device)
+        self._on_device = to_device(torch.tensor(scales), device)
 
     def of_tokens(self, batch: MicroBatch) -> Tensor | float:
         """The factor of each token's loss: [n], or one number for all."""
@@ -41,7 +42,7 @@ class Call:
         return self._by_slot(values, self._pair_slots(batch))
 
     def _pair_slots(self, batch: MicroBatch) -> Tensor:
-        return torch.tensor(batch.slots).to(batch.pairs.device, non_blocking=True)[batch.pairs[:, 0]]
+        return to_device(torch.tensor(batch.slots), batch.pairs.device)[batch.pairs[:, 0]]
 
     def _by_slot(self, values: Tensor, slots: Tensor) -> Tensor:
         if len(self.names) == 1:

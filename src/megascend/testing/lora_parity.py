@@ -17,6 +17,7 @@ from megascend.config import Adam, Adapters, Batching, Lora, Parallel
 from megascend.errors import DistributedTestError
 from megascend.lora.peft_settings import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, to_factors
+from megascend.testing.once import made_once
 from megascend.testing.parity import (
     LR,
     MAX_GRAD_NORM,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from megascend.lora.factors import Factors
     from megascend.train.sample import Sample
 
-RANK, ALPHA = 8, 12.0
+RANK, ALPHA, SEED = 8, 12.0, 7
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
 """All linear layers of a dense model, the output layer and the embedding."""
 WITH_ENDS = (
@@ -137,9 +138,16 @@ def lora_matrix(platform: str = "cpu") -> list[Case]:
     return cases + [replace(case, name=f"ends, {case.name}", targets=ALL) for case in ends]
 
 
-def adapter_folder(checkpoint: Path, case: Case) -> Path:
-    """Where the adapter lies that all layouts of a checkpoint start from, one for each choice of targets."""
-    return checkpoint.parent / f"{checkpoint.name}-adapter{'' if case.targets == 'all-linear' else '-ends'}"
+def case_adapter(checkpoint: Path, case: Case, seed: int = SEED) -> Path:
+    """The adapter that all layouts of a checkpoint start from, one for each choice of targets; made once."""
+    name = f"{checkpoint.name}-adapter{'' if case.targets == 'all-linear' else '-ends'}-{seed}"
+
+    def make(path: Path) -> None:
+        from megascend.testing.distributed import run_distributed
+
+        run_distributed(make_adapter, 1, checkpoint, path, seed, case.targets, init=False, timeout_s=120)
+
+    return made_once(checkpoint.parent / name, make)
 
 
 def make_adapter(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
+from megascend.testing.once import made_once
 from megascend.testing.reference import run_reference
 
 if TYPE_CHECKING:
@@ -204,15 +204,15 @@ def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
     """
     text = json.dumps(job)
     result = folder / f"{Path(script).stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
-    if result.exists():
-        return result
-    path, written = result.with_suffix(".json"), result.with_suffix(f".{os.getpid()}")
-    path.write_text(text)
-    done = run_reference(Path(__file__).with_name(script), path, written, timeout_s=ORACLE_TIMEOUT_S)
-    if done.returncode:
-        raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
-    written.replace(result)
-    return result
+
+    def make(written: Path) -> None:
+        path = result.with_suffix(".json")
+        path.write_text(text)
+        done = run_reference(Path(__file__).with_name(script), path, written, timeout_s=ORACLE_TIMEOUT_S)
+        if done.returncode:
+            raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
+
+    return made_once(result, make)
 
 
 def first_of_equals(name: str, ranks: Sequence[T]) -> T:

@@ -8,13 +8,11 @@ matters.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
+from megascend.testing.once import alone, replace
 from megascend.testing.reference import run_reference
 
 _CLASSES = {
@@ -85,7 +83,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
 
     The model is built by transformers in a process of its own, because building an mcore-bridge model in this one
     changes what transformers builds afterwards. A directory that already holds the checkpoint of the same arguments
-    is left as it is, so a session-wide fixture costs one build (about 4 s).
+    is left as it is, so a session-wide fixture costs one build (about 4 s), however many processes ask for it at once.
 
     Args:
         path: the checkpoint directory; created if missing.
@@ -106,17 +104,9 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
         return path
     if path.exists() and any(path.iterdir()) and not (path / MARKER).exists():
         raise ConfigError(f"{path} holds files that are no tiny checkpoint; give write_tiny_checkpoint a new directory")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        fresh = Path(folder) / "checkpoint"
-        _build(fresh, recipe)
-        (fresh / MARKER).write_text(recipe)
-        shutil.rmtree(path, ignore_errors=True)
-        try:
-            os.replace(fresh, path)
-        except OSError:
-            if not _holds(path, recipe):  # else another process was faster with the same checkpoint
-                raise
+    with alone(path):
+        if not _holds(path, recipe):
+            replace(path, lambda fresh: _build(fresh, recipe))
     return path
 
 
@@ -129,3 +119,4 @@ def _build(path: Path, recipe: str) -> None:
     done = run_reference(Path(__file__).with_name("_build_tiny.py"), path, stdin=recipe, timeout_s=300)
     if done.returncode:
         raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
+    (path / MARKER).write_text(recipe)

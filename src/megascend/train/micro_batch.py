@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import DataError
+from megascend.kernels.host_copy import to_device
 from megascend.train.losses import Loss
 from megascend.train.packing import round_up
 from megascend.train.sample import Sample
@@ -72,6 +73,7 @@ class MicroBatch:
         padded_lengths: of every sample in that concatenation.
         pairs: int64 [pairs, 2], positions in ``members``.
         slots: number of every sample's adapter among those of the call, ascending; all 0 without adapters.
+        positions: int64, on the host, for every sample: the places in it of its tokens that this rank holds.
         routing: what layers with adapters need to know, or None.
     """
 
@@ -88,6 +90,7 @@ class MicroBatch:
     place: Tensor
     pairs: Tensor
     slots: list[int]
+    positions: list[Tensor]
     routing: Routing | None = None
 
     @property
@@ -95,7 +98,7 @@ class MicroBatch:
         """int64 [n]: the number of each token's adapter."""
         if len(set(self.slots)) == 1:
             return torch.full_like(self.sample, self.slots[0])
-        return torch.tensor(self.slots).to(self.sample.device, non_blocking=True)[self.sample]
+        return to_device(torch.tensor(self.slots), self.sample.device)[self.sample]
 
 
 def build(
@@ -141,11 +144,11 @@ def build(
         columns["weights"] = [torch.zeros_like(part) for part in columns["weights"]]
 
     def column(parts: list[Tensor]) -> Tensor:
-        return _to_device(torch.cat(parts), device)
+        return to_device(torch.cat(parts), device)
 
     def inputs(parts: list[Tensor]) -> Tensor:
         rows = torch.cat(parts)[None] if layout.packing else torch.stack(parts)
-        return _to_device(rows, device)
+        return to_device(rows, device)
 
     return MicroBatch(
         members=list(members),
@@ -159,8 +162,9 @@ def build(
         fields={name: column(columns[name]) for name in names},
         sample=column(sample_of),
         place=column(place),
-        pairs=_to_device(torch.tensor(pair_positions(chosen, loss), dtype=torch.int64).reshape(-1, 2), device),
+        pairs=to_device(torch.tensor(pair_positions(chosen, loss), dtype=torch.int64).reshape(-1, 2), device),
         slots=mine,
+        positions=columns["position"],
     )
 
 
@@ -218,12 +222,6 @@ def _pad(values: Tensor, total: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, total - len(values)))
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host: bool) -> Any:
     """Padding tokens belong to the sample they follow: causal attention keeps them from being seen."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -233,7 +231,7 @@ def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host:
         # What the NPU kernel is told: ends only, without a leading 0, and on the CPU, where reading them waits for nothing.
         boundaries = ends.int()
     else:
-        boundaries = _to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]), device)
+        boundaries = to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]), device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
