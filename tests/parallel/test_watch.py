@@ -439,19 +439,26 @@ def test_a_rank_that_is_only_slow_is_waited_for(runtime: Runtime, tmp_path) -> N
 
 def test_ranks_that_stand_in_the_same_phase_are_told_apart_by_their_lines(runtime: Runtime, tmp_path) -> None:
     """All that can be said where a device waits: one of them hangs in Python, and NCCL's own timeout ends the other."""
-    output = tmp_path / "stderr"
+    output, entered, release = tmp_path / "stderr", tmp_path / "entered", tmp_path / "release"
+    os.mkfifo(release)
 
     def hang() -> None:
-        time.sleep(6)
+        entered.touch()
+        os.close(os.open(release, os.O_RDONLY))  # until somebody opens the other end
 
     def work() -> None:
         groups = initialize(plan(Parallel(), 2), runtime.platform, 0.5)
-        if groups.rank == 0:
-            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+        if groups.rank == 1:
+            with groups.watch.phase("forward"):
+                hang()
+            return
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+        wait_until(entered.exists)
         with groups.watch.phase("forward"):
-            hang() if groups.rank == 1 else time.sleep(6)
+            wait_until(lambda: output.stat().st_size > 0, 30)
+        release.write_bytes(b"")
 
-    run_distributed(work, 2, init=False, timeout_s=40)
+    run_distributed(work, 2, init=False, timeout_s=60)
     (line,) = output.read_text().splitlines()
     assert "no rank is gone, has failed or is in another phase. Ranks: 0 in forward of step 1 for " in line
     assert re.search(r"; 1 in forward of step 1 for \d+ s, at hang \(test_watch.py:\d+\)$", line), line
