@@ -36,16 +36,17 @@ def measure(pattern: str, folder: Path, platform_name: str, precision: str | Non
     from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_oracle
     from megascend.testing.parity import case_checkpoint, differences, oracle, token_lists
 
+    forks = prepare(platform_name)
     tokens, rows = token_lists(), []
     for case in cases(pattern, precision, platform_name, lora):
         checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
         if lora:
             adapter = case_adapter(checkpoint, case)
-            mine = run(case, checkpoint, tokens, platform_name, precision, adapter)
+            mine = run(case, checkpoint, tokens, platform_name, precision, forks, adapter)
             found: Any = adapter_differences(mine, peft_oracle(folder, checkpoint, adapter, tokens))
         else:
             reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
-            found = differences(run(case, checkpoint, tokens, platform_name, precision), reference)
+            found = differences(run(case, checkpoint, tokens, platform_name, precision, forks), reference)
         within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound
         if case.precision == "fp32" and found.logits is not None:
             within = within and found.logits <= (LORA_LOGITS_BOUND if lora else case.logits_bound)
@@ -67,25 +68,32 @@ def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = 
     return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
 
 
+def prepare(platform_name: str) -> bool:
+    """Whether ranks are forked from this process, where devices are CPU memory; Megatron is imported for them then."""
+    import megascend
+    from megascend import simnpu
+
+    forks = platform_name == "cpu" or simnpu.is_active()
+    if forks:
+        megascend.bootstrap(platform_name).load_megatron()
+    return forks
+
+
 def run(
     case: Any,
     checkpoint: Path,
     tokens: list[list[int]],
     platform_name: str,
     precision: str | None,
+    forks: bool,
     adapter: Path | None = None,
 ) -> Any:
-    """The trajectory of the case, or of ``adapter``: forked processes where devices are CPU memory, else torchrun's."""
+    """The trajectory of the case, or of ``adapter`` in it, on forked processes or torchrun's."""
     import torch
 
-    import megascend
-    from megascend import simnpu
     from megascend.testing.lora_parity import train_adapter
     from megascend.testing.parity import train_case
 
-    forks = platform_name == "cpu" or simnpu.is_active()
-    if forks:
-        megascend.bootstrap(platform_name).load_megatron()
     if forks:
         if adapter is not None:
             return train_adapter(case, checkpoint, adapter, checkpoint.parent / "trained")
