@@ -44,6 +44,22 @@ def test_without_a_command_the_usage_is_shown() -> None:
     assert "COMMAND" in done.stderr
 
 
+def test_a_torch_outside_the_version_table_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+    """torch loads the device by itself, and its own message would be about that."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    info = tmp_path / "torch-2.15.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.15.0\n")
+    path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry and "simnpu" not in entry)])
+    done = launch("--", sys.executable, "-c", "import torch", PYTHONPATH=path)
+    assert done.returncode != 0
+    assert "VersionError: torch 2.15.0 is installed; stack 0.1" in done.stderr
+    assert "needs torch<2.14,>=2.6" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "torch was imported" not in done.stderr
+
+
 SCRIPT = """
 import json, os, pathlib, sys, torch, torch_npu
 import torch.distributed as dist

@@ -123,6 +123,17 @@ def check_versions() -> list[Finding]:
     return findings(installed_versions())
 
 
+def require_package(package: str, versions: dict[str, str | None]) -> None:
+    """Refuse a version of ``package`` that is outside the table, whatever the others are.
+
+    Raises:
+        VersionError: no row that the other ``versions`` come near to admits it.
+    """
+    (problem,) = [finding for finding in findings(versions) if finding.package == package]
+    if problem.level == "error":
+        raise VersionError(f"{problem.message}. Install a version inside the table of docs/npu.md")
+
+
 def require_supported(versions: dict[str, str | None]) -> Stack:
     """The row that admits ``versions``.
 

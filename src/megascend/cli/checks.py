@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 Status = Literal["ok", "warn", "fail", "skip"]
 GIB = 1024**3
+LOOKING_AT = "megascend doctor looks at: "
+"""Begins a line of the helper that looks at an NPU host: what it looks at next, which may crash it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) ->
     except subprocess.TimeoutExpired:
         return Outcome(None, f"no answer within {timeout:g} s")
     if process.returncode:
-        return Outcome(None, err.strip() or f"exit code {process.returncode}")
+        code = f"exit code {process.returncode}"
+        killed = process.returncode < 0  # by a signal: what it printed before does not say so
+        return Outcome(None, f"{err.strip()}\n{code}".strip() if killed else err.strip() or code)
     return Outcome(json.loads(out.strip().splitlines()[-1]))
 
 
@@ -159,17 +163,23 @@ def check_npu(timeout: float) -> list[Check]:
     if find_spec("torch_npu") is None:
         return [Check("torch_npu", "skip", "not installed")]
     code = (
-        "import json\n"
+        "import json, sys\n"
         "from dataclasses import asdict\n"
         "from megascend import simnpu\n"
         "from megascend.bootstrap.mindspeed.prerequisites import findings\n"
         "from megascend.bootstrap.versions import installed_versions, nearest_stack\n"
-        "found = [asdict(each) for each in findings(nearest_stack(installed_versions()))]\n"
+        f"tell = lambda name: print({LOOKING_AT!r} + name, file=sys.stderr, flush=True)\n"
+        "stack = nearest_stack(installed_versions())\n"
+        "found = [asdict(each) for each in findings(stack, before_each=tell)]\n"
         "print(json.dumps({'findings': found, 'simulated': simnpu.is_active()}))"
     )
     outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     if outcome.answer is None:
-        return [Check("torch_npu", "fail", *explain_import_failure(outcome.problem))]
+        lines = outcome.problem.splitlines()
+        looked_at = [line.removeprefix(LOOKING_AT) for line in lines if line.startswith(LOOKING_AT)]
+        problem = "\n".join(line for line in lines if not line.startswith(LOOKING_AT))
+        name = looked_at[-1] if looked_at else "torch_npu"
+        return [Check(name, "fail", *explain_import_failure(problem))]
     checks = [
         Check(each["name"], "fail" if each["problem"] else "ok", each["found"] or "not ready", each["problem"])
         for each in outcome.answer["findings"]

@@ -18,9 +18,11 @@ def simnpu_command(
     The device is CPU memory, hccl runs over Gloo, and torch_npu's operators check their arguments as the kernels do.
     Speed and memory use say nothing about hardware. Ends with COMMAND's exit code.
     """
+    from megascend.bootstrap.versions import installed_versions, require_package
     from megascend.errors import ConfigError
     from megascend.simnpu import environment
 
+    require_package("torch", installed_versions())  # torch loads the device by itself, and would fail without naming it
     try:
         os.execvpe(command[0], command, environment())
     except OSError as error:

@@ -10,9 +10,6 @@ from packaging.version import Version
 IS_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16.0a0")
 """True: core_r0.16.0; False: core_r0.15.3. Decided by the installed megatron-core, as a user would pair them."""
 
-VERSION = f"0.{'16.0' if IS_0_16 else '15.3'}+double"
-"""The branch's own number, marked: the real one states it in its ``setup.py`` only."""
-
 _Class = TypeVar("_Class", bound=type)
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from megascend import simnpu
-from megascend.bootstrap.versions import Stack, installed_versions
+from megascend.bootstrap.mindspeed import tree
+from megascend.bootstrap.versions import STACKS, Stack, installed_versions
 from megascend.errors import PlatformError, VersionError
 
 HOW_MINDSPEED = (
@@ -109,10 +110,17 @@ def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
         prerequisite.look(stack, environment)
 
 
-def findings(stack: Stack, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Every prerequisite held against this process, whether the ones before it hold or not. For ``megascend doctor``."""
+def findings(
+    stack: Stack, environment: Mapping[str, str] = os.environ, before_each: Callable[[str], object] = lambda name: None
+) -> list[Finding]:
+    """Every prerequisite held against this process, whether the ones before it hold or not. For ``megascend doctor``.
+
+    Args:
+        before_each: called with the name of what is looked at next: should that end the process, it is known what did.
+    """
     result = []
     for prerequisite in PREREQUISITES:
+        before_each(prerequisite.name)
         try:
             result.append(Finding(prerequisite.name, prerequisite.look(stack, environment)))
         except (PlatformError, VersionError) as error:
@@ -166,41 +174,19 @@ def _version_of(package: str) -> Version:
     return Version(stated)
 
 
-def mindspeed_version() -> Version | None:
-    """Version of the ``mindspeed`` that would be imported, or None if it does not say.
-
-    A checkout on PYTHONPATH has no metadata; its version then stands in ``setup.py`` beside the package.
-    """
-    package = import_module("mindspeed")  # holds a docstring only: importing it patches nothing
-    stated = getattr(package, "__version__", None)
-    if stated:
-        return Version(stated)
-    setup = Path(str(package.__file__)).parent.parent / "setup.py"
-    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", setup.read_text(), re.M) if setup.is_file() else None
-    if found:
-        return Version(found[1])
-    try:
-        return Version(metadata.version("mindspeed"))
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
-    spec = find_spec("mindspeed")
-    if spec is None or spec.origin is None:  # without origin: some folder of that name on sys.path, and no package
-        raise PlatformError(
-            f"platform 'npu' needs MindSpeed ({stack.mindspeed}), which is not installed: "
-            + HOW_MINDSPEED.format(branch=stack.mindspeed)
-        )
-    found = mindspeed_version()
-    wanted = stack.mindspeed_version
-    if found is None or found.release[:2] != wanted.release[:2]:
+    found = tree.find()
+    how = HOW_MINDSPEED.format(branch=stack.mindspeed)
+    if found is None:
+        raise PlatformError(f"platform 'npu' needs MindSpeed ({stack.mindspeed}), which is not installed: {how}")
+    version = found.version_for(stack)
+    if version is None:
+        supported = " and ".join(each.mindspeed for each in STACKS)
         raise VersionError(
-            f"MindSpeed {found or 'of an unknown version'} is on the path "
-            f"({import_module('mindspeed').__file__}); stack {stack.name} needs branch {stack.mindspeed}: "
-            + HOW_MINDSPEED.format(branch=stack.mindspeed)
+            f"MindSpeed {found.name} is on the path ({found.folder / '__init__.py'}); stack {stack.name} needs branch "
+            f"{stack.mindspeed}. {found.needs}Supported branches: {supported}. To get it: {how}"
         )
-    return f"{found} ({Path(str(import_module('mindspeed').__file__)).parent})"
+    return f"{version} ({found.folder})"
 
 
 def _look_at_undeclared(stack: Stack, environment: Mapping[str, str]) -> str:
@@ -222,11 +208,22 @@ def _look_at_transformer_engine(stack: Stack, environment: Mapping[str, str]) ->
     """MindSpeed puts a dummy in the place of ``transformer_engine``; a real one is imported instead, and crashes."""
     spec = find_spec("transformer_engine")
     if spec is None:
-        return "CUDA's is not installed, as it must be"
+        return "none is installed, as it must be"
+    if spec.origin is not None and is_for_npu(Path(spec.origin).parent):
+        raise PlatformError(
+            f"TransformerEngineNPU is installed as transformer_engine ({spec.origin}). It belongs to MindSpeed core_r0.17.0 "
+            f"and later with MegatronAdaptor, which megascend does not support yet; {stack.mindspeed} would import it "
+            "instead of its own layers: pip uninstall transformer-engine"
+        )
     raise PlatformError(
         f"CUDA's Transformer Engine is installed ({spec.origin}). MindSpeed would import it instead of its own layers, and "
         "it cannot run on an NPU host: pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12"
     )
+
+
+def is_for_npu(package: Path) -> bool:
+    """Is the ``transformer_engine`` in folder ``package`` Ascend's? It has CUDA's name; its code uses torch_npu."""
+    return any("torch_npu" in path.read_text(errors="replace") for path in package.rglob("*.py"))
 
 
 def _look_at_megatron(stack: Stack, environment: Mapping[str, str]) -> str:

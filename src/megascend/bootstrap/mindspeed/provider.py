@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, refusals, verification
+from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, refusals, tree, verification
 from megascend.bootstrap.providers import PatchProvider
 from megascend.bootstrap.versions import Stack
 
@@ -41,12 +41,14 @@ class MindSpeed(PatchProvider):
 
     def before_megatron(self, context_size: int, context_algorithm: str) -> list[str]:
         prerequisites.check(self._stack)
+        found = tree.find()
+        assert found is not None, "check() has seen it"
         self._defaults = adaptor.default_arguments()
         self._feature = feature.install(self._stack.name)
         self._patched = arguments.seed(self._defaults, context_size, context_algorithm)
         adaptor.import_adaptor(self._patched)
         return [
-            f"mindspeed {prerequisites.mindspeed_version()}: adaptor imported with seeded arguments, sys.argv not read; "
+            f"mindspeed {found.version_for(self._stack)}: adaptor imported with seeded arguments, sys.argv not read; "
             "torch.cuda names mean the NPU; torch.compile and torch.jit.script do nothing; dummy transformer_engine, "
             "apex, flash_attn and fla modules; importlib.metadata knows a transformer-engine",
             "on top of it: Megatron's own column and row parallel linears, and its DistributedOptimizer.load_state_dict; "

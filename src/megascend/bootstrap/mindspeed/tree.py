@@ -1,0 +1,161 @@
+"""Which MindSpeed is on the path, read from its files. Nothing of it is imported.
+
+From core_r0.17.0 on, ``import mindspeed`` imports MegatronAdaptor, which patches Megatron-Core at once. So a tree is known by
+what its files say: the version in ``mindspeed/__init__.py``, in ``setup.py`` beside the package or in the metadata that pip
+left, and what importing the package would import. The version alone does not do: core_r0.17.0 and core_r0.18.0 still
+state 0.12.1.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from megascend.bootstrap.versions import STACKS, Stack
+from megascend.errors import VersionError
+
+PACKAGE = "mindspeed"
+ADAPTOR_PACKAGE = "megatron_adaptor"
+LATER_NEEDS = (
+    "Megatron-Core 0.17.1, CANN 9.0, torch 2.7.1, torch_npu 26.0.0, MegatronAdaptor core_r0.17.0 and "
+    "TransformerEngineNPU"
+)
+LATER_FILES = {
+    "core/context_parallel/tenpu_adaptor.py": "core_r0.18.0",
+    "core/context_parallel/adaptor.py": "core_r0.17.0",
+}
+"""A file that one of the branches on MegatronAdaptor has and the other has not."""
+
+OLDER = {
+    "0.14": "branch core_r0.14.0 or dev, for Megatron-Core 0.14",
+    "0.12": "one of the branches for Megatron-Core 0.12.1 (master, experimental, 1.x, 2.x and 26.x)",
+    "1.1": "branch 1.0.RC2, for Megatron-Core 0.6",
+    "0.0": "branch 1.0.RC1",
+}
+"""What a stated version (major and minor) means where it is not simply that of the branch."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A MindSpeed, as far as its files tell.
+
+    Attributes:
+        folder: of the package ``mindspeed``.
+        stated: versions that it gives itself; more than one if ``__init__.py`` chooses between several.
+        imports: packages other than its own that ``import mindspeed`` would import, the standard library aside.
+    """
+
+    folder: Path
+    stated: tuple[Version, ...]
+    imports: tuple[str, ...]
+
+    def version_for(self, stack: Stack) -> Version | None:
+        """The stated version that is the one of ``stack``, or None if this is not the stack's MindSpeed."""
+        if self.imports:
+            return None
+        wanted = stack.mindspeed_version.release[:2]
+        return next((version for version in self.stated if version.release[:2] == wanted), None)
+
+    @property
+    def name(self) -> str:
+        """What was found, for a message: a branch where the files show it, else the stated version."""
+        said = " or ".join(map(str, self.stated))
+        if ADAPTOR_PACKAGE in self.imports:
+            found = [branch for file, branch in LATER_FILES.items() if (self.folder / file).is_file()]
+            branch = f"branch {found[0]}" if len(found) == 1 else "a branch on MegatronAdaptor (core_r0.17.0 or later)"
+            return f"{branch} (which gives itself version {said})" if said else branch
+        if self.imports:
+            return f"{said or 'of an unknown version'}, which imports {', '.join(self.imports)} when it is imported"
+        return said or "of an unknown version"
+
+    @property
+    def needs(self) -> str:
+        """What this tree is made for, as a sentence; empty where that is not known."""
+        if ADAPTOR_PACKAGE in self.imports:
+            return f"It needs {LATER_NEEDS}, which megascend does not support yet. "
+        if self.imports or not self.stated:
+            return ""
+        minor = ".".join(map(str, self.stated[0].release[:2]))
+        supported = {stack.mindspeed_version.release[:2]: stack for stack in STACKS}
+        if stack := supported.get(self.stated[0].release[:2]):
+            return f"It is that of stack {stack.name}, which needs Megatron-Core {stack.requirement('megatron-core')}. "
+        return f"It is {OLDER.get(minor, f'branch core_r{minor}.0, for Megatron-Core {minor}')}. "
+
+
+def find() -> Tree | None:
+    """The MindSpeed that ``import mindspeed`` would find, or None if there is none.
+
+    Raises:
+        VersionError: its ``__init__.py`` is no Python that can be read.
+    """
+    spec = find_spec(PACKAGE)  # of a top-level name: finds, and imports nothing
+    if spec is None or spec.origin is None:  # without origin: some folder of that name on sys.path, and no package
+        return None
+    return read(Path(spec.origin))
+
+
+def read(init: Path) -> Tree:
+    """The tree whose package begins with the file ``init``.
+
+    Raises:
+        VersionError: the file is no Python that can be read.
+    """
+    module = _parse(init)
+    stated = _stated(module)
+    setup = init.parent.parent / "setup.py"
+    if not stated and setup.is_file():
+        stated = _stated(_parse(setup))
+    if not stated:
+        stated = _installed()
+    return Tree(init.parent, stated, tuple(dict.fromkeys(_foreign_imports(module))))
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise VersionError(
+            f"{path} cannot be read as Python ({error}), so which MindSpeed this is is not known"
+        ) from error
+
+
+def _stated(module: ast.Module) -> tuple[Version, ...]:
+    """The strings that a module assigns to ``__version__``, as far as they are versions."""
+    versions = []
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+            continue
+        if any(isinstance(target, ast.Name) and target.id == "__version__" for target in node.targets):
+            try:
+                versions.append(Version(str(node.value.value)))
+            except InvalidVersion:
+                continue
+    return tuple(versions)
+
+
+def _installed() -> tuple[Version, ...]:
+    try:
+        return (Version(metadata.version(PACKAGE)),)
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+def _foreign_imports(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            package = name.partition(".")[0]
+            if package != PACKAGE and package not in sys.stdlib_module_names:
+                yield package
