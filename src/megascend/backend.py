@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.bootstrap import bootstrap
 from megascend.config import Adam, Adapters, Batching, Lora, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
-from megascend.errors import ConfigError, MegascendError
+from megascend.errors import ConfigError, LossFunctionError, MegascendError
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.parallel.launch import Launch
 from megascend.parallel.topology import Topology, plan
@@ -229,6 +229,8 @@ class MegatronBackend:
 
         Raises:
             DataError: on every rank, if any rank's samples cannot be trained on; no gradient has been added then.
+            LossFunctionError: on every rank, if the loss raised on any, with its traceback; its adapters keep the gradients
+                of earlier calls, the model itself has lost those accumulated since the last :meth:`optimizer_step`.
             ConfigError: the loss is unknown, or gradients were reduced already (``overlap_grad_reduce``).
         """
         from megascend.train.losses import resolve
@@ -238,7 +240,13 @@ class MegatronBackend:
                 "forward_backward was called twice before optimizer_step, but optimizer.overlap_grad_reduce has reduced the "
                 "first call's gradients already; pass all samples in one call or set overlap_grad_reduce: false"
             )
-        result = self._step.forward_backward(samples, resolve(loss), adapter)
+        try:
+            result = self._step.forward_backward(samples, resolve(loss), adapter)
+        except LossFunctionError:
+            if self._strategy.adapters is None:  # micro batches before the one that failed have left theirs
+                self._strategy.optimizer.zero_grad()
+                self._accumulated = self._reduced = False
+            raise
         self._accumulated = True
         self._reduced = self._strategy.reduces_while_running
         return result

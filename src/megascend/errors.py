@@ -24,6 +24,10 @@ class DataError(MegascendError, ValueError):
     """A sample or a batch cannot be trained on."""
 
 
+class LossFunctionError(DataError):
+    """A loss function raised on some rank, or returned what cannot be trained on; the message holds its traceback."""
+
+
 class ImportOrderError(MegascendError, ImportError):
     """A package that must be patched was imported before ``megascend.bootstrap()``."""
 

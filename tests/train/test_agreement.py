@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
-import torch
 
 from megascend import Parallel, Sample
 from megascend.errors import DataError
@@ -16,8 +13,8 @@ from megascend.train.results import Tally
 TALLY = Tally(weight=10.0, pairs=0, trained=12, tokens=20)
 
 
-def entry(**changes) -> Report:
-    values = {"problem": None, "micro_batches": 2, "tallies": {"": TALLY}, "checksum": 7}
+def entry(checksum: int = 7, **changes) -> Report:
+    values = {"problem": None, "micro_batches": 2, "tallies": {"": TALLY}, "checksums": {"input_ids": checksum}}
     return Report(**(values | changes))
 
 
@@ -106,9 +103,9 @@ def test_a_report_counts_what_is_there():
         Sample([9], [8], [1.0]),
     ]
     found = report(samples, 3, ["", ""], per_pair=False)
-    ids = [torch.tensor(ids).numpy().tobytes() for ids in ([1, 2, 3], [9])]
     tally = Tally(weight=3.5, pairs=0, trained=3, tokens=4)
-    assert found == Report(None, micro_batches=3, tallies={"": tally}, checksum=zlib.crc32(ids[0] + ids[1]))
+    assert (found.problem, found.micro_batches, found.tallies) == (None, 3, {"": tally})
+    assert found.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
     assert report([], 0, [], per_pair=False) == Report(None)
 
 
@@ -128,10 +125,67 @@ def test_a_report_does_not_lose_small_weights_beside_large_ones():
 def test_other_token_ids_or_another_order_are_another_checksum():
     a, b = Sample([1, 2], [2, 3], [1, 1]), Sample([2, 1], [2, 3], [1, 1])
     lists = ([a], [b], [a, b], [b, a], [a, a])
-    checksums = {report(samples, 1, [""] * len(samples), per_pair=False).checksum for samples in lists}
+    checksums = {report(samples, 1, [""] * len(samples), per_pair=False).checksums["input_ids"] for samples in lists}
     assert len(checksums) == 5
 
 
 def test_other_adapters_are_another_checksum():
     a = Sample([1, 2], [2, 3], [1, 1])
-    assert len({report([a, a], 1, list(names), per_pair=False).checksum for names in ("ab", "ba", "aa")}) == 3
+    found = [report([a, a], 1, list(names), per_pair=False).checksums for names in ("ab", "ba", "aa")]
+    assert len({checksums["adapter"] for checksums in found}) == 3
+    assert len({checksums["input_ids"] for checksums in found}) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_ids": [2, 4]},
+        {"weights": [1.0, 0.5]},
+        {"advantages": [0.0, 1.0]},
+        {"old_logprobs": [-1.0, -2.0]},
+        {"ref_logprobs": [-1.0, -3.0]},
+        {"extra": {"teacher": [0.5, 0.25]}},
+        {"pair": "p", "chosen": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_field_is_compared_and_the_one_that_differs_is_named(change):
+    same = {
+        "input_ids": [1, 2],
+        "target_ids": [2, 3],
+        "weights": [1.0, 1.0],
+        "advantages": [0.0, 0.0],
+        "old_logprobs": [-1.0, -1.0],
+        "ref_logprobs": [-1.0, -1.0],
+        "extra": {"teacher": [0.5, 0.5]},
+        "pair": "p",
+        "chosen": True,
+    }
+    reports = [report([Sample(**fields)], 1, [""], per_pair=False) for fields in (same, same | change)]
+    settle([reports[0]] * 2, layout(2, tensor=2))
+    name = "teacher" if "extra" in change else next(iter(change))
+    with pytest.raises(DataError, match=rf"ranks 0 and 1 .*\(their {name} differ\)"):
+        settle(reports, layout(2, tensor=2))
+
+
+def test_a_field_that_one_rank_lacks_is_a_difference():
+    with_it, without = (
+        report([Sample([1], [2], [1.0], advantages=of)], 1, [""], per_pair=False) for of in ([0.0], None)
+    )
+    with pytest.raises(DataError, match="their advantages differ"):
+        settle([with_it, without], layout(2, context=2))
+
+
+def test_pairs_may_be_called_by_objects_of_this_process():
+    def mine():
+        pair = object()
+        return [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for chosen in (True, False)]
+
+    settle([report(mine(), 1, ["", ""], per_pair=True) for _ in range(2)], layout(2, tensor=2))
+
+
+@pytest.mark.parametrize(("weight", "name"), [(1e37, ""), (1e31, "alice"), (1e-38, "")])
+def test_weights_that_float32_cannot_sum_are_an_error(weight, name):
+    tally = Tally(weight=weight, pairs=0, trained=1, tokens=1)
+    with pytest.raises(DataError, match=rf"sum to {weight:g}.*float32".replace("+", r"\+")):
+        settle([entry(tallies={name: tally})], layout(1))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megascend.kernels.host_copy import to_device
+from megascend.train.loss_call import Gather, LossCall
 from megascend.train.losses import Loss
 from megascend.train.micro_batch import MicroBatch
 
@@ -16,12 +17,20 @@ class Call:
     Attributes:
         names: the adapters of all ranks' samples.
         upstream: the gradient that Megatron's schedule hands to a micro batch's loss.
+        function: calls the loss, micro batch by micro batch.
     """
 
     def __init__(
-        self, loss: Loss, names: list[str], scales: list[float], upstream: float, device: torch.device
+        self,
+        loss: Loss,
+        names: list[str],
+        scales: list[float],
+        upstream: float,
+        device: torch.device,
+        gather_context: Gather | None,
     ) -> None:
         self.loss, self.names, self.upstream = loss, names, upstream
+        self.function = LossCall(loss, gather_context)
         self._scales = scales
         self._on_device = to_device(torch.tensor(scales), device)
 

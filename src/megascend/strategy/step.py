@@ -20,7 +20,8 @@ from megascend.parallel.objects import broadcast_object, gather_objects
 from megascend.strategy.call import Call
 from megascend.strategy.megatron import MegatronStrategy
 from megascend.train import agreement
-from megascend.train.losses import Loss, LossInputs, cross_entropy, split_output
+from megascend.train.loss_call import LossCall, raise_together, weighted
+from megascend.train.losses import Loss, LossInputs, cross_entropy
 from megascend.train.micro_batch import MicroBatch, SequenceLayout, build, pair_positions, unpack
 from megascend.train.packing import plan_micro_batches, split_to
 from megascend.train.results import ForwardBackwardResult, ForwardResult
@@ -52,14 +53,18 @@ class Step:
             plan, names, agreed = self._plan(samples, loss, adapter)
             upstream = self._strategy.topology.context / agreed.micro_batches
             scales = self._scales(agreed, loss)
-            call = Call(loss, list(agreed.tallies), scales, upstream, self._strategy.device)
+            gather = self._gather_context if self._strategy.topology.context > 1 else None
+            call = Call(loss, list(agreed.tallies), scales, upstream, self._strategy.device, gather)
             batches = self._build(samples, plan, names, call.names, loss)
             with self._adapters(call.names):
                 stored = self._run(batches, lambda batch, hidden: self._loss(batch, hidden, call), False)
+                metrics, values = self._reduce_metrics(stored, call)
                 if self._strategy.adapters is not None:
                     self._strategy.adapters.collect()
-            metrics, values = self._reduce_metrics(stored, call)
         return ForwardBackwardResult(agreed.micro_batches, agreed.tallies, loss.per == "pair", metrics, values)
+
+    def _gather_context(self, obj: Any) -> list[Any]:
+        return gather_objects(obj, "cp", self._strategy.groups)
 
     def _scales(self, agreed: agreement.Agreement, loss: Loss) -> list[float]:
         """What one unit of each adapter's (or the model's) loss counts, before Megatron's own factors.
@@ -213,35 +218,36 @@ class Step:
             total, logprobs = head.cross_entropy(hidden, batch.targets, coefficients, call.upstream, addition)
             return total, {"loss": call.sums(weighted(-logprobs.detach(), batch.weights), batch)}
         logprobs, entropy = head.logprobs(hidden, batch.targets, loss.entropy, addition)
-        nothing = logprobs.new_zeros(len(call.names))
-        filler = loss.per == "pair" and len(batch.pairs) == 0
-        if filler or any(name not in batch.fields for name in loss.requires):  # made from nothing
-            return logprobs.sum() * 0.0, {"loss": nothing}
-        inputs = LossInputs(
+        found = None
+        if not batch.dummy:
+            inputs = self._loss_inputs(batch)
+            factors = scale if loss.per == "token" else call.of_pairs(batch)
+            found = call.function.evaluate(logprobs, entropy, inputs, factors, batch.padding)
+        if found is None:  # the model's backward pass runs all the same: other ranks meet this one there
+            return torch.zeros_like(logprobs).mul(logprobs).sum(), {"loss": logprobs.new_zeros(len(call.names))}
+        total = (found.logprobs * logprobs).sum()
+        if entropy is not None and found.entropy is not None:
+            total = total + (found.entropy * entropy).sum()
+        if loss.per == "token":
+            return total, {name: call.sums(weighted(of, batch.weights), batch) for name, of in found.figures.items()}
+        # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
+        parts = self._strategy.topology.context
+        return total, {name: call.pair_sums(of, batch) / parts for name, of in found.figures.items()}
+
+    @staticmethod
+    def _loss_inputs(batch: MicroBatch) -> LossInputs:
+        return LossInputs(
             targets=batch.targets,
             weights=batch.weights,
             sample=batch.sample,
             sample_count=len(batch.members),
             pairs=batch.pairs,
             reduce_context=reduce_context,
-            entropy=entropy,
             advantages=batch.fields.get("advantages"),
             old_logprobs=batch.fields.get("old_logprobs"),
             ref_logprobs=batch.fields.get("ref_logprobs"),
             extra=batch.fields,
         )
-        count = len(batch.targets) if loss.per == "token" else len(batch.pairs)
-        values, metrics = split_output(loss, loss.function(logprobs, inputs), count)
-        figures = {"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}}
-        if loss.per == "token":
-            return weighted(values, batch.weights * scale).sum(), {
-                name: call.sums(weighted(of, batch.weights), batch) for name, of in figures.items()
-            }
-        # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
-        parts = self._strategy.topology.context
-        return (values * call.of_pairs(batch)).sum(), {
-            name: call.pair_sums(of, batch) / parts for name, of in figures.items()
-        }
 
     def _scores(self, hidden: Tensor, batch: MicroBatch, entropy: bool, logits: bool) -> tuple[Tensor, dict[str, Any]]:
         head, addition = self._head(), self._addition(batch)
@@ -270,7 +276,9 @@ class Step:
         mine = tuple(dict.fromkeys(name for item in stored for name in item))
         names = ("loss",)
         if call.loss.function is not cross_entropy:  # only the last stage knows what else a loss reported
-            names = tuple(dict.fromkeys(name for rank in gather_objects(mine, "world", groups) for name in rank))
+            told = gather_objects((mine, call.function.problem), "world", groups)
+            raise_together([problem for _, problem in told], call.function)
+            names = tuple(dict.fromkeys(name for reported, _ in told for name in reported))
         values = torch.zeros(len(call.names), len(names), dtype=torch.float32, device=self._strategy.device)
         counts = parallel_state.get_tensor_model_parallel_rank() == 0
         for item in stored if counts else []:
@@ -298,11 +306,6 @@ class Step:
             for index, tensor in zip(members, tensors, strict=False):
                 ordered[index] = tensor
         return ordered
-
-
-def weighted(values: Tensor, weights: Tensor) -> Tensor:
-    """``values * weights``, but 0 where the weight is: a value that is not finite at a padding token must not spread."""
-    return torch.where(weights > 0, values * weights, 0.0)
 
 
 def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:

@@ -77,15 +77,25 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str) -> Tensor:
             margin = (weights * (logprobs - torch.tensor(sample["ref_logprobs"]))).sum()
             margins.setdefault(sample["pair"], {})[sample["chosen"]] = margin
             continue
+        trained = weights > 0  # the others do not exist for the loss, whatever their fields hold
+
+        def field(name: str) -> Tensor:
+            return torch.tensor(sample[name])[trained]  # noqa: B023 - used in this turn of the loop only
+
+        logprobs = logprobs[trained]
         if kind == "cross_entropy":
             values = -logprobs
+        elif kind == "divided":
+            values = -logprobs / field("p")
+        elif kind == "reverse_kl":
+            values = logprobs - field("teacher")
         else:
-            ratio = (logprobs - torch.tensor(sample["old_logprobs"])).exp()
-            advantages = torch.tensor(sample["advantages"])
+            ratio = (logprobs - field("old_logprobs")).exp()
+            advantages = field("advantages")
             values = -ratio * advantages
             if kind == "ppo":
                 values = torch.maximum(values, -ratio.clamp(0.8, 1.2) * advantages)
-        total = total + (weights * values).sum()
+        total = total + (weights[trained] * values).sum()
         count += float(weights.sum())
     if kind == "dpo":
         losses = [-torch.log(torch.sigmoid(0.1 * (sides[True] - sides[False]))) for sides in margins.values()]

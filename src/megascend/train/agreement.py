@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megascend.errors import DataError
@@ -14,6 +14,10 @@ from megascend.train.results import Tally
 from megascend.train.sample import Sample
 
 
+WEIGHT_LIMIT = 1e30
+"""Largest sum of weights, and the inverse of the smallest: room for losses up to 1e8 in float32."""
+
+
 @dataclass(frozen=True)
 class Report:
     """One rank's view of its own samples.
@@ -22,13 +26,14 @@ class Report:
         problem: why they cannot be trained on, or None.
         micro_batches: how many it planned.
         tallies: sums over the samples of each adapter; under "" those of the model itself.
-        checksum: of the token ids and adapters, equal on ranks that were given the same samples.
+        checksums: of each per-token field of all samples, and of their adapters and pairs; equal on ranks that were given the
+            same samples.
     """
 
     problem: str | None
     micro_batches: int = 0
     tallies: dict[str, Tally] = field(default_factory=dict)
-    checksum: int = 0
+    checksums: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,31 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
     for index, sample in enumerate(samples):
         if not bool(sample.weights.isfinite().all()):
             raise DataError(f"sample {index} has weights that are not finite")
-    checksum = 0
+    checksums: dict[str, int] = {}
     tallies: dict[str, Tally] = {}
-    for sample, name in zip(samples, names, strict=True):
-        checksum = zlib.crc32(sample.input_ids.numpy().tobytes(), zlib.crc32(name.encode(), checksum))
+    pairs: dict[
+        Hashable, int
+    ] = {}  # numbered, since a pair may be called by an object that has another name in each process
+    for index, (sample, name) in enumerate(zip(samples, names, strict=True)):
+        pair = None if sample.pair is None else pairs.setdefault(sample.pair, len(pairs))
+        for what, content in _contents(sample, name, index, pair):
+            checksums[what] = zlib.crc32(content, checksums.get(what, 0))
         tallies[name] = tallies.get(name, Tally()) + Tally(
             weight=float(sample.weights.sum(dtype=sample.weights.double().dtype)),
             pairs=int(per_pair and bool(sample.chosen)),
             trained=int((sample.weights > 0).sum()),
             tokens=len(sample),
         )
-    return Report(None, micro_batches, tallies, checksum)
+    return Report(None, micro_batches, tallies, checksums)
+
+
+def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterator[tuple[str, bytes]]:
+    """What ranks that share their samples must agree on: (what it is, its bytes). The index tells which samples have it."""
+    for what, values in sample.token_fields().items():
+        yield what, index.to_bytes(8, "little") + values.numpy().tobytes()
+    yield "adapter", f"{index} {name}".encode()
+    if pair is not None:
+        yield "pair", f"{index} {pair} {sample.chosen}".encode()
 
 
 def exchange(mine: Report, topology: Topology, groups: ProcessGroups) -> Agreement:
@@ -84,10 +103,13 @@ def settle(reports: Sequence[Report], topology: Topology) -> Agreement:
     leaders: dict[int, int] = {}
     for rank, entry in enumerate(reports):
         leader = leaders.setdefault(topology.coordinates(rank).data, rank)
-        if reports[leader].checksum != entry.checksum:
+        first, second = reports[leader].checksums, entry.checksums
+        different = [what for what in {**first, **second} if first.get(what) != second.get(what)]
+        if different:
             raise DataError(
                 f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but were given different "
-                "samples; pass the same list on both (backend.shard picks a data parallel rank's share of a global list)"
+                f"samples (their {', '.join(different)} differ); pass the same list on both (backend.shard picks a data "
+                "parallel rank's share of a global list)"
             )
     shares = [reports[rank] for rank in leaders.values()]
     if not any(share.tallies for share in shares):
@@ -99,4 +121,11 @@ def settle(reports: Sequence[Report], topology: Topology) -> Agreement:
     for share in shares:
         for name, tally in share.tallies.items():
             tallies[name] = tallies.get(name, Tally()) + tally
+    for name, tally in tallies.items():
+        if tally.weight and not 1 / WEIGHT_LIMIT <= tally.weight <= WEIGHT_LIMIT:
+            of = f" of adapter {name!r}" if name else ""
+            raise DataError(
+                f"the weights of all samples{of} sum to {tally.weight:g}, outside [{1 / WEIGHT_LIMIT:g}, {WEIGHT_LIMIT:g}]: the "
+                "loss would overflow in float32. It is divided by this sum, so scale all weights by one factor"
+            )
     return Agreement(count, dict(sorted(tallies.items())))

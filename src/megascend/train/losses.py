@@ -19,7 +19,11 @@ from megascend.errors import ConfigError, DataError
 
 @dataclass
 class LossInputs:
-    """What a loss function sees of this rank's part of one micro batch; n tokens, padding included with weight 0.
+    """What a loss function sees of this rank's part of one micro batch; n tokens, padding included.
+
+    Padding has weight 0, and its log-probability, entropy and fields are 0. No token of weight 0 contributes a gradient,
+    whatever the function returns there; for everything else it is as if padding were not there, as long as the function
+    works token by token (or on :meth:`sum_per_sample`).
 
     Attributes:
         targets: int64 [n].
@@ -47,7 +51,8 @@ class LossInputs:
 
     def sum_per_sample(self, values: Tensor) -> Tensor:
         """Weighted sum of per-token ``values`` [n] over each whole sample, context parallel parts included: [samples]."""
-        totals = values.new_zeros(self.sample_count).index_add(0, self.sample, values * self.weights)
+        counted = torch.where(self.weights != 0, values * self.weights, 0.0)
+        totals = values.new_zeros(self.sample_count).index_add(0, self.sample, counted)
         return self.reduce_context(totals)
 
 

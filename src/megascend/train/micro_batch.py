@@ -74,6 +74,8 @@ class MicroBatch:
         pairs: int64 [pairs, 2], positions in ``members``.
         slots: number of every sample's adapter among those of the call, ascending; all 0 without adapters.
         positions: int64, on the host, for every sample: the places in it of its tokens that this rank holds.
+        padding: bool [n], tokens that no sample has.
+        dummy: made only to keep other ranks company in collectives; all its tokens have weight 0.
         routing: what layers with adapters need to know, or None.
     """
 
@@ -91,6 +93,8 @@ class MicroBatch:
     pairs: Tensor
     slots: list[int]
     positions: list[Tensor]
+    padding: Tensor
+    dummy: bool = False
     routing: Routing | None = None
 
     @property
@@ -165,6 +169,8 @@ def build(
         pairs=to_device(torch.tensor(pair_positions(chosen, loss), dtype=torch.int64).reshape(-1, 2), device),
         slots=mine,
         positions=columns["position"],
+        padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
+        dummy=filler,
     )
 
 
