@@ -275,7 +275,7 @@ def test_a_function_that_hides_another_ranks_failure_does_not_hang(checkpoint):
                 return -logprobs
             return -logprobs
 
-        with pytest.raises(LossFunctionError, match="rank 1: .*OSError: no such file"):
+        with pytest.raises(LossFunctionError, match=r"rank 1: .*OSError: no such file"):
             backend.forward_backward(causal_samples(TOKENS), careless)
 
     run_distributed(on_rank, 2, init=False, timeout_s=60)

@@ -20,7 +20,7 @@ from megascend.parallel.objects import broadcast_object, gather_objects
 from megascend.strategy.call import Call
 from megascend.strategy.megatron import MegatronStrategy
 from megascend.train import agreement
-from megascend.train.loss_call import LossCall, raise_together, weighted
+from megascend.train.loss_call import raise_together, weighted
 from megascend.train.losses import Loss, LossInputs, cross_entropy
 from megascend.train.micro_batch import MicroBatch, SequenceLayout, build, pair_positions, unpack
 from megascend.train.packing import plan_micro_batches, split_to

@@ -13,7 +13,6 @@ from megascend.parallel.topology import Topology
 from megascend.train.results import Tally
 from megascend.train.sample import Sample
 
-
 WEIGHT_LIMIT = 1e30
 """Largest sum of weights, and the inverse of the smallest: room for losses up to 1e8 in float32."""
 
