@@ -6,7 +6,14 @@ import os
 import sys
 
 from megascend.errors import ImportOrderError
-from megascend.simnpu.environment import ACTIVE_VARIABLE, ASCEND_HOME, TOOLKIT_VARIABLES, own_paths, search_path
+from megascend.simnpu.environment import (
+    ACTIVE_VARIABLE,
+    ASCEND_HOME,
+    TOOLKIT_VARIABLES,
+    own_paths,
+    search_path,
+    with_programs,
+)
 from megascend.simnpu.genuine import refuse_beside_real_torch_npu
 
 MUST_COME_LATER = ("megatron", "mindspeed", "mcore_bridge")
@@ -41,6 +48,7 @@ def activate() -> None:
             sys.path.insert(0, path)
     for variable in TOOLKIT_VARIABLES:
         os.environ.setdefault(variable, str(ASCEND_HOME))
+    os.environ.update(with_programs(os.environ))
     import torch_npu  # noqa: F401  # ours: the folder in front of sys.path
 
     os.environ[ACTIVE_VARIABLE] = "1"  # after the import, which is silent where the variable says a parent has spoken

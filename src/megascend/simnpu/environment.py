@@ -18,10 +18,13 @@ from megascend.simnpu.genuine import refuse_beside_real_torch_npu
 ACTIVE_VARIABLE = "MEGASCEND_SIMNPU"
 DEVICES_VARIABLE = "MEGASCEND_SIMNPU_DEVICES"
 LOG_VARIABLE = "MEGASCEND_SIMNPU_LOG"
+NAME_VARIABLE = "MEGASCEND_SIMNPU_DEVICE_NAME"  # a chip's name, e.g. Ascend910B3, for programs that ask for one
+PYTHON_VARIABLE = "MEGASCEND_SIMNPU_PYTHON"  # the interpreter that `npu-smi` runs on
 
 HERE = Path(__file__).resolve().parent
 SITE = HERE / "site_packages"  # what a program imports by Ascend's names: torch_npu, torchair, acl
-ASCEND_HOME = HERE / "ascend_home"  # stands for the CANN toolkit; MindSpeed only asks that the folder exists
+ASCEND_HOME = HERE / "ascend_home"  # stands for the CANN toolkit, of which programs read the version
+PROGRAMS = HERE / "bin"  # npu-smi
 
 TOOLKIT_VARIABLES = ("ASCEND_HOME_PATH", "ATB_HOME_PATH")
 ENTRY_POINTS = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
@@ -47,10 +50,17 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
         paths.append(root)
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     env[ACTIVE_VARIABLE] = "1"
+    env.update(with_programs(env))
     for variable in TOOLKIT_VARIABLES:
         env.setdefault(variable, str(ASCEND_HOME))
     env.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # set to 0, it would leave torch without the device
     return env
+
+
+def with_programs(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that put ``npu-smi`` on the path of a process with the environment ``env``."""
+    path = [str(PROGRAMS), *filter(None, env.get("PATH", os.defpath).split(os.pathsep))]
+    return {"PATH": os.pathsep.join(dict.fromkeys(path)), PYTHON_VARIABLE: sys.executable}
 
 
 def own_paths() -> list[Path]:

@@ -10,10 +10,11 @@ import types
 import torch
 from torch.utils._device import _device_constructors
 
-from megascend.simnpu import collectives, npu, operators
+from megascend.simnpu import collectives, npu, operators, optim, profiler
 from megascend.simnpu import device as simulated
 from megascend.simnpu.environment import ACTIVE_VARIABLE
 from megascend.simnpu.environment import simulated_version as simulated_version
+from megascend.simnpu.identity import SIMULATED_VERSION, soc_version
 from megascend.simnpu.missing import missing as missing
 
 UNSUPPORTED_DTYPES = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
@@ -33,8 +34,14 @@ def install(package: str) -> None:
     for name in ("amp", "amp.autocast_mode", "amp.common", "amp.grad_scaler", "memory", "random", "streams"):
         alias(f"{package}.npu.{name}", sys.modules[f"{npu.__name__}.{name}"])
     alias(f"{package}._C", bindings(f"{package}._C"))
+    alias(f"{package}.optim", optim)
+    alias(f"{package}.profiler", profiler)
+    for name in ("dynamic_profile", "experimental_config", "profiler", "scheduler"):
+        sys.modules[f"{package}.profiler.{name}"] = sys.modules[f"{profiler.__name__}.{name}"]
     for name, operator in operators.OPERATORS.items():
         setattr(module, name, operator)
+    operators.register()
+    torch.version.cann = SIMULATED_VERSION  # type: ignore[attr-defined]
     module.unsupported_dtype = UNSUPPORTED_DTYPES  # type: ignore[attr-defined]
     announce()
 
@@ -67,6 +74,7 @@ def bindings(name: str) -> types.ModuleType:
 
     module = types.ModuleType(name, "Stand-in for torch_npu's C++ bindings.")
     module._distributed_c10d = hccl_options  # type: ignore[attr-defined]
+    module._npu_get_soc_version = soc_version  # type: ignore[attr-defined]
     module.__getattr__ = lambda attribute: raise_missing(attribute, name)  # type: ignore[attr-defined]
     sys.modules[f"{name}._distributed_c10d"] = hccl_options
     return module

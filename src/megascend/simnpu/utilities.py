@@ -4,8 +4,10 @@ from __future__ import annotations
 
 
 def get_cann_version(module: str = "CANN") -> str:
-    """Empty, as torch_npu answers where no CANN toolkit is found."""
-    return ""
+    """Version of the toolkit's stand-in, whatever the module."""
+    from megascend.simnpu.identity import SIMULATED_VERSION
+
+    return SIMULATED_VERSION
 
 
 class FlopsCounter:

@@ -11,6 +11,7 @@ import torch
 
 from megascend.errors import PlatformError
 from megascend.simnpu import device as simulated
+from megascend.simnpu import identity
 from megascend.simnpu.npu import amp as amp
 from megascend.simnpu.npu import memory as memory
 from megascend.simnpu.npu import random as random
@@ -65,6 +66,7 @@ from megascend.simnpu.npu.streams import (
 from megascend.simnpu.npu.types import TYPES as _TYPES
 
 globals().update(_TYPES)
+get_soc_version = identity.soc_version
 
 default_generators: tuple[torch.Generator, ...] = (simulated.generator(),) * device_count()
 
@@ -79,6 +81,12 @@ class NPUGraph:
 def is_current_stream_capturing() -> bool:
     """False: there is no graph capture here."""
     return False
+
+
+def __getattr__(name: str) -> object:
+    from megascend.simnpu.missing import missing
+
+    raise missing(name, "torch.npu")
 
 
 __all__ = [

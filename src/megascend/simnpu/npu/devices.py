@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from megascend.errors import ConfigError
 from megascend.simnpu.environment import DEVICES_VARIABLE
-
-DEVICE_NAME = "Simulated Ascend (CPU memory, megascend.simnpu)"
-DEFAULT_DEVICES = 8  # cards of an Ascend training node
+from megascend.simnpu.identity import chip, device_count, device_name
 
 
 class CurrentDevice:
@@ -41,16 +37,6 @@ class DeviceProperties:
     multi_processor_count: int = 0
     cube_core_num: int = 0
     vector_core_num: int = 0
-
-
-def device_count() -> int:
-    """Devices of this host: ``MEGASCEND_SIMNPU_DEVICES``, else the number of local ranks, else 8."""
-    for variable in (DEVICES_VARIABLE, "LOCAL_WORLD_SIZE"):
-        if text := os.environ.get(variable):
-            if not text.isdigit() or int(text) < 1:
-                raise ConfigError(f"{variable}={text!r}: expected a number of devices, 1 or more")
-            return int(text)
-    return DEFAULT_DEVICES
 
 
 def is_available() -> bool:
@@ -116,17 +102,18 @@ class device_of(device):
 
 
 def get_device_name(device: torch.device | str | int | None = None) -> str:
-    """Says that the device is simulated, so that it cannot pass for hardware in a log or a benchmark."""
+    """Says that the device is simulated, unless ``MEGASCEND_SIMNPU_DEVICE_NAME`` gives it a chip's name."""
     device_index(device)
-    return DEVICE_NAME
+    return device_name()
 
 
 def get_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
-    """Name, and the host's memory as ``total_memory`` in bytes."""
+    """Name and cores of the chip, and the host's memory as ``total_memory`` in bytes."""
     from megascend.simnpu.npu.memory import host_memory
 
     device_index(device)
-    return DeviceProperties(DEVICE_NAME, host_memory().total)
+    cores = {"cube_core_num": named.cube_cores, "vector_core_num": named.vector_cores} if (named := chip()) else {}
+    return DeviceProperties(device_name(), host_memory().total, **cores)
 
 
 def get_device_capability(device: torch.device | str | int | None = None) -> None:

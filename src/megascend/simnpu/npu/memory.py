@@ -9,7 +9,9 @@ from megascend.simnpu.npu.devices import device_index
 
 __all__ = [
     "empty_cache",
+    "empty_virt_addr_cache",
     "host_empty_cache",
+    "ipc_collect",
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
@@ -107,6 +109,17 @@ def empty_cache() -> None:
 
 
 host_empty_cache = empty_cache
+
+
+empty_virt_addr_cache = empty_cache
+
+
+def ipc_collect() -> None:
+    """Nothing to collect: tensors of the simulated device cannot be shared with other processes."""
+
+
+def _set_allocator_settings(settings: str) -> None:
+    """Accepted and without effect: the host's allocator is in use."""
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:

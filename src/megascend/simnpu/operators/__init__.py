@@ -11,6 +11,7 @@ from megascend.simnpu.operators import (
     casting,
     matmul,
     moe,
+    moe_init_routing,
     moe_routing_map,
     norm,
     optimizer,
@@ -18,6 +19,7 @@ from megascend.simnpu.operators import (
     rope,
 )
 from megascend.simnpu.operators.dispatch import OPERATORS
+from megascend.simnpu.operators.library import register
 
 __all__ = [
     "OPERATORS",
@@ -26,9 +28,11 @@ __all__ = [
     "casting",
     "matmul",
     "moe",
+    "moe_init_routing",
     "moe_routing_map",
     "norm",
     "optimizer",
+    "register",
     "ring",
     "rope",
 ]

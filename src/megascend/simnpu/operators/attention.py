@@ -70,7 +70,7 @@ def npu_fusion_attention(
     sync: bool = False,
     softmax_layout: str = "",
     sink: Tensor | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """softmax(scale * query key^T + pse, masked) value.
 
     Returns:
@@ -114,7 +114,7 @@ def npu_fusion_attention_v2(
     kv_start_idx: Lengths = None,
     softmax_layout: str = "",
     sink: Tensor | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """As :func:`npu_fusion_attention`, with a choice of where the bias is added (``pse_type`` 0: before scaling)."""
     refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
     options = Options(

@@ -108,7 +108,7 @@ def npu_grouped_matmul(
     group_list_type: int = CUMULATIVE,
     act_type: int = 0,
     tuning_config: Sequence[int] | None = None,
-    output_dtype: Any = None,
+    output_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """x_i @ weight_i + bias_i for every group i.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megascend.simnpu.missing import NotSimulatedError
-from megascend.simnpu.operators.dispatch import differentiable, on_host, operator
+from megascend.simnpu.operators.dispatch import differentiable, operator
 from megascend.simnpu.operators.refusal import Refusal
 
 
@@ -82,22 +82,3 @@ def gather_copies(permuted: Tensor, places: Tensor, topk: int, probs: Tensor | N
     if probs is not None:
         copies = copies * probs.float().unsqueeze(-1)
     return copies.sum(1).to(permuted.dtype)
-
-
-@operator
-def npu_moe_init_routing(
-    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of ``x`` in the order of their experts, where each went, and the sorted experts. Not differentiable.
-
-    ``row_idx`` numbers the copies column by column: entry (row, k) is k * rows + row.
-    """
-
-    def route(x: Tensor, row_idx: Tensor, expert_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        experts, order = torch.sort(expert_idx.flatten(), stable=True)
-        sources = row_idx.flatten()[order].long()
-        places = torch.empty_like(sources).scatter_(0, sources, torch.arange(sources.numel()))
-        active = min(active_num, x.shape[0]) * expert_idx.shape[-1]
-        return x[sources[:active] % x.shape[0]], places.int(), experts.int()
-
-    return on_host(route)(x, row_idx, expert_idx)

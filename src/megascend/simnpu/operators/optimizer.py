@@ -16,13 +16,15 @@ from megascend.simnpu.operators.refusal import Refusal
 
 def adamw(
     param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, bias1: float, bias2: float, lr: float,
-    weight_decay: float, beta1: float, beta2: float, eps: float, maximize: bool,
+    weight_decay: float, beta1: float, beta2: float, eps: float, maximize: bool, largest: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One step in place. ``bias1`` and ``bias2`` are 1 - beta^step."""
+    """One step in place. ``bias1`` and ``bias2`` are 1 - beta^step; ``largest``: AMSGrad's running maximum."""
     grad = -grad.to(mean.dtype) if maximize else grad.to(mean.dtype)
     param.mul_(1 - lr * weight_decay)
     mean.mul_(beta1).add_(grad, alpha=1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    if largest is not None:
+        square = largest.copy_(largest.maximum(square))
     denominator = (square / bias2).sqrt_().add_(eps)
     param.sub_((lr / bias1 * mean / denominator).to(param.dtype))
 

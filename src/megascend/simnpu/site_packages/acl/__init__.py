@@ -4,5 +4,7 @@ from acl import rt as rt
 
 
 def get_soc_name() -> str:
-    """Name of the chip. MindSpeed compares with ``910B``, the generation whose kernels are simulated."""
-    return "Ascend910B1"
+    """Name of the chip: the one that was set, else of the generation whose kernels are simulated, a 910B."""
+    from megascend.simnpu.identity import GENERATION, chip
+
+    return (chip() or GENERATION).name

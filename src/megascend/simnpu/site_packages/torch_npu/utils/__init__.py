@@ -1,6 +1,7 @@
 """``torch_npu.utils``; see :mod:`megascend.simnpu.utilities`."""
 
 from megascend.simnpu.utilities import FlopsCounter, get_cann_version
+from torch_npu.utils import patch_getenv as patch_getenv
 
 __all__ = ["FlopsCounter", "get_cann_version"]
 
