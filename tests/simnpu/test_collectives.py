@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -264,16 +265,39 @@ OBJECTS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def test_object_collectives_are_refused_on_every_rank() -> None:
+def test_object_collectives_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGASCEND_SIMNPU_OBJECTS", "refuse")
+
     def body(rank: int, world: int) -> Any:
         for call in OBJECTS.values():
-            with pytest.raises(RuntimeError, match=r"refuses object collectives\. Use a Gloo group"):
+            with pytest.raises(RuntimeError, match=r"refuses object collectives .*A Gloo group"):
                 call(world)
         objects: list[Any] = [None] * world
         dist.all_gather_object(objects, rank, group=dist.new_group(backend="gloo"))
         return objects
 
     assert on_ranks(body) == [[0, 1, 2]] * 3
+
+
+def test_object_collectives_work_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGASCEND_SIMNPU_OBJECTS", raising=False)
+
+    def body(rank: int, world: int) -> Any:
+        everybody, gathered, scattered, sent = [None] * world, [None] * world, [None], [{"from": rank}]
+        with pytest.warns(RuntimeWarning, match=r"all_gather_object on an hccl group \(rank .*device memory"):
+            dist.all_gather_object(everybody, {"rank": rank, "text": "x" * rank})
+        with warnings.catch_warnings(record=True) as again:
+            copied_before_registration(everybody, {"rank": rank, "text": "x" * rank}, group=dist.new_group([0, 1, 2]))
+        dist.gather_object(rank, gathered if rank == 0 else None)
+        dist.broadcast_object_list(sent, src=1)
+        dist.scatter_object_list(scattered, [(r, None) for r in range(world)] if rank == 2 else None, src=2)
+        return everybody, len(again), gathered, sent, scattered
+
+    for rank, (everybody, warned_again, gathered, sent, scattered) in enumerate(on_ranks(body)):
+        assert everybody == [{"rank": r, "text": "x" * r} for r in range(3)]
+        assert warned_again == 0
+        assert gathered == ([0, 1, 2] if rank == 0 else [None] * 3)
+        assert (sent, scattered) == ([{"from": 1}], [(rank, None)])
 
 
 def test_a_group_of_both_backends() -> None:

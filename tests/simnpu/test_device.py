@@ -271,6 +271,21 @@ def test_names_and_devices() -> None:
     assert torch.zeros_like(x, device="meta").device.type == "meta"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_code_calls_the_replaced_factories() -> None:
+    def factories(x: Tensor) -> Tensor:
+        a = torch.empty([2], device=x.device).zero_() + torch.zeros([2], device=x.device)
+        b = torch.ones([2], device=x.device) + torch.full([2], 3.0, device=x.device)
+        c = torch.rand([2], device=x.device).floor() + torch.randn([2], device=x.device).mul(0)
+        d = torch.tensor([1.0, 2.0], device=x.device) + torch.zeros_like(x) + torch.ones_like(x)
+        return a + b + c + d + torch.empty_like(x).zero_()
+
+    scripted: Any = torch.jit.script(factories)
+    for where in ("npu", "cpu"):
+        result = scripted(torch.ones(2, device=where))
+        assert (result.device.type, result.tolist()) == (where, [6, 7])
+
+
 def test_pinned_memory() -> None:
     for pinned in (torch.ones(3).pin_memory(), torch.empty(3, pin_memory=True)):
         assert pinned.is_pinned()

@@ -60,7 +60,7 @@ class NpuPlatform(Platform):
         provider = MindSpeed(stack)
         changes = provider.before_megatron(parallel.context, parallel.context_algorithm)
         self._provider = provider
-        return changes + choose_hccl_port(os.environ)
+        return changes + choose_hccl_port(os.environ) + refuse_objects_on_simulated_hccl(os.environ)
 
     def finish(self) -> list[str]:
         return self.provider.after_megatron()
@@ -108,6 +108,17 @@ def _torch_npu() -> Any:
     import torch
 
     return vars(torch)["npu"]
+
+
+def refuse_objects_on_simulated_hccl(environment: Any) -> list[str]:
+    """HCCL carries Python objects; megascend sends them over Gloo only, and the simulated HCCL can hold it to that."""
+    from megascend import simnpu
+    from megascend.simnpu.environment import OBJECTS_VARIABLE
+
+    if not simnpu.is_active():
+        return []
+    environment[OBJECTS_VARIABLE] = "refuse"
+    return [f"{OBJECTS_VARIABLE}=refuse"]
 
 
 def limit_hccl(environment: Any, timeout_s: float) -> list[str]:

@@ -17,6 +17,7 @@ from megascend.simnpu.genuine import refuse_beside_real_torch_npu
 
 ACTIVE_VARIABLE = "MEGASCEND_SIMNPU"
 DEVICES_VARIABLE = "MEGASCEND_SIMNPU_DEVICES"
+OBJECTS_VARIABLE = "MEGASCEND_SIMNPU_OBJECTS"
 LOG_VARIABLE = "MEGASCEND_SIMNPU_LOG"
 NAME_VARIABLE = "MEGASCEND_SIMNPU_DEVICE_NAME"  # a chip's name, e.g. Ascend910B3, for programs that ask for one
 PYTHON_VARIABLE = "MEGASCEND_SIMNPU_PYTHON"  # the interpreter that `npu-smi` runs on

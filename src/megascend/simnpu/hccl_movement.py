@@ -18,7 +18,7 @@ from megascend.simnpu.hccl_checks import (
     only,
     timed,
 )
-from megascend.simnpu.hccl_registry import gloo, kernel
+from megascend.simnpu.hccl_registry import gloo, kernel, pairs
 from megascend.simnpu.memory import cpu_view
 from megascend.simnpu.work import after, point_to_point
 
@@ -145,13 +145,13 @@ def scatter_(
 @kernel()
 def send(tensors: list[Tensor], group: ProcessGroup, dst: int, tag: int) -> Work:
     data = bytes_of(only(tensors))
-    return point_to_point(gloo(group).send([data], dst, tag), data)
+    return point_to_point(pairs(group).send([data], dst, tag), data)
 
 
 @kernel()
 def recv_(tensors: list[Tensor], group: ProcessGroup, src: int, tag: int) -> Work:
     data = bytes_of(only(tensors))
-    return point_to_point(gloo(group).recv([data], src, tag), data)
+    return point_to_point(pairs(group).recv([data], src, tag), data)
 
 
 @kernel()

@@ -1,12 +1,10 @@
-"""``torch_npu._C._distributed_c10d``: the process-group class whose options Megatron and MindSpeed fill in."""
+"""The options of an HCCL process group, which Megatron and MindSpeed fill in."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch._C._distributed_c10d import Backend
-
-from megascend.errors import PlatformError
 
 
 class Options(Backend.Options):
@@ -21,14 +19,3 @@ class Options(Backend.Options):
         self.is_high_priority_stream = False
         self.hccl_config: dict[str, Any] = {}
         self.group_id = ""
-
-
-class ProcessGroupHCCL:
-    """Carries :class:`Options`. Groups themselves come from ``torch.distributed.new_group``."""
-
-    Options = Options
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise PlatformError(
-            "ProcessGroupHCCL cannot be made directly on the simulated device: use torch.distributed.new_group"
-        )

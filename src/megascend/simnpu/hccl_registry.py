@@ -23,7 +23,14 @@ def end_coalescing(group: ProcessGroup) -> list[Work]:
 
 
 def gloo(group: ProcessGroup) -> Any:
-    """The Gloo behind a group's hccl."""
+    """The Gloo behind a group's hccl, for a collective: all ranks of the group are there."""
+    backend = pairs(group)
+    backend.join()
+    return backend
+
+
+def pairs(group: ProcessGroup) -> Any:
+    """The same for an operation between two ranks, which HCCL gives a communicator of their own."""
     return group._get_backend(torch.device("npu"))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascend.simnpu.torch_functions import replace_function
+
 MARK = "_npu_pinned"
 FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "tensor", "empty_like", "zeros_like", "ones_like")
 
@@ -19,9 +21,7 @@ FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "tensor", "empty
 def install() -> None:
     """Let torch's factories take ``pin_memory=True``. Idempotent."""
     for name in FACTORIES:
-        factory = getattr(torch, name)
-        if not hasattr(factory, "__megascend__"):
-            setattr(torch, name, _pinning(factory))
+        replace_function(name, _pinning)
 
 
 def _pinning(factory: Any) -> Any:
@@ -34,7 +34,6 @@ def _pinning(factory: Any) -> Any:
             raise RuntimeError("Only dense CPU tensors can be pinned")
         return _marked(created)
 
-    create.__dict__["__megascend__"] = True
     return create
 
 

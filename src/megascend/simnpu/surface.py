@@ -8,7 +8,6 @@ import sys
 import types
 
 import torch
-from torch.utils._device import _device_constructors
 
 from megascend.simnpu import collectives, npu, operators, optim, profiler
 from megascend.simnpu import device as simulated
@@ -23,7 +22,6 @@ UNSUPPORTED_DTYPES = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32
 def install(package: str) -> None:
     """Register the device and ``hccl`` with torch, and fill the module named ``package`` (``torch_npu``)."""
     module = sys.modules[package]
-    _device_constructors()  # cached: `with torch.device(...)` knows the factories by identity, so before any is wrapped
     simulated.register(npu)
     if torch.npu is not npu:  # type: ignore[attr-defined]  # the device was registered alone before
         del torch.npu  # type: ignore[attr-defined]
@@ -70,13 +68,13 @@ def alias(name: str, module: types.ModuleType) -> None:
 
 def bindings(name: str) -> types.ModuleType:
     """``torch_npu._C``, of which the process-group options are used from Python."""
-    from megascend.simnpu import hccl_options
+    from megascend.simnpu import hccl_group
 
     module = types.ModuleType(name, "Stand-in for torch_npu's C++ bindings.")
-    module._distributed_c10d = hccl_options  # type: ignore[attr-defined]
+    module._distributed_c10d = hccl_group  # type: ignore[attr-defined]
     module._npu_get_soc_version = soc_version  # type: ignore[attr-defined]
     module.__getattr__ = lambda attribute: raise_missing(attribute, name)  # type: ignore[attr-defined]
-    sys.modules[f"{name}._distributed_c10d"] = hccl_options
+    sys.modules[f"{name}._distributed_c10d"] = hccl_group
     return module
 
 

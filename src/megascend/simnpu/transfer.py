@@ -83,7 +83,7 @@ def transfer_distributed() -> None:
     import torch.distributed as dist
     from torch.distributed import device_mesh, distributed_c10d, fsdp
 
-    from megascend.simnpu.hccl_options import ProcessGroupHCCL
+    from megascend.simnpu.hccl_group import ProcessGroupHCCL
 
     dist.init_process_group = redirected(dist.init_process_group, backends=True)
     distributed_c10d._new_group_with_tag = redirected(distributed_c10d._new_group_with_tag, backends=True)

@@ -1,0 +1,167 @@
+"""Groups of the simulated hccl: they are made without waiting for anybody and belong to their ranks, as HCCL's do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascend.simnpu import collectives, device
+from megascend.testing.distributed import run_distributed
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("MEGASCEND_SIMNPU") != "1",
+        reason="registers a device for the whole process: set MEGASCEND_SIMNPU=1",
+    ),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    if os.environ.get("MEGASCEND_SIMNPU") == "1":
+        device.register()
+        collectives.register()
+
+
+def on_ranks(body: Callable[[int, int], Any], world: int = 4, timeout_s: float = 20, **options: Any) -> list[Any]:
+    """``body(rank, world)`` on ranks whose default group is hccl."""
+
+    def start() -> Any:
+        rank = int(os.environ["RANK"])
+        store = dist.FileStore(os.environ["MEGASCEND_STORE"], world)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("hccl", store=store, rank=rank, world_size=world, timeout=timeout, **options)
+        return body(rank, world)
+
+    return run_distributed(start, world, init=False, timeout_s=60)
+
+
+def total(rank: int, group: Any = None) -> float:
+    """10^rank, summed over the group: its digits are the ranks that took part."""
+    tensor = torch.tensor([10.0**rank], device="npu")
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def test_each_rank_makes_only_its_own_group() -> None:
+    def body(rank: int, world: int) -> Any:
+        mine = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3])
+        both = total(rank, mine)
+        again = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3])  # the same ranks, and still another group
+        return both, total(rank, again), dist.get_process_group_ranks(again), total(rank)
+
+    even, odd = (101, 101, [0, 2], 1111), (1010, 1010, [1, 3], 1111)
+    assert on_ranks(body) == [even, odd, even, odd]
+
+
+def test_making_a_group_waits_for_nobody() -> None:
+    def body(rank: int, world: int) -> Any:
+        if rank == 0:
+            began = time.monotonic()
+            group, alone = dist.new_group([0, 1]), dist.new_group([0])
+            only_mine = total(rank, alone)
+            dist.distributed_c10d._get_default_store().set("made", b"1")  # rank 1 has made nothing yet
+            assert time.monotonic() - began < 15
+        else:
+            dist.distributed_c10d._get_default_store().wait(["made"], timedelta(seconds=20))
+            group, only_mine = dist.new_group([0, 1]), 0
+        return total(rank, group), only_mine
+
+    assert on_ranks(body, 2) == [(11, 1), (11, 0)]
+
+
+def test_groups_of_groups_in_different_orders() -> None:
+    def body(rank: int, world: int) -> Any:
+        if rank == 3:
+            return []
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in ((2, 1, 0), (0, 1), (1, 2)) if rank in ranks}
+        order = sorted(groups, key=len, reverse=True)
+        return [total(rank, groups[ranks]) for ranks in order]
+
+    assert on_ranks(body) == [[111, 11], [111, 11, 110], [111, 110], []]
+
+
+def test_local_synchronization_and_named_subgroups() -> None:
+    def body(rank: int, world: int) -> Any:
+        ranks = [0, 1] if rank < 2 else [2, 3]
+        local = dist.new_group(ranks, use_local_synchronization=True)
+        halves, _ = dist.new_subgroups(2)
+        mesh = dist.init_device_mesh("npu", (2, 2), mesh_dim_names=("a", "b"))
+        return (
+            total(rank, local),
+            total(rank, halves),
+            total(rank, mesh["a"].get_group()),
+            total(rank, mesh.get_group("b")),
+        )
+
+    low, high = (11, 11), (1100, 1100)
+    assert on_ranks(body) == [(*low, 101, 11), (*low, 1010, 11), (*high, 101, 1100), (*high, 1010, 1100)]
+
+
+def test_send_between_two_of_four_needs_no_other() -> None:
+    def body(rank: int, world: int) -> Any:
+        tensor = torch.tensor([float(rank)], device="npu")
+        if rank == 0:
+            dist.send(tensor, 1)
+        elif rank == 1:
+            dist.recv(tensor, 0)
+        return tensor.item()
+
+    assert on_ranks(body) == [0, 0, 2, 3]
+
+
+def test_destroyed_and_made_again() -> None:
+    def body(rank: int, world: int) -> Any:
+        sums = []
+        for _ in range(2):
+            group = dist.new_group([0, 1])
+            sums.append(total(rank, group))
+            dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        store = dist.FileStore(os.environ["MEGASCEND_STORE"], world)
+        dist.init_process_group("hccl", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+        return [*sums, total(rank), total(rank, dist.new_group([0, 1]))]
+
+    assert on_ranks(body, 2) == [[11] * 4] * 2
+
+
+@pytest.mark.parametrize("variable", [None, "1"], ids=["group's timeout", "HCCL_CONNECT_TIMEOUT"])
+def test_a_rank_that_does_not_come_is_named(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variable:
+        monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", variable)
+
+    def body(rank: int, world: int) -> str:
+        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=20 if variable else 1))
+        told = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            told.wait(["0", "2"], timedelta(seconds=20))
+            return ""
+        with pytest.raises(RuntimeError, match="timed out after 1 s") as raised:
+            total(rank, group)
+        told.set(str(rank), b"")
+        return str(raised.value)
+
+    found = on_ranks(body, 3)
+    assert (
+        "rank 0 is at the first collective of the hccl group of ranks [0, 1, 2], and of these [1] did not" in found[0]
+    )
+    assert "rank 2 is at" in found[2]
+    assert all("HCCL_CONNECT_TIMEOUT" in message for message in found[::2])
+
+
+def test_split_group_is_refused_as_by_torch_npu() -> None:
+    def body(rank: int, world: int) -> str:
+        with pytest.raises(RuntimeError, match="does not support splitting") as raised:
+            dist.split_group(split_ranks=[[0], [1]])
+        assert total(rank, dist.new_group([0, 1])) == 11
+        return str(raised.value)
+
+    on_ranks(body, 2, device_id=torch.device("npu:0"))
