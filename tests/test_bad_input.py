@@ -28,6 +28,7 @@ from megascend.errors import (
     CollectiveTimeoutError,
     ConfigError,
     DataError,
+    LossFunctionError,
     MegascendError,
     PlatformError,
     TopologyError,
@@ -375,7 +376,7 @@ def test_an_unknown_loss_is_refused(checkpoint):
 
 def test_a_loss_of_the_wrong_shape_is_refused(checkpoint):
     found = errors(2, lambda: forward_backward(good, lambda logprobs, inputs: logprobs.mean())(build(checkpoint)))
-    assert [kind for kind, _ in found] == [DataError] * 2
+    assert [kind for kind, _ in found] == [LossFunctionError] * 2
     assert all("shape ()" in message for _, message in found)
 
 

@@ -41,6 +41,7 @@ class MegatronBackend:
         parallel: how the ranks divide the work; data parallelism takes what is left of the world size.
         precision: ``fp32``, ``fp16`` or ``bf16``, for parameters, activations and pipeline messages. Main parameters,
             gradients and moments are fp32 in every case.
+        tf32: as for :func:`megascend.bootstrap`, which is called if it has not been.
         optimizer, schedule, recompute, moe, batching: see :mod:`megascend.config`.
         adapters: freeze the model and train LoRA adapters on it (:meth:`add_adapter`); optimizer and schedule are then
             each adapter's, unless it has its own.
@@ -60,6 +61,7 @@ class MegatronBackend:
         model: str | Path,
         parallel: Parallel | None = None,
         precision: Precision = "bf16",
+        tf32: bool | None = None,
         optimizer: Adam | None = None,
         schedule: Schedule | None = None,
         recompute: Recompute | None = None,
@@ -81,7 +83,7 @@ class MegatronBackend:
             )
         layout: Parallel = parallel or Parallel()
         batches: Batching = batching or Batching()
-        self._runtime = bootstrap(platform, layout)
+        self._runtime = bootstrap(platform, layout, tf32)
         self._model_dir = Path(model)
         self._info: ModelInfo = inspect_checkpoint(self._model_dir)
         launch = Launch.from_environment()
@@ -101,6 +103,8 @@ class MegatronBackend:
         self.groups: ProcessGroups = process_groups.initialize(self.topology, self._runtime.platform, timeout_s, launch)
         self._precision: Precision = precision
         try:
+            if precision == "fp32" and not self._runtime.tf32:
+                self.platform.check_products()
             with self.groups.watch.phase("build"):
                 self._strategy = MegatronStrategy(
                     self._runtime,

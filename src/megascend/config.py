@@ -192,6 +192,9 @@ class RunConfig(Section):
     steps: Size = Field(100, description="optimizer steps")
     platform: PlatformName = "auto"
     precision: Precision = "bf16"
+    tf32: bool = Field(
+        False, description="CUDA only: products of fp32 matrices in TensorFloat-32, with 10 bits of mantissa"
+    )
     seed: Count = 1234
     parallel: Parallel = Parallel()
     optimizer: Adam = Adam()

@@ -19,8 +19,8 @@ __all__ = ["Runtime", "bootstrap", "current_runtime"]
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self, platform: str = "auto", parallel: Parallel | None = None) -> Runtime:
-        return bootstrap(platform, parallel)
+    def __call__(self, platform: str = "auto", parallel: Parallel | None = None, tf32: bool | None = None) -> Runtime:
+        return bootstrap(platform, parallel, tf32)
 
 
 _CallablePackage.__call__.__doc__ = bootstrap.__doc__

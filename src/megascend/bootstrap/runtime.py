@@ -35,11 +35,13 @@ class Runtime:
     Attributes:
         platform: the platform in use.
         stack: the row of the version table that the installed packages match.
+        tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
         changes: one line for each change made to the process, in order.
     """
 
     platform: Platform
     stack: Stack
+    tf32: bool = False
     changes: list[str] = field(default_factory=list)
     _megatron_loaded: bool = False
 
@@ -115,7 +117,7 @@ def no_collection() -> Iterator[None]:
 _current: Runtime | None = None
 
 
-def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runtime:
+def bootstrap(platform: str = "auto", parallel: Parallel | None = None, tf32: bool | None = None) -> Runtime:
     """Prepare this process for Megatron-Core. Call it first; calling it again returns the same Runtime.
 
     It checks the version table, chooses the platform, and refuses to go on if Megatron-Core, Transformer Engine or
@@ -129,7 +131,8 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
       Megatron-Core calls act on the CPU (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``;
       ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable is
       not set.
-    - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on).
+    - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on);
+      ``NVIDIA_TF32_OVERRIDE=0``, or with ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`).
     - all, once Megatron is loaded: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
       contiguous (see :mod:`megascend.bootstrap.upstream_fixes`); a warnings filter for the modules in
       ``QUIET_MODULES``, and mcore-bridge's logger set to warnings.
@@ -141,12 +144,13 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
         parallel: the layout, where it is known already. It may be another one later; on an NPU with context
             parallelism, telling it here saves patching Megatron once more for it (about a second).
+        tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: no, or what an earlier call has said.
 
     Raises:
         VersionError: the installed packages are not a row of the version table.
         ImportOrderError: something that has to be patched first is imported already.
         PlatformError: the platform is not available here.
-        ConfigError: the process was bootstrapped for another platform before.
+        ConfigError: the process was bootstrapped for another platform or another ``tf32`` before, or the platform has none.
     """
     global _current
     if _current is not None:
@@ -154,6 +158,11 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
             raise ConfigError(
                 f"this process was bootstrapped for platform {_current.platform.name!r}; it cannot become {platform!r}. "
                 "Start another process."
+            )
+        if tf32 not in (None, _current.tf32):
+            raise ConfigError(
+                f"this process was bootstrapped with tf32={_current.tf32}; it cannot become {tf32}: the choice is made before "
+                f"anything is computed. Say so in the first call: megascend.bootstrap(tf32={tf32})"
             )
         return _current
     from megascend.config import Parallel
@@ -164,8 +173,8 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None) -> Runti
     if chosen.must_patch_first:
         require_clean(sys.modules, chosen.name)
     with no_collection():
-        changes = chosen.prepare(stack, parallel or Parallel())
-    _current = Runtime(chosen, stack, changes + install_missing_leaves())
+        changes = chosen.configure_products(bool(tf32)) + chosen.prepare(stack, parallel or Parallel())
+    _current = Runtime(chosen, stack, bool(tf32), changes + install_missing_leaves())
     return _current
 
 

@@ -79,6 +79,22 @@ class Platform(ABC):
     def finish(self) -> list[str]:
         """Whatever has to be done once megatron.core and mcore_bridge are imported; one line for every change."""
 
+    def configure_products(self, tf32: bool) -> list[str]:
+        """Choose what products of fp32 matrices are, before anything computes one; one line for every change.
+
+        Raises:
+            ConfigError: this platform has no TF32.
+        """
+        if tf32:
+            raise ConfigError(
+                f"tf32=True, but platform {self.name!r} has no TF32: its fp32 products are fp32; leave it False"
+            )
+        return []
+
+    def check_products(self) -> None:
+        """Raise PlatformError unless products of fp32 matrices are fp32. Called where precision fp32 was asked for."""
+        return
+
     def check_batching(self, topology: Topology, batching: Batching) -> None:
         """Raise ConfigError for a form of micro batches that this platform computes wrongly on ``topology``."""
         return

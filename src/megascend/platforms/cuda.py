@@ -40,6 +40,17 @@ class CudaPlatform(Platform):
 
         return None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
 
+    def configure_products(self, tf32: bool) -> list[str]:
+        from megascend.platforms import cuda_products
+
+        return cuda_products.configure(tf32, os.environ)
+
+    def check_products(self) -> None:
+        if self.has_transformer_engine_kernels:
+            from megascend.platforms import cuda_products
+
+            cuda_products.check(cuda_products.relative_error())
+
     def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
         changes = []
         if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:

@@ -97,7 +97,7 @@ def run(config: RunConfig, launch: Launch, journal: Journal, overwrite: bool, re
     # World: the process is made ready before anything imports Megatron.
     import megascend
 
-    runtime = megascend.bootstrap(config.platform, config.parallel)
+    runtime = megascend.bootstrap(config.platform, config.parallel, config.tf32)
 
     # Data that cannot be read is found before the model is built.
     from megascend.train.data import batches, fingerprint_of, read_documents
@@ -175,6 +175,7 @@ def make_backend(config: RunConfig) -> MegatronBackend:
         model=config.model,
         parallel=config.parallel,
         precision=config.precision,
+        tf32=config.tf32,
         optimizer=config.optimizer,
         schedule=config.schedule,
         recompute=config.recompute,
@@ -409,4 +410,5 @@ def start_line(config: RunConfig, backend: MegatronBackend, samples: int) -> str
     ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
     lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
     steps = f"{config.steps} steps of {config.data.global_batch_size}"
-    return f"{config.model.name}: {lora}{samples} samples, {steps}; {ranks}"
+    precision = config.precision + (" with TF32 products" if config.tf32 else "")
+    return f"{config.model.name}: {lora}{samples} samples, {steps}; {precision}; {ranks}"

@@ -1,0 +1,47 @@
+"""The precision of fp32 products, in fresh processes: cuBLAS reads its variable once. Needs a CUDA GPU."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megascend.platforms.cuda_products import TF32_ERROR
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+TELL = """
+from megascend.platforms.cuda_products import relative_error
+print("ERROR", relative_error())
+rows = torch.randn(512, 512, device="cuda")
+print("TORCH", float(((rows @ rows).double() - rows.double() @ rows.double()).norm() / (rows.double() @ rows.double()).norm()))
+"""
+
+
+def errors_of(program):
+    """Relative errors of products by Transformer Engine and by torch after ``program``."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch, megascend\n{program}\n{TELL}"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("ERROR", "TORCH")))
+    return float(lines["ERROR"]), float(lines["TORCH"])
+
+
+def test_fp32_is_fp32_after_the_bootstrap():
+    assert max(errors_of("megascend.bootstrap('cuda')")) < TF32_ERROR / 10
+
+
+def test_tf32_is_tf32_where_it_is_asked_for():
+    assert min(errors_of("megascend.bootstrap('cuda', tf32=True)")) > TF32_ERROR * 3
+
+
+def test_a_process_that_has_used_cublas_before_is_fp32_or_found_out():
+    transformer_engine, by_torch = errors_of(
+        "x = torch.randn(64, 64, device='cuda'); x @ x; torch.cuda.synchronize(); megascend.bootstrap('cuda')"
+    )
+    print(f"Transformer Engine's relative error {transformer_engine:.1e}, torch's {by_torch:.1e}")
+    assert not TF32_ERROR / 10 < transformer_engine < TF32_ERROR * 3  # nothing that the check could take for the other
