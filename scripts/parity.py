@@ -2,11 +2,11 @@
 
     python scripts/parity.py [--only REGEX] [--json]
     python scripts/parity.py --lora                       # one LoRA adapter against peft, the base model frozen
-    python scripts/parity.py --platform cuda --precision bf16     # on GPUs, one for each process
+    python scripts/parity.py --platform cuda --jobs 4     # on GPUs, one for each process, four cases at a time
     megascend simnpu -- python scripts/parity.py --platform npu   # with MindSpeed on the path, on the simulated device
 
-Exits with 1 if a case is over its bound. On the CPU, all of it takes a few minutes. On CUDA use bf16: Transformer Engine
-has no packed attention in fp32.
+Exits with 1 if a case is over its bound. On the CPU, all of it takes a few minutes. On CUDA the cases are those that Transformer
+Engine can run: fp32 on padded batches and without CP, 16 bits packed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,17 +32,23 @@ LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
 PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
 
 
-def measure(pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool) -> list[dict[str, Any]]:
-    """One row a case whose name matches ``pattern``."""
+def measure(
+    pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool, jobs: int
+) -> list[dict[str, Any]]:
+    """One row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
     from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_oracle
     from megascend.testing.parity import case_checkpoint, differences, oracle, token_lists
 
     forks = prepare(platform_name)
-    tokens, rows = token_lists(), []
-    for case in cases(pattern, precision, platform_name, lora):
-        checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
+    tokens, chosen = token_lists(), cases(pattern, precision, platform_name, lora)
+    # What forks a process is done before there are threads.
+    checkpoints = {case.name: case_checkpoint(folder, case.arch, **case.overrides) for case in chosen}
+    adapters = {case.name: case_adapter(checkpoints[case.name], case) for case in chosen if lora}
+
+    def row(case: Any) -> dict[str, Any]:
+        checkpoint = checkpoints[case.name]
         if lora:
-            adapter = case_adapter(checkpoint, case)
+            adapter = adapters[case.name]
             mine = run(case, checkpoint, tokens, platform_name, precision, forks, adapter)
             found: Any = adapter_differences(mine, peft_oracle(folder, checkpoint, adapter, tokens))
         else:
@@ -50,10 +57,14 @@ def measure(pattern: str, folder: Path, platform_name: str, precision: str | Non
         within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound
         if case.precision == "fp32" and found.logits is not None:
             within = within and found.logits <= (LORA_LOGITS_BOUND if lora else case.logits_bound)
-        rows.append({"case": case.name, "processes": case.world_size, **vars(found), "within_bounds": within})
         verdict = "ok" if within else "OVER ITS BOUND"
         print(f"{case.name}: {verdict}, {found}", file=sys.stderr, flush=True)
-    return rows
+        return {"case": case.name, "processes": case.world_size, **vars(found), "within_bounds": within}
+
+    if forks or jobs == 1:
+        return [row(case) for case in chosen]
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(row, chosen))
 
 
 def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = False) -> list[Any]:
@@ -98,7 +109,7 @@ def run(
         if adapter is not None:
             return train_adapter(case, checkpoint, adapter, checkpoint.parent / "trained")
         return train_case(case, checkpoint, tokens)
-    result = checkpoint.parent / "trajectory.pt"
+    result = checkpoint.parent / f"trajectory-{case.name.replace(' ', '_')}.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.world_size}"]
     command += [__file__, "--worker", case.name, str(checkpoint), str(result), "--platform", platform_name]
     command += ["--precision", precision] if precision else []
@@ -119,7 +130,7 @@ def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precis
     (case,) = cases(f"^{re.escape(name)}$", precision, platform_name, lora)
     if lora:
         adapter = case_adapter(checkpoint, case)
-        trajectory: Any = run_adapter(case, checkpoint, adapter, STEPS, checkpoint.parent / "trained")
+        trajectory: Any = run_adapter(case, checkpoint, adapter, STEPS, result.with_suffix(".trained"))
     else:
         trajectory = run_case(case, checkpoint, token_lists())
     if os.environ["RANK"] == "0":
@@ -153,6 +164,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="JSON instead of a Markdown table")
     parser.add_argument("--platform", choices=("cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
+    parser.add_argument("--jobs", type=int, default=1, help="CUDA: cases side by side; they share the GPUs")
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "CHECKPOINT", "RESULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -160,7 +172,9 @@ def main() -> int:
         worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.precision, arguments.lora)
         return 0
     with tempfile.TemporaryDirectory(prefix="megascend-parity-") as folder:
-        rows = measure(arguments.only, Path(folder), arguments.platform, arguments.precision, arguments.lora)
+        rows = measure(
+            arguments.only, Path(folder), arguments.platform, arguments.precision, arguments.lora, arguments.jobs
+        )
     if not rows:
         parser.error(f"no case matches {arguments.only!r}")
     versions = {name: version(name) for name in PACKAGES}

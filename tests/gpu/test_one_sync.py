@@ -48,3 +48,23 @@ def test_a_step_waits_once(adapters, parity_folder):
     assert result.loss > 0
     assert outcome.grad_norm > 0
     backend.close()
+
+
+def test_a_policy_step_waits_once(parity_folder):
+    """A loss that is called as a function of its inputs, with its gradient taken on the way."""
+    backend = megascend.MegatronBackend(
+        model=case_checkpoint(parity_folder, "qwen3"),
+        platform="cuda",
+        batching=megascend.Batching(micro_batch_tokens=64),
+    )
+    samples = causal_samples(token_lists())
+    for sample in samples:
+        sample.old_logprobs = torch.full(sample.weights.shape, -5.0)
+        sample.advantages = torch.ones(sample.weights.shape)
+
+    def step():
+        return backend.forward_backward(samples, "ppo"), backend.optimizer_step()
+
+    places = places_of_waits(step)
+    assert len(places) == 1, places
+    backend.close()

@@ -133,7 +133,7 @@ def lora_matrix(platform: str = "cpu") -> list[Case]:
     Left out are cases about the optimizer of the model's own parameters, and the auxiliary loss, which adapters refuse. Added
     are those in which the adapter acts on both ends of the model as well.
     """
-    cases = [case for case in matrix(platform) if not case.optimizer and not case.aux_loss]
+    cases = [case for case in matrix(platform) if not (case.optimizer or case.aux_loss or case.resumes)]
     ends = [case for case in cases if case.name in WITH_ENDS]
     return cases + [replace(case, name=f"ends, {case.name}", targets=ALL) for case in ends]
 

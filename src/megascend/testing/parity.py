@@ -21,6 +21,7 @@ from megascend.testing.reference import run_reference
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megascend.backend import MegatronBackend
     from megascend.train.sample import Sample
 
 
@@ -56,6 +57,7 @@ class Case:
         targets: layers that an adapter acts on, where one is trained.
         loss_bound, norm_bound: largest absolute difference allowed over all steps.
         logits_bound: largest absolute difference of any logit, in fp32.
+        resumes: after half of the steps the run is saved, its backend closed, and another one loads what was saved.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Case:
     loss_bound: float = 1e-5
     norm_bound: float = 1e-4
     logits_bound: float = 1e-5
+    resumes: bool = False
 
     @property
     def adam(self) -> Adam:
@@ -84,8 +87,11 @@ class Case:
 def matrix(platform: str = "cpu") -> list[Case]:
     """Every layout that docs/numerics.md reports for a platform.
 
-    On ``npu`` context parallelism needs padded batches, and has two algorithms.
+    On ``npu`` context parallelism needs padded batches, and has two algorithms. On ``cuda`` there are those of one and two
+    processes (:func:`_on_cuda`).
     """
+    if platform == "cuda":
+        return _on_cuda()
     if platform != "npu":
         return _layouts()
     cases = {}
@@ -98,6 +104,33 @@ def matrix(platform: str = "cpu") -> list[Case]:
             parallel = case.parallel.model_copy(update={"context_algorithm": algorithm})
             cases[name] = replace(case, name=name, parallel=parallel, packing=False, micro_batch_tokens=200)
     return list(cases.values())
+
+
+def _on_cuda() -> list[Case]:
+    """fp32 on padded batches and without CP, since Transformer Engine has neither in fp32; the rest in 16 bits, packed."""
+    cases = {}
+    for case in (case for case in _layouts() if case.world_size <= 2):
+        if case.precision != "fp32":
+            cases[case.name] = case
+        elif case.parallel.context == 1 and not case.aux_loss:  # which padded batches do not have
+            name = case.name.removesuffix(", padded")
+            budget = 200 if case.packing else case.micro_batch_tokens
+            cases.setdefault(name, replace(case, name=name, packing=False, micro_batch_tokens=budget))
+    sixteen: dict[str, Any] = {"precision": "bf16", "loss_bound": 2e-2, "norm_bound": 0.1}
+    moe: dict[str, Any] = {"arch": "qwen3_moe", "precision": "bf16", "loss_bound": 0.15, "norm_bound": 0.6}
+    more = [
+        Case("bf16 PP2", 2, Parallel(pipeline=2), **sixteen),
+        Case("bf16 CP2", 2, Parallel(context=2), **sixteen),
+        Case("bf16 CP2, padded", 2, Parallel(context=2), packing=False, micro_batch_tokens=200, **sixteen),
+        Case("bf16 DP2", 2, **sixteen),
+        Case("bf16, saved and loaded", resumes=True, **sixteen),
+        Case("fp16 TP2 + SP", 2, Parallel(tensor=2, sequence=True), precision="fp16", loss_bound=1e-2, norm_bound=0.1),
+        Case("fp16 DP2", 2, precision="fp16", loss_bound=1e-2, norm_bound=0.1),
+        Case("fp16, saved and loaded", precision="fp16", loss_bound=1e-2, norm_bound=0.1, resumes=True),
+        Case("MoE bf16 TP2 + SP (ETP2)", 2, Parallel(tensor=2), **moe),
+        Case("MoE bf16 EP2", 2, Parallel(expert=2), **moe),
+    ]
+    return [*cases.values(), *more]
 
 
 def _layouts() -> list[Case]:
@@ -131,6 +164,8 @@ def _layouts() -> list[Case]:
         Case("DP2, distributed optimizer", 2),
         Case("DP2, plain optimizer", 2, optimizer={"distributed": False}),
         Case("DP2, overlapped reduce and gather", 2, optimizer=overlap),
+        Case("saved and loaded", resumes=True),
+        Case("TP2 + SP, saved and loaded", 2, Parallel(tensor=2, sequence=True), resumes=True),
         Case("full recompute", recompute=Recompute(granularity="full")),
         Case("selective recompute", recompute=Recompute(granularity="selective", modules=("core_attn", "mlp"))),
         Case("CP2, full recompute", 2, Parallel(context=2), recompute=Recompute(granularity="full")),
@@ -262,9 +297,31 @@ def oracle(
 
 def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
     """What one rank of ``case`` does and sees; logits only where one data parallel rank has all samples."""
+    backend = case_backend(case, checkpoint)
+    everything = causal_samples(tokens)
+    samples = backend.shard(everything)
+    logits = backend.forward(everything, logits=True).logits if backend.topology.data == 1 else None
+    losses, norms = [], []
+    for number in range(steps):
+        if case.resumes and number == steps // 2:
+            saved = checkpoint.with_name(f"{checkpoint.name}-{case.name}".replace(" ", "_"))
+            backend.save(saved, wait=True)
+            backend.close()
+            backend = case_backend(case, checkpoint)
+            backend.load(saved)
+        result = backend.forward_backward(samples)
+        step = backend.optimizer_step()
+        losses.append(result.loss)
+        norms.append(step.grad_norm)
+    backend.close()
+    return Trajectory(losses, norms, logits or [])
+
+
+def case_backend(case: Case, checkpoint: Path) -> MegatronBackend:
+    """The backend that ``case`` describes."""
     from megascend.backend import MegatronBackend
 
-    backend = MegatronBackend(
+    return MegatronBackend(
         model=checkpoint,
         parallel=case.parallel,
         precision=case.precision,
@@ -274,17 +331,6 @@ def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int =
         batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
         timeout_s=60,
     )
-    everything = causal_samples(tokens)
-    samples = backend.shard(everything)
-    logits = backend.forward(everything, logits=True).logits if backend.topology.data == 1 else None
-    losses, norms = [], []
-    for _ in range(steps):
-        result = backend.forward_backward(samples)
-        step = backend.optimizer_step()
-        losses.append(result.loss)
-        norms.append(step.grad_norm)
-    backend.close()
-    return Trajectory(losses, norms, logits or [])
 
 
 def train_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
