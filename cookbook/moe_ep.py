@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
         "--expert", type=int, default=2, help="expert parallel size: every rank holds 1/EP of the experts"
     )
     parser.add_argument("--expert-tensor", type=int, default=1, help="tensor parallel size inside an expert")
-    parser.add_argument("--aux-loss", type=float, default=1e-3, help="coefficient of the load-balancing loss")
+    parser.add_argument("--aux-loss", type=float, default=1e-3, help="coefficient of Megatron's load-balancing loss")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16, help="samples in one step, over all ranks")
@@ -57,7 +57,9 @@ def main() -> None:
         optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
         schedule=megascend.Schedule(kind="cosine", warmup_steps=arguments.steps // 10, total_steps=arguments.steps),
         # Pulls the routers towards an even use of the experts. It adds to the gradients, not to the reported loss.
-        moe=megascend.Moe(aux_loss_coefficient=arguments.aux_loss),
+        moe=megascend.Moe(
+            aux_loss="megatron" if arguments.aux_loss else "none", aux_loss_coefficient=arguments.aux_loss
+        ),
         batching=megascend.Batching(micro_batch_tokens=1024),
     )
     try:

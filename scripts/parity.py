@@ -52,7 +52,7 @@ def measure(
             mine = run(case, checkpoint, tokens, platform_name, precision, forks, adapter)
             found: Any = adapter_differences(mine, peft_oracle(folder, checkpoint, adapter, tokens))
         else:
-            reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss)
+            reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula)
             found = differences(run(case, checkpoint, tokens, platform_name, precision, forks), reference)
         within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound
         if case.precision == "fp32" and found.logits is not None:

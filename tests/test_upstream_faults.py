@@ -34,7 +34,6 @@ from megascend.testing.parity import (
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")
 WHOLE_BATCH = 4096  # tokens: one micro batch
-EVEN_LENGTHS = (21, 33, 9, 29, 17, 41, 25, 13)  # 4 k + 1: after the shift nothing needs padding under CP 2
 MOE_SHAPE = ModelShape.from_hf_config(tiny_config("qwen3_moe"))
 
 
@@ -42,7 +41,9 @@ def compare(case: Case, parity_folder: Path, steps: int = 10, lengths: tuple[int
     """``case`` against the reference over ``steps`` steps."""
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists(lengths=lengths) if lengths else token_lists()
-    reference = oracle(parity_folder, checkpoint, tokens, steps=steps, aux_loss=case.aux_loss)
+    reference = oracle(
+        parity_folder, checkpoint, tokens, steps=steps, aux_loss=case.aux_loss, aux_formula=case.aux_formula
+    )
     return differences(train_case(case, checkpoint, tokens, steps=steps), reference)
 
 
@@ -120,65 +121,22 @@ def test_3_interleaved_pipelines_overlap_their_messages(parity_folder, monkeypat
 
 # --- 4: the auxiliary loss of the router ---
 
-AUX_LOSS = 0.5
-AUX_LAYOUTS = {
-    "single": (1, Parallel()),
-    "TP2 + SP, ETP2": (2, Parallel(tensor=2)),
-    "CP2": (2, Parallel(context=2)),
-    "PP2": (2, Parallel(pipeline=2)),
-    "TP2 x CP2": (4, Parallel(tensor=2, context=2)),
-}
-
-
-def aux_case(layout: str) -> Case:
-    world_size, parallel = AUX_LAYOUTS[layout]
-    return Case(
-        layout,
-        world_size,
-        parallel,
-        arch="qwen3_moe",
-        micro_batch_tokens=WHOLE_BATCH,
-        aux_loss=AUX_LOSS,
-    )
-
-
-@pytest.mark.parametrize("layout", AUX_LAYOUTS)
-def test_4_the_auxiliary_loss_weighs_the_same_in_every_layout(parity_folder, layout):
-    case = aux_case(layout)
-    assert_equal(compare(case, parity_folder, steps=5, lengths=EVEN_LENGTHS), case)
-
 
 @pytest.mark.nightly
-def test_4_without_an_auxiliary_loss_the_norm_is_another(parity_folder):
-    """The reference's auxiliary loss is large enough for the comparison above to mean something."""
-    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
-    tokens = token_lists(lengths=EVEN_LENGTHS)
-    plain, half, full = (
-        oracle(parity_folder, checkpoint, tokens, steps=5, aux_loss=coefficient).grad_norms[0]
-        for coefficient in (0.0, AUX_LOSS / 2, AUX_LOSS)
-    )
-    assert abs(full - plain) > 2e-2
-    assert abs(full - half) > 2e-2
-
-
-@pytest.mark.nightly
-def test_4_the_correction_for_context_parallelism_is_needed(parity_folder, monkeypatch):
-    """What is right on one stack is wrong by a factor of CP on the other."""
-    wrong = 2.0 if STACK_0_16 else 1.0
-    monkeypatch.setattr("megascend.model.build.aux_loss_correction", lambda topology: wrong)
-    assert compare(aux_case("CP2"), parity_folder, steps=5, lengths=EVEN_LENGTHS).grad_norm > 2e-2
-
-
-@pytest.mark.nightly
-def test_4_megatrons_own_scaling_by_tokens_would_be_wrong(parity_folder, monkeypatch):
-    """Under ``calculate_per_token_loss``, which the step avoids, a rank scales by its own tokens: TP2 + SP is wrong."""
+@pytest.mark.parametrize("layout", ["padded", "CP2"])
+def test_4_megatrons_own_auxiliary_loss_counts_padding(parity_folder, monkeypatch, layout):
+    """What is ours instead is compared with the same reference in ``tests/model/test_routers.py``."""
     from megascend.model import build as module
 
-    upstream = module.parallel_arguments
-    changed = {"calculate_per_token_loss": True}
-    monkeypatch.setattr(module, "parallel_arguments", lambda topology: upstream(topology) | changed)
-    found = compare(aux_case("TP2 + SP, ETP2"), parity_folder, steps=5, lengths=EVEN_LENGTHS)
-    assert found.grad_norm > 2e-2
+    padded, coefficient = layout == "padded", 0.5
+    world_size, parallel = (1, Parallel()) if padded else (2, Parallel(context=2))
+    case = Case(layout, world_size, parallel, arch="qwen3_moe", packing=not padded, micro_batch_tokens=WHOLE_BATCH)
+    lengths = (20, 34, 9, 27, 17, 40, 26, 11)  # odd after the shift
+    checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists(lengths=lengths)
+    reference = oracle(parity_folder, checkpoint, tokens, steps=1, aux_loss=coefficient)
+    theirs = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
+    monkeypatch.setattr(module, "ROUTING", module.ROUTING | theirs)
+    assert differences(train_case(case, checkpoint, tokens, steps=1), reference).grad_norm > 1e-3
 
 
 # --- 5: sequence parallelism, recomputation and both dropouts ---

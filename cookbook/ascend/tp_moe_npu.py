@@ -31,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tensor", type=int, default=2, help="tensor parallel size of attention")
     parser.add_argument("--expert", type=int, default=4, help="expert parallel size: a rank holds 1/EP of the experts")
-    parser.add_argument("--aux-loss", type=float, default=1e-3, help="coefficient of the load-balancing loss")
+    parser.add_argument("--aux-loss", type=float, default=1e-3, help="coefficient of Megatron's load-balancing loss")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="bf16")
     parser.add_argument("--steps", type=int, default=10, help="at least 2")
     parser.add_argument("--batch", type=int, default=8, help="samples in one step, over all ranks")
@@ -62,7 +62,9 @@ def main() -> None:
         # distributed: attention's optimizer state is sharded over the 4 data parallel ranks, the experts' over their 2.
         optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0, distributed=True),
         # Pulls the routers towards an even use of the experts. It adds to the gradients, not to the reported loss.
-        moe=megascend.Moe(aux_loss_coefficient=arguments.aux_loss),
+        moe=megascend.Moe(
+            aux_loss="megatron" if arguments.aux_loss else "none", aux_loss_coefficient=arguments.aux_loss
+        ),
         # Packed (THD): samples lie end to end and the kernel is told where each one ends.
         batching=megascend.Batching(packing=True, micro_batch_tokens=1024),
         platform=arguments.platform,

@@ -76,11 +76,6 @@ class MegatronBackend:
     ) -> None:
         if precision not in ("fp32", "fp16", "bf16"):
             raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-        if adapters is not None and moe is not None and moe.aux_loss_coefficient > 0:
-            raise ConfigError(
-                "moe.aux_loss_coefficient with adapters: the auxiliary loss would make every adapter's gradients depend on the "
-                "others' samples; set it to 0"
-            )
         layout: Parallel = parallel or Parallel()
         batches: Batching = batching or Batching()
         self._runtime = bootstrap(platform, layout, tf32)

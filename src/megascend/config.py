@@ -105,9 +105,29 @@ class Recompute(Section):
 class Moe(Section):
     """Mixture of experts."""
 
-    aux_loss_coefficient: float = Field(
-        0.0, ge=0, description="load-balancing loss; off by default, as when transformers fine-tunes such a model"
+    aux_loss: Literal["none", "megatron", "transformers"] = Field(
+        "none",
+        description="load-balancing loss, by whose formula: megatron (each layer by itself, divided by the experts of a token, "
+        "summed) or transformers (all layers pooled); off by default, as when transformers fine-tunes such a model",
     )
+    aux_loss_coefficient: float = Field(0.0, ge=0, description="what it is multiplied by")
+    bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="how far the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1) moves in a step towards an equal load; "
+        "0: not at all, as in transformers",
+    )
+
+    @model_validator(mode="after")
+    def _formula(self) -> Moe:
+        if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
+            raise ValueError(
+                f"aux_loss_coefficient={self.aux_loss_coefficient:g} does not say which formula it is of: set moe.aux_loss to "
+                "megatron (what megascend 0.1 always used) or to transformers (router_aux_loss_coef of a model's config)"
+            )
+        if self.aux_loss != "none" and self.aux_loss_coefficient == 0:
+            raise ValueError(f"aux_loss: {self.aux_loss} needs aux_loss_coefficient above 0")
+        return self
 
 
 class Batching(Section):

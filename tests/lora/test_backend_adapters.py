@@ -547,8 +547,8 @@ def test_a_backend_that_trains_the_model_has_no_adapters(dense):
 
 def test_settings_that_adapters_cannot_have_are_refused_before_training(dense, parity_folder):
     def on_rank():
-        with pytest.raises(ConfigError, match=r"moe\.aux_loss_coefficient"):
-            make_backend(dense, moe=Moe(aux_loss_coefficient=0.1))
+        with pytest.raises(ConfigError, match=r"moe\.aux_loss: megatron with adapters"):
+            make_backend(dense, moe=Moe(aux_loss="megatron", aux_loss_coefficient=0.1))
         with pytest.raises(
             ConfigError,
             match=r"adapters\.targets names 'nothing', which is no layer that can be adapted in this model; those are down",

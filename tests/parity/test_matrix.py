@@ -20,7 +20,8 @@ def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
     found = differences(
-        train_case(case, checkpoint, tokens), oracle(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss)
+        train_case(case, checkpoint, tokens),
+        oracle(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula),
     )
     assert found.loss <= case.loss_bound, found
     assert found.grad_norm <= case.norm_bound, found

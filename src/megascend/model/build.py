@@ -14,13 +14,20 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from transformers import AutoConfig
 
-from megascend.config import Moe, Precision, Recompute
+from megascend.config import Precision, Recompute
 from megascend.errors import CheckpointError, ConfigError, PlatformError
 from megascend.parallel.topology import Topology
 from megascend.platforms.base import Platform
 
 CONTEXT_COMMUNICATION = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
 """``Parallel.context_algorithm`` as Transformer Engine names it; MindSpeed has names of its own."""
+
+ROUTING = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+}
+"""Megatron's own load balancing off, whatever mcore-bridge reads from a model: :mod:`megascend.model.routers` has it."""
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -30,10 +37,7 @@ def build_config(
     topology: Topology,
     precision: Precision,
     recompute: Recompute,
-    moe: Moe,
     platform: Platform,
-    *,
-    packing: bool,
 ) -> ModelConfig:
     """mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
 
@@ -48,8 +52,7 @@ def build_config(
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
-    if arguments.get("num_moe_experts"):
-        arguments.update(moe_arguments(moe, topology))
+    arguments.update(ROUTING)
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
         arguments["apply_rope_fusion"] = True
@@ -59,11 +62,6 @@ def build_config(
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     config = ModelConfig(**arguments)
     check_output_layer(config)
-    if moe.aux_loss_coefficient and not packing:
-        raise ConfigError(
-            "moe.aux_loss_coefficient with batching.packing=false: padding tokens would count in the load-balancing loss; "
-            "set batching.packing: true"
-        )
     check_dropout(config)
     return config
 
@@ -110,25 +108,6 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
             "recompute_num_layers": recompute.layers,
         }
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
-
-
-def moe_arguments(moe: Moe, topology: Topology) -> dict[str, Any]:
-    """TransformerConfig's mixture-of-experts settings."""
-    if moe.aux_loss_coefficient == 0:
-        return {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    return {"moe_aux_loss_coeff": moe.aux_loss_coefficient * aux_loss_correction(topology)}
-
-
-def aux_loss_correction(topology: Topology) -> float:
-    """Factor that makes the auxiliary loss weigh the same in every layout.
-
-    Each context parallel rank holds its part of the loss and DDP divides gradients by DP x CP. Megatron-Core 0.16
-    multiplies the part by CP to make up for it (pipeline_parallel/schedules.py, forward_step_calc_loss); 0.15 does not.
-    """
-    import megatron.core
-    from packaging.version import Version
-
-    return 1.0 if Version(megatron.core.__version__) >= Version("0.16") else float(topology.context)
 
 
 def check_output_layer(config: ModelConfig) -> None:

@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megascend.bootstrap import Runtime
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
 from megascend.errors import ConfigError, DataError
-from megascend.model import attention_dropout, attention_mask, weights
+from megascend.model import attention_dropout, attention_mask, routers, weights
 from megascend.model.build import DTYPES, build_chunks, build_config, check_window
 from megascend.model.output_head import OutputHead
 from megascend.parallel.process_groups import ProcessGroups
@@ -65,9 +65,8 @@ class MegatronStrategy:
         self.precision, self.batching, self.device, self.adam = precision, batching, device, adam
         self.max_length = longest_sample(batching.max_length, shape.max_position)
         seed_everything(seed)
-        self.config = build_config(
-            model_dir, topology, precision, recompute, moe, runtime.platform, packing=batching.packing
-        )
+        self.config = build_config(model_dir, topology, precision, recompute, runtime.platform)
+        routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         runtime.configure_model(self.config, mindspeed)
@@ -77,6 +76,7 @@ class MegatronStrategy:
         if runtime.platform.implicit_causal_masks:
             attention_mask.install(self.bare_chunks, self.config)
         weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
+        self.routers = routers.Routers(self.bare_chunks, self.config, moe, groups)
         last = self.bare_chunks[-1]
         overlap = adam.overlap_grad_reduce and adapters is None
         self.head = OutputHead(last, shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
@@ -93,7 +93,7 @@ class MegatronStrategy:
             self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
             if runtime.platform.has_transformer_engine_kernels:
                 fuse_weight_gradients(self.bare_chunks)
-            self._optimizer = Optimizer(self.chunks, adam, schedule, precision, groups)
+            self._optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)
             self._connect_schedule(self._optimizer)
 
     @property
@@ -129,7 +129,10 @@ class MegatronStrategy:
         )
 
     def _precise(self, chunk: Any) -> Any:
-        return chunk if self.precision == "fp32" else Float16Module(self.config, chunk)
+        if self.precision == "fp32":
+            return chunk
+        with routers.biases_in_fp32(chunk):
+            return Float16Module(self.config, chunk)
 
     def _wrap(self, chunk: Any, index: int) -> DistributedDataParallel:
         overlap = self.adam.overlap_grad_reduce
@@ -176,6 +179,8 @@ class MegatronStrategy:
         options = {} if self.precision == "fp32" else {"fp32_output": False}
         if self.adapters is not None:
             self.adapters.layers.enter(batch.routing)
+        number = self.chunks.index(chunk)
+        self.routers.enter(batch, number)
         output = chunk(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -185,6 +190,7 @@ class MegatronStrategy:
         )
         if self.adapters is not None:
             self.adapters.layers.watch(output)
+        self.routers.leave(output, number)
         return output
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megascend.config import Adam, Precision, Schedule
 from megascend.model.build import DTYPES
+from megascend.model.routers import Routers
 from megascend.parallel.objects import all_reduce_numbers
 from megascend.parallel.process_groups import ProcessGroups
 from megascend.strategy.schedule import learning_rate
@@ -47,8 +48,17 @@ class Optimizer:
         skipped_in_a_row: steps skipped since the last one that was taken.
     """
 
-    def __init__(self, chunks: list[Any], adam: Adam, schedule: Schedule, precision: Precision, groups: ProcessGroups):
+    def __init__(
+        self,
+        chunks: list[Any],
+        adam: Adam,
+        schedule: Schedule,
+        precision: Precision,
+        groups: ProcessGroups,
+        routers: Routers,
+    ) -> None:
         self._chunks, self._adam, self._schedule, self._groups = chunks, adam, schedule, groups
+        self._routers = routers
         self._scales_loss = precision == "fp16"
         self.megatron = get_megatron_optimizer(optimizer_config(adam, precision), chunks)
         self.step_count = 0
@@ -79,8 +89,10 @@ class Optimizer:
         if finite:
             self._clip(grad_norm)
             self.megatron.step_with_ready_grads()
-        elif math.isfinite(grad_norm):
-            grad_norm = math.inf
+            self._routers.update_bias()
+        else:
+            grad_norm = grad_norm if not math.isfinite(grad_norm) else math.inf
+            self._routers.forget_counts()
         self.zero_grad()
         self.step_count += 1
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1

@@ -56,7 +56,8 @@ class Step:
             gather = self._gather_context if self._strategy.topology.context > 1 else None
             call = Call(loss, list(agreed.tallies), scales, upstream, self._strategy.device, gather)
             batches = self._build(samples, plan, names, call.names, loss)
-            with self._adapters(call.names):
+            real = sum(not batch.dummy for batch in batches)
+            with self._adapters(call.names), self._strategy.routers.training(real):
                 stored = self._run(batches, lambda batch, hidden: self._loss(batch, hidden, call), False)
                 metrics, values = self._reduce_metrics(stored, call)
                 if self._strategy.adapters is not None:

@@ -41,6 +41,9 @@ def randomise(model: Any, seed: int) -> None:
                 gain = 2.0 if name.endswith("mlp.gate.weight") else 1.0
                 value = gain * noise / parameter.shape[-1] ** 0.5
             parameter.copy_(value.to(parameter.dtype))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of routers; some transformers have it as a buffer
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 if __name__ == "__main__":

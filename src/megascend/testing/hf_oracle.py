@@ -4,8 +4,8 @@
 
 JOB names a checkpoint, samples (token ids, prompt lengths, and what the loss needs) and optimizer settings. RESULT holds
 the losses and gradient norms of every step and the first logits of every sample. Policy and preference losses are written
-out here from their papers; with ``aux_loss`` the router loss is computed from the router's logits by its definition
-(Fedus et al. 2021, eq. 4, averaged over the top k as Megatron-Core does).
+out here from their papers. With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its
+definition (Fedus et al. 2021, eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tup
         loss = batch_loss(model, samples, job["loss"])
         total = loss
         if job["aux_loss"]:
-            total = loss + job["aux_loss"] * router_loss(model, samples)
+            total = loss + job["aux_loss"] * router_losses(model, samples, job)
         total.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"] or float("inf"))))
         losses.append(float(loss.detach()))
@@ -103,23 +103,40 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str) -> Tensor:
     return total / count
 
 
-def router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
-    """experts / (k * N^2) * sum_e(routed_e * sum of probabilities_e), over all tokens of a layer, summed over layers."""
-    config = model.config
-    experts, top_k = config.num_experts, config.num_experts_per_tok
-    per_layer: list[list[Tensor]] = [[] for _ in range(config.num_hidden_layers)]
+def router_losses(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> Tensor:
+    """The mean over micro batches of the router loss, each over the real tokens of its samples."""
+    formula = {"megatron": megatron_router_loss, "transformers": transformers_router_loss}[job["aux_formula"]]
+    losses = [formula(model, [samples[index] for index in members]) for members in job["micro_batches"]]
+    return torch.stack(losses).mean()
+
+
+def router_logits(model: Any, samples: list[dict[str, Any]]) -> list[Tensor]:
+    """Of every layer with experts: [tokens of all samples, experts]."""
+    found = []
     for sample in samples:
         tokens = torch.tensor(sample["token_ids"])
-        output = model(tokens[None, :-1], output_router_logits=True)
-        for layer, logits in enumerate(output.router_logits):
-            per_layer[layer].append(logits.reshape(-1, experts))
+        found.append(model(tokens[None, :-1], output_router_logits=True).router_logits)
+    return [torch.cat([part.flatten(0, -2) for part in parts]) for parts in zip(*found, strict=True)]
+
+
+def megatron_router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
+    """experts / (k * N^2) * sum_e(routed_e * sum of probabilities_e), over all tokens of a layer, summed over layers."""
+    top_k = model.config.num_experts_per_tok
     loss = torch.zeros(())
-    for logits in map(torch.cat, per_layer):
+    for logits in router_logits(model, samples):
         probabilities = logits.float().softmax(-1)
+        experts = probabilities.shape[1]
         chosen = probabilities.topk(top_k, dim=-1).indices
         routed = torch.zeros(experts).index_add(0, chosen.flatten(), torch.ones(chosen.numel()))
         loss = loss + experts * (routed * probabilities.sum(0)).sum() / (top_k * len(logits) ** 2)
     return loss
+
+
+def transformers_router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
+    """``load_balancing_loss_func`` of the model's own module."""
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    logits = tuple(router_logits(model, samples))
+    return function(logits, logits[0].shape[1], model.config.num_experts_per_tok)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Case:
         parallel: the layout.
         arch: as for :func:`megascend.testing.tiny_models.write_tiny_checkpoint`.
         overrides: of the tiny model's configuration.
+        aux_loss: coefficient of the routers' load-balancing loss, by the formula ``aux_formula``.
         targets: layers that an adapter acts on, where one is trained.
         loss_bound, norm_bound: largest absolute difference allowed over all steps.
         logits_bound: largest absolute difference of any logit, in fp32.
@@ -71,6 +72,7 @@ class Case:
     packing: bool = True
     micro_batch_tokens: int = 64
     aux_loss: float = 0.0
+    aux_formula: Literal["megatron", "transformers"] = "megatron"
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     loss_bound: float = 1e-5
     norm_bound: float = 1e-4
@@ -188,6 +190,15 @@ def _layouts() -> list[Case]:
         Case("MoE TP2 x EP2 + SP", 2, Parallel(tensor=2, expert=2, expert_tensor=1), **moe),
         # The auxiliary loss is one of a micro batch: the reference has the whole batch in one.
         Case("MoE, auxiliary loss", aux_loss=0.01, micro_batch_tokens=4096, loss_bound=5e-5, norm_bound=3e-4, **moe),
+        Case(
+            "MoE, auxiliary loss of transformers",
+            aux_loss=0.01,
+            aux_formula="transformers",
+            micro_batch_tokens=4096,
+            loss_bound=5e-5,
+            norm_bound=3e-4,
+            **moe,
+        ),
         Case("MoE, full recompute", recompute=Recompute(granularity="full"), **moe),
         Case("MoE CP2 x EP2", 2, Parallel(context=2, expert=2), **moe),
         Case("MoE TP2 x PP2 x EP2", 4, Parallel(tensor=2, pipeline=2, expert=2, expert_tensor=1), **moe),
@@ -266,11 +277,14 @@ def oracle(
     aux_loss: float = 0.0,
     loss: str = "cross_entropy",
     fields: list[dict[str, Any]] | None = None,
+    aux_formula: str = "megatron",
+    micro_batches: list[list[int]] | None = None,
 ) -> Trajectory:
     """What Hugging Face and torch AdamW make of the job. Kept in ``folder`` for the next caller with the same job.
 
     Args:
         fields: per sample, what ``loss`` needs beside the tokens: ``old_logprobs``, ``advantages``, ``pair``...
+        micro_batches: samples over which the auxiliary loss is computed, each list by itself; default: all in one.
     """
     from safetensors.torch import load_file
 
@@ -286,6 +300,8 @@ def oracle(
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "aux_loss": aux_loss,
+        "aux_formula": aux_formula,
+        "micro_batches": micro_batches or [list(range(len(tokens)))],
     }
     tensors = load_file(reference(folder, "hf_oracle.py", job))
     return Trajectory(
@@ -327,7 +343,7 @@ def case_backend(case: Case, checkpoint: Path) -> MegatronBackend:
         precision=case.precision,
         optimizer=case.adam,
         recompute=case.recompute,
-        moe=Moe(aux_loss_coefficient=case.aux_loss),
+        moe=Moe(aux_loss=case.aux_formula if case.aux_loss else "none", aux_loss_coefficient=case.aux_loss),
         batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
         timeout_s=60,
     )

@@ -20,6 +20,10 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
 }
 ARCHITECTURES = tuple(_CLASSES)
 """The ``arch`` values that this module knows."""
@@ -61,11 +65,29 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
         "pad_token_id": 0,
         "torch_dtype": "float32",
     }
-    if arch in ("llama", "qwen3", "qwen3_moe"):
+    if arch in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "dots1"):
         config["attention_bias"] = False
     if arch == "llama":
         config["mlp_bias"] = False
-    if arch == "qwen3_moe":
+    if arch == "glm4":
+        config |= {"partial_rotary_factor": 0.5}
+    if arch in ("glm4_moe", "dots1"):
+        config |= {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+        }
+        config |= {"partial_rotary_factor": 0.5, "use_qk_norm": True} if arch == "glm4_moe" else {}
+        config |= {"layer_types": ["full_attention"] * 4, "max_window_layers": 4} if arch == "dots1" else {}
+    if arch == "qwen2_moe":
+        config |= {"shared_expert_intermediate_size": 64}
+    if arch in ("qwen2_moe", "qwen3_moe"):
         config |= {
             "num_experts": 4,
             "num_experts_per_tok": 2,
