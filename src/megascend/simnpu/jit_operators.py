@@ -45,6 +45,10 @@ def attention_backward(*args: Any) -> tuple[Any, ...]:
 def gmm(
     x: list[Tensor], weight: list[Tensor], bias: list[Tensor], group_list: Groups, group_type: int, group_list_type: int
 ) -> list[Tensor]:
+    if not isinstance(
+        group_list, Tensor
+    ):  # MindSpeed's operator takes a list for every group_type, torch_npu's does not
+        group_list = torch.tensor(group_list, device=x[0].device)
     return matmul.npu_grouped_matmul(
         x, weight, bias=bias, group_list=group_list, split_item=3, group_type=group_type,
         group_list_type=group_list_type,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.simnpu import autocast, host_memory, memory
+from megascend.simnpu import autocast, host_memory, matmul_dtypes, memory
 from megascend.simnpu.fallback import Kernel, kernel_for
 from megascend.simnpu.memory import CPU_KEY, cpu_view, npu_view
 
@@ -72,7 +72,7 @@ def register() -> list[torch.library.Library]:
     for name in METADATA:
         enter(name, "PrivateUse1", functools.partial(_overload(name)._op_dk, CPU_KEY))
     for name in _operators() - OWN.keys() - set(METADATA):
-        enter(name, "PrivateUse1", _made_when_called(name))
+        enter(name, "PrivateUse1", matmul_dtypes.checked(name, _made_when_called(name)))
     for name, kernel in host_memory.CPU_KERNELS.items():
         enter(name, "CPU", kernel)
     everything = torch.library.Library("_", "IMPL")

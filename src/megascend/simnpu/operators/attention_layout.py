@@ -15,7 +15,11 @@ from torch import Tensor
 from megascend.simnpu.operators.refusal import Refusal
 
 LAYOUTS = ("BSH", "SBH", "BNSD", "BSND", "TND")
+MAX_HEADS = 256
 MAX_HEAD_DIM = 768
+MAX_LENGTH = 1 << 20
+MAX_BATCH = 2 << 20
+MAX_PACKED = 2048  # sequences of a TND call
 STATISTICS = 8  # last dimension of softmax_max and softmax_sum: the kernel fills a 32-byte block with copies
 
 
@@ -139,6 +143,7 @@ def read_layout(
             f"and {value.shape[batch_axis]}"
         )
     check_heads(head_num, kv_heads, head_dim, refuse)
+    check_sizes(query.shape[batch_axis], query.shape[sequence_axis], key.shape[sequence_axis], refuse)
     return Layout(
         layout,
         head_num,
@@ -161,6 +166,8 @@ def read_packed(
     """The sizes of a TND call."""
     if not actual_seq_qlen or not actual_seq_kvlen or len(actual_seq_qlen) != len(actual_seq_kvlen):
         refuse("the size of actual_seq_qlen and actual_seq_kvlen must be the same and cannot be empty.")
+    if len(actual_seq_qlen) > MAX_PACKED:
+        refuse.kernel(f"actual_seq_qlen must have at most {MAX_PACKED} entries, but got {len(actual_seq_qlen)}")
     q_lengths, kv_lengths = lengths(actual_seq_qlen), lengths(actual_seq_kvlen)
     if min(q_lengths + kv_lengths, default=-1) < 0:
         refuse.kernel(f"cumulative lengths must not fall: {list(actual_seq_qlen)}, {list(actual_seq_kvlen)}")
@@ -175,14 +182,33 @@ def read_packed(
     if query.shape[1] != head_num:
         refuse.kernel(f"head_num is [{head_num}], but got query dim1 [{query.shape[1]}].")
     check_heads(head_num, key.shape[1], query.shape[2], refuse)
+    check_sizes(len(q_lengths), query.shape[0], key.shape[0], refuse)
     return Layout("TND", head_num, key.shape[1], query.shape[2], len(q_lengths), q_lengths, kv_lengths)
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int, refuse: Refusal) -> None:
-    """Head counts and head dimension that the kernel takes."""
+    """Head counts and head dimension that the kernel takes.
+
+    Raises:
+        RuntimeError: as the kernel does; the message names the limit.
+    """
     if kv_heads == 0:
         refuse.kernel("n2Size is zero.")
+    if heads > MAX_HEADS:
+        refuse.kernel(f"n1Size is not in range:[1, {MAX_HEADS}]: it is {heads}.")
     if not 0 < head_dim <= MAX_HEAD_DIM:
         refuse.kernel(f"dSize is not in range:(0, {MAX_HEAD_DIM}]: it is {head_dim}.")
     if heads % kv_heads:
         refuse.kernel(f"n1Size [{heads}] should be a multiple of n2Size [{kv_heads}].")
+
+
+def check_sizes(batch: int, q_length: int, kv_length: int, refuse: Refusal) -> None:
+    """Batch size and sequence lengths (packed: of all sequences together) that the kernel takes.
+
+    Raises:
+        RuntimeError: one is beyond its limit.
+    """
+    if batch > MAX_BATCH:
+        refuse.kernel(f"batch size must be at most {MAX_BATCH}, but got {batch}")
+    if max(q_length, kv_length) > MAX_LENGTH:
+        refuse.kernel(f"sequence length must be at most {MAX_LENGTH}, but got {max(q_length, kv_length)}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,8 @@ from megascend.simnpu.call_log import LOG
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """Every operator by its name in ``torch_npu``; filled by :func:`operator`."""
+
+TENSOR, INTS = "Tensor", "tuple of ints"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,6 +39,7 @@ def operator(function: F) -> F:
             raise TypeError(f"torch_npu.{name}: {error}; it takes {signature}") from None
         given.apply_defaults()
         LOG.add(name, given.arguments)
+        check_kinds(name, function, given.arguments)
         check_devices(name, given.arguments.values())
         return function(*args, **kwargs)
 
@@ -51,6 +56,43 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found.extend(item for item in value if isinstance(item, torch.Tensor))
     return found
+
+
+@functools.cache
+def kinds_of(function: Callable[..., Any]) -> dict[str, str]:
+    """Which parameters take a tensor, and which a list of numbers; others are not checked."""
+    kinds = {}
+    for parameter, hint in typing.get_type_hints(function).items():
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        alternatives = set(typing.get_args(hint) if union else (hint,)) - {type(None)}
+        if alternatives == {torch.Tensor}:
+            kinds[parameter] = TENSOR
+        elif alternatives == {Sequence[int]}:
+            kinds[parameter] = INTS
+    return kinds
+
+
+def check_kinds(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Tensors where tensors belong, and lists of numbers where those do.
+
+    Raises:
+        TypeError: as PyTorch's argument parser does. The kernel reads lengths on the host, so that a tensor of them
+            must be turned into a list by the caller.
+    """
+    for parameter, kind in kinds_of(function).items():
+        value = arguments.get(parameter)
+        if value is None:
+            continue
+        right = isinstance(value, torch.Tensor) if kind == TENSOR else is_list_of_ints(value)
+        if not right:
+            hint = f" (use {parameter}.tolist())" if kind == INTS and isinstance(value, torch.Tensor) else ""
+            raise TypeError(
+                f"torch_npu.{name}(): argument '{parameter}' must be {kind}, but found {type(value).__name__}{hint}"
+            )
+
+
+def is_list_of_ints(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(hasattr(item, "__index__") for item in value)
 
 
 def check_devices(name: str, values: Any) -> None:

@@ -21,8 +21,9 @@ from megascend.simnpu.operators.dispatch import OPERATORS
 MUTATED = {
     "npu_apply_adam_w": ("out",),
     "npu_apply_fused_adamw_v2": ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "npu_apply_fused_ema_adamw": ("var", "m", "v", "s"),
-    "npu_gmm_add": ("original_weight",),
+    "npu_apply_rotary_pos_emb": ("query", "key"),
+    "npu_matmul_add_fp32": ("C",),
+    "npu_groupmatmul_add_fp32": ("grad",),
 }
 """Arguments that an operator writes to."""
 TYPES = {

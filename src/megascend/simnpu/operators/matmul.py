@@ -18,6 +18,19 @@ from megascend.simnpu.operators.refusal import Refusal
 WHOLE, BY_ROWS, BY_INNER = -1, 0, 2  # group_type: no grouping; along m; along k
 CUMULATIVE, COUNTS = 0, 1  # group_list_type
 KERNEL = "aclnnGroupedMatmulV4"
+MAX_GROUPS, MAX_WEIGHTS = 1024, 128  # groups of one stacked weight, and of separate ones
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_grouped_types(x: Sequence[Tensor], refuse: Refusal) -> None:
+    """Type of the left factors.
+
+    Raises:
+        RuntimeError: the kernel does not take it.
+    """
+    for number, tensor in enumerate(x):
+        if tensor.dtype not in FLOATS:
+            refuse.kernel(f"x[{number}] must be float16, bfloat16 or float32, but got {tensor.dtype}")
 
 
 def group_sizes(group_list: Tensor | Sequence[int], group_list_type: int, refuse: Refusal) -> list[int]:
@@ -127,18 +140,28 @@ def npu_grouped_matmul(
         refuse("Requires manual passing group_type, current is None.")
     if split_item not in range(4):
         refuse(f"Invalid value of split_item [{split_item}], which should only be one of 0/1/2/3.")
-    group_type = WHOLE if group_type is None and group_list is None else group_type or 0
+    group_type = BY_ROWS if group_type is None else group_type
     if group_type not in (WHOLE, BY_ROWS, BY_INNER):
         refuse(
             f"Use Tensor input with current cann version, The group type must be -1, 0 or 2, but now is [{group_type}]"
         )
     if group_type != WHOLE and group_list is None:
         refuse.kernel(f"group_list must be given with group_type {group_type}")
+    if group_type == WHOLE and group_list is not None:
+        refuse.kernel("with group_type -1 group_list must be None")
     if act_type:
         raise NotSimulatedError(f"npu_grouped_matmul with act_type {act_type} is not simulated by megascend.simnpu")
+    if isinstance(group_list, (list, tuple)) and group_type != BY_ROWS:
+        refuse.kernel(
+            f"with group_list as a list group_type must be None, but got {group_type}, which torch_npu ignores and "
+            "groups rows: pass group_list as a Tensor"
+        )
+    check_grouped_types(x, refuse)
     if len({tensor.dtype for tensor in (*x, *weight)}) > 1:
         refuse.kernel("x and weight must have one dtype: " + ", ".join(str(tensor.dtype) for tensor in (*x, *weight)))
     sizes = None if group_list is None else group_sizes(group_list, group_list_type, refuse)
+    if sizes is not None and len(sizes) > (limit := MAX_GROUPS if len(weight) == 1 else MAX_WEIGHTS):
+        refuse.kernel(f"group_list must have at most {limit} groups for {len(weight)} weights, but has {len(sizes)}")
 
     def run(x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None) -> list[Tensor]:
         return grouped(list(x), list(weight), bias, sizes, group_type, split_item >= 2, refuse)

@@ -15,6 +15,32 @@ from megascend.simnpu.missing import NotSimulatedError
 from megascend.simnpu.operators.dispatch import differentiable, operator
 from megascend.simnpu.operators.refusal import Refusal
 
+MAX_TOPK = 512
+MAX_INDEX = 16777215  # indices and their number, not reached: the kernel sorts them as float32
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_tokens(refuse: Refusal, name: str, tokens: Tensor) -> None:
+    """Type of the tokens.
+
+    Raises:
+        RuntimeError: the kernels do not take it.
+    """
+    if tokens.dtype not in FLOATS:
+        refuse.kernel(f"{name} must be float16, bfloat16 or float32, but got {tokens.dtype}")
+
+
+def check_counts(refuse: Refusal, name: str, copies: int, topk: int) -> None:
+    """Experts a token and copies of all tokens.
+
+    Raises:
+        RuntimeError: a limit of the kernels is exceeded.
+    """
+    if topk > MAX_TOPK:
+        refuse.kernel(f"topK must be at most {MAX_TOPK}, but got {topk}")
+    if copies >= MAX_INDEX:
+        refuse.kernel(f"{name} must have less than {MAX_INDEX} elements, but got {copies}")
+
 
 @operator
 def npu_moe_token_permute(
@@ -33,6 +59,7 @@ def npu_moe_token_permute(
     refuse = Refusal("npu_moe_token_permute", "aclnnMoeTokenPermute")
     if padded_mode:
         raise NotSimulatedError("npu_moe_token_permute with padded_mode is not simulated by megascend.simnpu")
+    check_tokens(refuse, "tokens", tokens)
     if tokens.dim() != 2 or indices.dim() not in (1, 2) or indices.shape[0] != tokens.shape[0]:
         refuse.kernel(
             f"tokens must be [tokens, hidden] and indices [tokens, topk], but got {list(tokens.shape)} and "
@@ -41,8 +68,13 @@ def npu_moe_token_permute(
     if indices.dtype not in (torch.int32, torch.int64):
         refuse.kernel(f"indices must be int32 or int64, but got {indices.dtype}")
     topk = 1 if indices.dim() == 1 else indices.shape[1]
+    check_counts(refuse, "indices", indices.numel(), topk)
 
     def permute(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < MAX_INDEX:
+            refuse.kernel(
+                f"indices must be in [0, {MAX_INDEX}), but go from {int(indices.min())} to {int(indices.max())}"
+            )
         order = torch.argsort(indices.flatten(), stable=True)
         rows = order[: num_out_tokens or order.numel()]
         return tokens.index_select(0, rows // topk), torch.argsort(order).int()
@@ -61,13 +93,23 @@ def npu_moe_token_unpermute(
     """The sum of a token's copies, weighted by ``probs`` [tokens, topk] if given; [tokens, hidden]."""
     if padded_mode:
         raise NotSimulatedError("npu_moe_token_unpermute with padded_mode is not simulated by megascend.simnpu")
-    topk = 1 if probs is None else probs.shape[1]
-    if sorted_indices.numel() % topk:
-        Refusal("npu_moe_token_unpermute", "aclnnMoeTokenUnpermute").kernel(
-            f"{sorted_indices.numel()} sorted_indices are not a multiple of topk {topk}"
+    refuse = Refusal("npu_moe_token_unpermute", "aclnnMoeTokenUnpermute")
+    check_tokens(refuse, "permuted_tokens", permuted_tokens)
+    if sorted_indices.dtype != torch.int32 or sorted_indices.dim() != 1:
+        refuse.kernel(
+            f"sorted_indices must be int32 and one-dimensional, but got {sorted_indices.dtype} "
+            f"{list(sorted_indices.shape)}"
         )
+    if probs is not None and probs.dim() != 2:
+        refuse.kernel(f"probs must be [tokens, topk], but got {list(probs.shape)}")
+    topk = 1 if probs is None else probs.shape[1]
+    check_counts(refuse, "sorted_indices", sorted_indices.numel(), topk)
+    if probs is not None and sorted_indices.numel() != probs.numel():
+        refuse.kernel(f"{sorted_indices.numel()} sorted_indices do not fit probs {list(probs.shape)}")
 
     def unpermute(permuted: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+        if not torch.equal(places.sort().values.long(), torch.arange(places.numel())):
+            refuse.kernel(f"sorted_indices must hold every row from 0 to {places.numel() - 1} once")
         return gather_copies(permuted, places, topk, probs)
 
     return differentiable(unpermute)(permuted_tokens, sorted_indices, probs)

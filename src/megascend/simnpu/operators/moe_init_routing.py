@@ -184,7 +184,7 @@ def quantise(
         scales = scale[sources.clamp_min(0)] if scale is not None else torch.full((len(rows),), torch.nan)
         return rows, scales.float()
     wide = rows.float()
-    if mode == STATIC:
+    if mode == STATIC and scale is not None and offset is not None:  # both are there, by the check
         rounded = (wide * scale + offset).round().clamp(-128, 127)
         return rounded.to(torch.int8), torch.full((len(rows),), torch.nan)
     if scale is not None:

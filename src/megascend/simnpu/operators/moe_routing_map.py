@@ -190,8 +190,13 @@ def npu_moe_token_unpermute_with_routing_map_grad(
         grad: Tensor, out_index: Tensor, token_id: Tensor, routing_map: Tensor, permuted: Tensor, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if drop_and_pad:
-            places = torch.empty(out_index.numel(), dtype=torch.int64)
-            places[out_index.long()] = token_id.long()
+            rows = out_index.long()
+            if not torch.equal(rows.sort().values, torch.arange(rows.numel())):
+                Refusal(
+                    "npu_moe_token_unpermute_with_routing_map_grad", "aclnnMoeTokenUnpermuteWithRoutingMapGrad"
+                ).kernel(f"out_index must hold every row from 0 to {rows.numel() - 1} once")
+            places = torch.empty_like(rows)
+            places[rows] = token_id.long()
         else:
             places = out_index
         leaf = permuted if permuted is not None else torch.zeros(out_index.numel(), grad.shape[1], dtype=grad.dtype)

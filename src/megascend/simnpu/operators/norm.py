@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation: ``npu_rms_norm`` and ``npu_add_rms_norm``."""
+"""Root-mean-square normalisation: ``npu_rms_norm``, ``npu_add_rms_norm`` and ``npu_gemma_rms_norm``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from torch import Tensor
 from megascend.simnpu.operators.dispatch import differentiable, on_host, operator
 from megascend.simnpu.operators.refusal import Refusal
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+ACCEPTED = {
+    torch.float16: (torch.float16, torch.float32),
+    torch.bfloat16: (torch.bfloat16, torch.float32),
+    torch.float32: (torch.float32,),
+}
+"""Types of gamma by the type of ``x``."""
+MAX_DIMENSIONS = 8
+KERNELS = {
+    "npu_rms_norm": "aclnnRmsNorm",
+    "npu_add_rms_norm": "aclnnAddRmsNorm",
+    "npu_gemma_rms_norm": "aclnnGemmaRmsNorm",
+}
 
 
 def check_gamma(name: str, x: Tensor, gamma: Tensor) -> None:
@@ -17,9 +28,12 @@ def check_gamma(name: str, x: Tensor, gamma: Tensor) -> None:
     Raises:
         RuntimeError: the kernel does not take them.
     """
-    refuse = Refusal(name, "aclnnRmsNorm" if name == "npu_rms_norm" else "aclnnAddRmsNorm")
-    if x.dtype not in FLOATS or gamma.dtype not in FLOATS:
-        refuse.kernel(f"not support input dtype: x {x.dtype}, gamma {gamma.dtype}")
+    refuse = Refusal(name, KERNELS[name])
+    if gamma.dtype not in ACCEPTED.get(x.dtype, ()):
+        pairs = ", ".join(f"{a}/{b}".replace("torch.", "") for a, allowed in ACCEPTED.items() for b in allowed)
+        refuse.kernel(f"not support input dtype: x {x.dtype}, gamma {gamma.dtype}; it takes {pairs}")
+    if x.dim() > MAX_DIMENSIONS:
+        refuse.kernel(f"x must have at most {MAX_DIMENSIONS} dimensions, but got {x.dim()}")
     if gamma.dim() < 1 or tuple(x.shape[-gamma.dim() :]) != tuple(gamma.shape):
         refuse.kernel(f"gamma shape {list(gamma.shape)} must equal the last dimensions of x {list(x.shape)}")
 
@@ -54,3 +68,10 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
         return y.to(x1.dtype), rstd, total.to(x1.dtype)
 
     return on_host(add_and_normalise)(x1, x2, gamma)
+
+
+@operator
+def npu_gemma_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """As :func:`npu_rms_norm` with the weight 1 + gamma, as Gemma has it; for inference."""
+    check_gamma("npu_gemma_rms_norm", self, gamma)
+    return on_host(lambda x, gamma: rms_norm(x, gamma.float() + 1, epsilon))(self, gamma)
