@@ -1,0 +1,97 @@
+"""``python -m megascend.acceptance``: the whole run. ``scripts/npu_acceptance.sh`` prepares its environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megascend.acceptance import plan, privacy
+from megascend.acceptance.about import about
+from megascend.acceptance.bundle import write_bundle
+from megascend.acceptance.records import Report
+from megascend.acceptance.runner import run_sections
+from megascend.acceptance.settings import Settings
+from megascend.acceptance.summary import render, section_lines
+from megascend.errors import ConfigError
+from megascend.simnpu.environment import ACTIVE_VARIABLE
+
+MOST_CARDS = 8
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the sections, print the summary, write the bundle; 1 if a section failed."""
+    options = parse(arguments)
+    simulated = bool(os.environ.get(ACTIVE_VARIABLE))
+    cards = options.cards or (MOST_CARDS if simulated else count_cards(os.environ))
+    sections = plan.chosen(options.only)
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="megascend-acceptance-")).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = Settings(folder, cards, simulated, options.double, options.quick)
+    scrub = privacy.of_this_machine(os.environ)
+
+    done = []
+    for result in run_sections(
+        sections,
+        settings,
+        options.deadline,
+        about_to=lambda section: print(f"running  {section.name}: {section.title}", flush=True),
+    ):
+        done.append(result)
+        print("\n".join(section_lines(result)), flush=True)
+    report = Report(about(settings, os.environ), tuple(done))
+    print(f"\n{render(report)}")
+    bundle = write_bundle(Path(options.out), report, scrub)
+    print(f"to send back: {bundle}   (logs, which stay here: {folder})")
+    return 1 if report.failed else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="npu_acceptance.sh", description="What Ascend cards are to be held against, once."
+    )
+    parser.add_argument("--cards", type=int, default=0, help="cards that take part (default: all, at most 8)")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=[], metavar="SECTION,...", help=", ".join(plan.NAMES)
+    )
+    parser.add_argument("--quick", action="store_true", help="a few cases of every section")
+    parser.add_argument(
+        "--deadline", type=float, default=None, metavar="S", help="seconds of each section, for the plan's"
+    )
+    parser.add_argument("--out", default="npu_acceptance.tar.gz", metavar="FILE", help="the bundle (default: here)")
+    parser.add_argument("--folder", default="", metavar="DIR", help="for models and logs (default: a temporary one)")
+    parser.add_argument("--double", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not 0 <= options.cards <= MOST_CARDS:
+        raise ConfigError(f"--cards {options.cards}: 1 to {MOST_CARDS} cards of one host can take part")
+    return options
+
+
+def count_cards(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Cards that this shell sees, at most 8.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if visible := environment.get("ASCEND_RT_VISIBLE_DEVICES"):
+        found = len([each for each in visible.split(",") if each.strip()])
+    else:
+        found = len([path for path in devices.glob("davinci*") if path.name.removeprefix("davinci").isdigit()])
+    if not found:
+        raise ConfigError(
+            "no card is to be seen (no /dev/davinci*, ASCEND_RT_VISIBLE_DEVICES not set): say how many with --cards N, or "
+            "use --simulated"
+        )
+    return min(found, MOST_CARDS)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,31 @@
+"""Section ``doctor``: ``megascend doctor``, check by check."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from megascend.acceptance.records import Measurement, Results, Verdict, failed
+from megascend.acceptance.settings import Settings
+
+VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "noted", "skip": "left out", "fail": "failed"}
+
+
+def run(settings: Settings, results: Results) -> None:
+    """One measurement for each check."""
+    command = [sys.executable, "-m", "megascend.cli.main", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    try:
+        checks = json.loads(done.stdout)["checks"]
+    except (json.JSONDecodeError, KeyError):
+        print(done.stdout + done.stderr)
+        results.add(failed("megascend doctor", f"no report, exit code {done.returncode}"))
+        return
+    results.extend(as_measurement(check) for check in checks)
+
+
+def as_measurement(check: dict[str, Any]) -> Measurement:
+    """A check of the doctor's, as a record."""
+    return Measurement(check["name"], VERDICTS[check["status"]], check["found"], note=check["hint"])

@@ -1,0 +1,42 @@
+"""Section ``operators``: every fused operator that megascend and MindSpeed call, forward and backward, on one card."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from megascend.acceptance import attention, dense, experts
+from megascend.acceptance.compare import NAMES, Case, run_case
+from megascend.acceptance.records import Results, failed, left_out
+from megascend.acceptance.settings import Settings
+
+
+def run(settings: Settings, results: Results) -> None:
+    """Measure every case in every type that its kernel takes."""
+    import torch
+
+    npu = import_module("torch_npu")
+    device = torch.device("npu", 0)
+    torch.npu.set_device(device)  # type: ignore[attr-defined]
+    for family in (dense, experts, attention):
+        for case in family.cases(settings.quick):
+            measure(case, npu, device, results)
+
+
+def measure(case: Case, npu: Any, device: Any, results: Results) -> None:
+    """All types of one case; what the operator raises is a finding, and the next one is tried."""
+    if absent := [name for name in case.needs if not hasattr(npu, name)]:
+        results.add(left_out(case.name, f"this torch_npu has no {', '.join(absent)}"))
+        return
+    for dtype in case.dtypes:
+        try:
+            results.extend(run_case(case, dtype, npu, device))
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+        ) as error:  # all that a kernel's call raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            results.add(failed(f"{case.name}, {NAMES[dtype]}", reason))

@@ -1,0 +1,58 @@
+"""Section ``recipes``: the four recipes of cookbook/ascend, through scripts/npu_smoke.sh."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from megascend.acceptance.records import Measurement, Results, failed, noted
+from megascend.acceptance.settings import Settings
+
+SCRIPT = Path("scripts") / "npu_smoke.sh"
+RECIPES = ("tp_npu", "tp_moe_npu", "tp_moe_cp_npu", "multi_lora_npu")
+RECIPE_S = 580
+"""Seconds that one recipe may take."""
+COLUMNS = ("layout", "first loss", "last loss", "gradient norm", "median ms", "seconds", "verdict")
+
+
+def run(settings: Settings, results: Results) -> None:
+    """One measurement for each recipe: that its loss fell, which the recipes judge, and the two losses."""
+    recipes = RECIPES[:1] if settings.quick else RECIPES
+    # The section runs inside the simulated device already if there is one: the script needs not start it.
+    command = ["bash", str(SCRIPT), *recipes]
+    own = {"MEGASCEND_RUN": str(settings.folder / "recipes"), "NPROC": str(settings.cards), "PYTHON": sys.executable}
+    own["MEGASCEND_SMOKE_DEADLINE"] = str(RECIPE_S * (2 if settings.simulated else 1))
+    with subprocess.Popen(
+        command,
+        env=os.environ | own,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            for measurement in of_row(line):
+                results.add(measurement)
+    for recipe in recipes:
+        if recipe not in results.names:
+            results.add(failed(recipe, f"no row of its own in the table of {SCRIPT.name}"))
+
+
+def of_row(line: str) -> list[Measurement]:
+    """The measurements of a row of the script's table; of another line, none."""
+    cells = re.split(r"\s{2,}", line.strip())
+    if cells[0] not in RECIPES or len(cells) != 1 + len(COLUMNS):
+        return []
+    recipe, layout, first, last, norm, milliseconds, _, verdict = cells
+    if verdict != "OK":
+        return [failed(recipe, f"{verdict}; first loss {first}, last loss {last}")]
+    fell = float(last) < float(first)
+    note = f"{layout}, gradient norm {norm}"
+    return [
+        Measurement(recipe, "ok" if fell else "failed", float(last), float(first), "last loss, under the first", note),
+        noted(f"{recipe}, median step", float(milliseconds), "ms"),
+    ]

@@ -1,0 +1,185 @@
+"""``scripts/npu_acceptance.sh`` on the simulated device: it passes there, and it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs in every process before anything else; what is sabotaged is patched once its module has been imported.
+SITECUSTOMIZE = """
+import importlib.abc, importlib.util, os, sys
+
+def wrong_swiglu(module):
+    real = module.OPERATORS["npu_swiglu"]
+    module.OPERATORS["npu_swiglu"] = lambda x, dim=-1: real(x, dim) * 1.5
+
+def wrong_all_reduce(module):
+    real = module.all_reduce
+    def all_reduce(tensor, *args, **kwargs):
+        work = real(tensor, *args, **kwargs)
+        if tensor.device.type == "npu" and tensor.numel() == 1003:
+            tensor[7] += 1
+        return work
+    module.all_reduce = all_reduce
+
+def wrong_load(module):
+    real = module.MegatronBackend.load
+    def load(self, path):
+        progress = real(self, path)
+        import torch
+        with torch.no_grad():
+            for chunk in self._strategy.chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(1.05)
+        return progress
+    module.MegatronBackend.load = load
+
+PATCHES = {
+    "operator": ("megascend.simnpu.operators", wrong_swiglu),
+    "collective": ("torch.distributed", wrong_all_reduce),
+    "resume": ("megascend.backend", wrong_load),
+}
+WANTED = dict(PATCHES[name] for name in os.environ.get("TEST_SABOTAGE", "").split(",") if name)
+
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        patch = WANTED.pop(name, None)
+        if patch is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        real = spec.loader.exec_module
+        def exec_module(module):
+            real(module)
+            patch(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hook())
+"""
+
+
+@pytest.fixture
+def accept(tmp_path: Path):
+    """Run the script on the simulated device: ``accept(*arguments, sabotage="")`` gives the process and its report."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    entries = [
+        str(tmp_path),
+        *(entry for entry in sys.path if entry and "simnpu" not in entry and "doubles" not in entry),
+    ]
+    own = {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(entries), "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MEGASCEND_", "HCCL_"))}
+    double = [] if "MEGASCEND_MINDSPEED" in os.environ else ["--double"]
+    inherited |= {name: os.environ[name] for name in ("MEGASCEND_MINDSPEED",) if name in os.environ}
+
+    def run(*arguments: str, sabotage: str = "") -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        bundle = tmp_path / "bundle.tar.gz"
+        command = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), "--simulated", *double, *arguments]
+        command += ["--out", str(bundle), "--folder", str(tmp_path / "run")]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=580,
+            check=False,
+            env=inherited | own | {"TEST_SABOTAGE": sabotage},
+        )
+        assert bundle.is_file(), done.stdout + done.stderr[-3000:]
+        with tarfile.open(bundle) as archive:
+            report = json.load(archive.extractfile("npu_acceptance/report.json"))  # type: ignore[arg-type]
+            texts = [archive.extractfile(each).read().decode() for each in archive]  # type: ignore[union-attr]
+        for private in (str(tmp_path), str(ROOT), sys.prefix):
+            assert not any(private in text for text in texts)
+        return done, report
+
+    return run
+
+
+def failures(report: dict[str, Any], name: str) -> list[str]:
+    """Names of what failed in a section."""
+    (section,) = [each for each in report["sections"] if each["name"] == name]
+    return [each["name"] for each in section["measurements"] if each["verdict"] == "failed"]
+
+
+@pytest.mark.slow
+def test_the_short_run_passes_on_two_cards(accept) -> None:
+    done, report = accept("--quick", "--only", "operators,collectives,recipes", "--cards", "2")
+    assert done.returncode == 0, done.stdout
+    assert "PASSED: operators, collectives on the simulated device, which says nothing about cards" in done.stdout
+    assert "left out: recipes" in done.stdout
+    verdicts = {each["name"]: each["verdict"] for each in report["sections"]}
+    assert verdicts == {"operators": "ok", "collectives": "ok", "recipes": "left out"}
+    assert report["about"]["simulated"] is True
+    assert report["about"]["versions"]["torch_npu"].endswith("+simnpu")
+    (section,) = [each for each in report["sections"] if each["name"] == "collectives"]
+    names = [each["name"] for each in section["measurements"]]
+    for verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all_uneven", "broadcast", "send and receive"):
+        for kind in ("bf16", "fp32", "int64"):
+            assert f"{verb}, {kind}" in names
+    assert {"all_gather_object", "broadcast_object_list"} <= set(names)
+
+
+@pytest.mark.slow
+def test_a_wrong_operator_and_a_wrong_collective_fail_by_name_and_the_rest_goes_on(accept) -> None:
+    arguments = ("--quick", "--only", "operators,collectives", "--cards", "2")
+    done, report = accept(*arguments, sabotage="operator,collective")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-2] == "FAILED: operators, collectives"
+    assert {name.partition(",")[0] for name in failures(report, "operators")} == {"swiglu"}
+    assert {name.partition(",")[0] for name in failures(report, "collectives")} == {
+        "all_reduce",
+        "all_reduce_maximum",
+        "barrier and an all_reduce that is waited for",
+    }
+    assert "failed  swiglu, bf16, result: 0.5 (<= 0.03)" in done.stdout
+    assert "failed  all_reduce, int64: 2 (<= 0) wrong elements" in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_resume_that_differs_fails_by_name(accept) -> None:
+    done, report = accept("--only", "resume", "--cards", "1", sabotage="resume")
+    assert done.returncode == 1
+    assert failures(report, "resume") == [
+        "losses after the resume",
+        "gradient norms after the resume",
+        "digest of the exported weights",
+    ]
+    done, report = accept("--only", "resume", "--cards", "1")
+    assert done.returncode == 0, done.stdout
+    assert failures(report, "resume") == []
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_an_operator_that_is_wrong_shows_in_parity_too(accept) -> None:
+    done, report = accept("--quick", "--only", "parity,speed", "--cards", "1", sabotage="operator")
+    assert done.returncode == 1
+    assert set(failures(report, "parity")) == {"single, loss", "single, gradient norm", "single, logits"}
+    assert "left out" in done.stdout
+    done, report = accept("--quick", "--only", "parity,speed", "--cards", "1")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_section_over_its_deadline_fails_and_the_command_line_is_checked(accept, tmp_path: Path) -> None:
+    done, report = accept("--quick", "--only", "speed", "--cards", "1", "--deadline", "1")
+    assert done.returncode == 1
+    (section,) = report["sections"]
+    assert section["problem"] == "not done after 1 s"
+    for arguments, message in (
+        (["--double"], "--double needs --simulated"),
+        (["--simulated", "--double", "--only", "all"], "ConfigError: no section all"),
+    ):
+        script = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), *arguments]
+        environment = os.environ | {"PYTHON": sys.executable}
+        done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False, env=environment)
+        assert done.returncode == 2
+        assert message in done.stderr
