@@ -21,6 +21,7 @@ from megascend.errors import ConfigError
 from megascend.simnpu.hccl_options import Options
 
 BACKEND = "hccl"
+COMM_PREFIX = "simnpu_hccl_"
 CONNECT_VARIABLE = "HCCL_CONNECT_TIMEOUT"
 CONNECT_S = 120  # HCCL's default
 
@@ -60,6 +61,10 @@ class ProcessGroupHCCL(ProcessGroupGloo):
     def name(self) -> str:
         return BACKEND
 
+    def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
+        """What operators that communicate are given (``hcom``): the group's name, which :func:`group_of` reads."""
+        return COMM_PREFIX + self.hccl_options.group_id
+
     def join(self) -> None:
         """Wait, before the first collective, until every rank of the group is at its own.
 
@@ -97,6 +102,18 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupHCCL:
     backend = ProcessGroupHCCL(store, options.group_rank, options.group_size, given)
     _alive[options.group_id] = backend
     return backend
+
+
+def group_of(hcom: str) -> ProcessGroup:
+    """The process group behind a name of :meth:`ProcessGroupHCCL.get_hccl_comm_name`.
+
+    Raises:
+        RuntimeError: no hccl group of this process has the name.
+    """
+    name = hcom.removeprefix(COMM_PREFIX)
+    if not hcom.startswith(COMM_PREFIX) or name not in _alive:
+        raise RuntimeError(f"hcom {hcom!r} names no hccl group of this process: get it from get_hccl_comm_name")
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[reportAttributeAccessIssue]
 
 
 def is_hccl(group: ProcessGroup, device: Any) -> bool:

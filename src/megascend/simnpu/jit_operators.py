@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megascend.simnpu.missing import NotSimulatedError
-from megascend.simnpu.operators import activation, attention, matmul, moe, norm, optimizer, ring, rope
+from megascend.simnpu.operators import activation, attention, matmul, mc2, moe, norm, optimizer, ring, rope
 
 ASCEND_LIBRARY = "-ltorch_npu"
 
@@ -72,6 +72,12 @@ def gmm_backward_fusion(
     return gmm(grad, transposed, [], group_list, matmul.BY_ROWS, group_list_type), [], []
 
 
+def mm_all_reduce_add_rms_norm_(*args: Any) -> tuple[Any, Any]:
+    """As the operator without the underscore, with the sum written to the residual, its third argument."""
+    total, normalised = mc2.npu_mm_all_reduce_add_rms_norm(*args)
+    return args[2].copy_(total), normalised
+
+
 GROUPED = {"npu_gmm": gmm, "npu_gmm_backward": gmm_backward, "npu_gmm_backward_fusion": gmm_backward_fusion}
 
 EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
@@ -84,6 +90,8 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": optimizer.npu_apply_fused_adamw_v2},
     "npu_groupmatmul_add_fp32": {"npu_groupmatmul_add_fp32": matmul.npu_groupmatmul_add_fp32},
     "npu_matmul_add_fp32": {"npu_matmul_add_fp32": matmul.npu_matmul_add_fp32},
+    "npu_mm_all_reduce_add_rms_norm": {"npu_mm_all_reduce_add_rms_norm": mc2.npu_mm_all_reduce_add_rms_norm},
+    "npu_mm_all_reduce_add_rms_norm_": {"npu_mm_all_reduce_add_rms_norm_": mm_all_reduce_add_rms_norm_},
     "npu_moe_token_permute": {"npu_moe_token_permute": moe.npu_moe_token_permute},
     "npu_moe_token_unpermute": {"npu_moe_token_unpermute": moe.npu_moe_token_unpermute},
     "npu_ring_attention_update": {"npu_ring_attention_update": ring.npu_ring_attention_update},
