@@ -15,6 +15,7 @@ from megascend.simnpu.environment import ACTIVE_VARIABLE
 from megascend.simnpu.environment import simulated_version as simulated_version
 from megascend.simnpu.identity import SIMULATED_VERSION, soc_version
 from megascend.simnpu.missing import missing as missing
+from megascend.simnpu.operators import quantised_types
 
 UNSUPPORTED_DTYPES = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
 
@@ -38,6 +39,8 @@ def install(package: str) -> None:
         sys.modules[f"{package}.profiler.{name}"] = sys.modules[f"{profiler.__name__}.{name}"]
     for name, operator in operators.OPERATORS.items():
         setattr(module, name, operator)
+    for name, number in quantised_types.PUBLIC.items():
+        setattr(module, name, number)
     operators.register()
     torch.version.cann = SIMULATED_VERSION  # type: ignore[attr-defined]
     module.unsupported_dtype = UNSUPPORTED_DTYPES  # type: ignore[attr-defined]

@@ -18,6 +18,8 @@ from megascend.simnpu.operators import (
     moe_routing_map,
     norm,
     optimizer,
+    quantisation,
+    quantised_matmul,
     ring,
     rope,
 )
@@ -38,6 +40,8 @@ __all__ = [
     "moe_routing_map",
     "norm",
     "optimizer",
+    "quantisation",
+    "quantised_matmul",
     "register",
     "ring",
     "rope",

@@ -90,6 +90,8 @@ def type_of(hint: Any, alias: str = "", lists: bool = False) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         kinds = [kind for kind in arguments if kind is not type(None)]
+        if set(kinds) == {torch.dtype, int}:  # a schema's type is a number
+            kinds = [int]
         if set(kinds) == TENSOR_OR_LIST:
             kinds = [Sequence[int] if lists else torch.Tensor]
         if len(kinds) == 1:
