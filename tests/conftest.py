@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from megascend.bootstrap.runtime import Runtime, bootstrap
 
 ASCEND = ["npu", "simnpu"]
 collect_ignore = [] if os.environ.get("MEGASCEND_SIMNPU") else ASCEND
+
+
+# Verdicts of the self-check, for every process that a test starts and for the next session: their key holds all that matters.
+os.environ.setdefault("MEGASCEND_CACHE", str(Path(tempfile.gettempdir()) / f"megascend-test-cache-{os.getuid()}"))
 
 
 def pytest_report_header() -> list[str]:
@@ -53,6 +58,9 @@ def megatron_imported() -> Runtime:
     loaded.load_megatron()
     for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.strategy.step"):
         import_module(module)
+    from megascend.testing.self_checks import warm_tiny_models
+
+    warm_tiny_models()
     return loaded
 
 

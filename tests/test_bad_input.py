@@ -56,7 +56,8 @@ def checkpoint(parity_folder) -> Path:
 def build(model: Path, parallel: Parallel | None = None, **options: Any):
     from megascend.backend import MegatronBackend
 
-    settings = {"precision": "fp32", "timeout_s": 8, "batching": Batching(micro_batch_tokens=64)} | options
+    settings = {"precision": "fp32", "timeout_s": 8, "batching": Batching(micro_batch_tokens=64), "self_check": False}
+    settings |= options  # the self-check has tests of its own, and these a time limit
     return MegatronBackend(model=model, parallel=parallel, **settings)
 
 

@@ -53,6 +53,7 @@ _PUBLIC = {
     "PeerLostError": "megascend.errors",
     "NonFiniteError": "megascend.errors",
     "QueueFullError": "megascend.errors",
+    "SelfCheckError": "megascend.errors",
 }
 __all__ = [*_PUBLIC, "__version__"]
 
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
         PlatformError,
         ProcessGroupError,
         QueueFullError,
+        SelfCheckError,
         TopologyError,
         VersionError,
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megascend.lora.host import AdapterHost
     from megascend.parallel.process_groups import ProcessGroups
     from megascend.platforms.base import Platform
+    from megascend.selfcheck.verdict import Verdict
     from megascend.train.losses import Loss, LossFunction
     from megascend.train.results import ForwardBackwardResult, ForwardResult, StepResult
     from megascend.train.sample import Sample
@@ -50,10 +51,12 @@ class MegatronBackend:
         seed: of dropout and everything else that is random.
         timeout_s: seconds after which a missing rank is an error on all others.
         save_timeout_s: seconds after which a checkpoint that is waited for and still being written counts as failed.
+        self_check: hold a small slice of the model against transformers first (docs/limits.md); a few seconds, once for a
+            configuration.
 
     Raises:
         ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
-        CollectiveTimeoutError: before any training, on every rank.
+        CollectiveTimeoutError, SelfCheckError: before any training, on every rank.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class MegatronBackend:
         seed: int = 1234,
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
+        self_check: bool = True,
     ) -> None:
         if precision not in ("fp32", "fp16", "bf16"):
             raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
@@ -118,6 +122,7 @@ class MegatronBackend:
                     mindspeed=mindspeed or {},
                     seed=seed,
                     device=self.groups.device,
+                    self_check=self_check,
                 )
         except BaseException:
             self.groups.destroy()  # so that another attempt in this process finds none left over
@@ -157,6 +162,11 @@ class MegatronBackend:
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters by name; empty if the model itself is trained. Not to be changed."""
         return {} if self._strategy.adapters is None else self._strategy.adapters.registry
+
+    @property
+    def self_check(self) -> Verdict:
+        """What the check of the model's configuration against transformers found."""
+        return self._strategy.self_check
 
     @property
     def parameter_count(self) -> int:

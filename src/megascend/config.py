@@ -239,6 +239,10 @@ class RunConfig(Section):
         10, description="stop after this many non-finite steps in a row; the last batch is kept in OUTPUT/non_finite"
     )
     timeout_s: Size = Field(600, description="seconds after which a missing rank is an error")
+    self_check: bool = Field(
+        True,
+        description="hold a small slice of the model against transformers before training; once for a configuration",
+    )
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

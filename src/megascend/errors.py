@@ -20,6 +20,10 @@ class TopologyError(ConfigError):
     """The parallel layout does not fit the world size or the model."""
 
 
+class SelfCheckError(ConfigError):
+    """Megatron computes something else than transformers for a model's configuration."""
+
+
 class DataError(MegascendError, ValueError):
     """A sample or a batch cannot be trained on."""
 

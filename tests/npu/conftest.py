@@ -70,4 +70,7 @@ def npu() -> Runtime:
     runtime.load_megatron()
     for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.strategy.step"):
         import_module(module)
+    from megascend.testing.self_checks import warm_tiny_models
+
+    warm_tiny_models()
     return runtime

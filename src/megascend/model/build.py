@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from megascend.config import Precision, Recompute
 from megascend.errors import CheckpointError, ConfigError, PlatformError
+from megascend.model.activation import activation_arguments
 from megascend.parallel.topology import Topology
 from megascend.platforms.base import Platform
 
@@ -49,6 +50,7 @@ def build_config(
     arguments = hf_to_mcore_config(hf_config)
     if not arguments.get("hf_model_type"):
         raise CheckpointError(f"{model_dir}/config.json names no model_type")
+    arguments.update(activation_arguments(getattr(hf_config, "hidden_act", None), arguments))
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from megascend.model.build import DTYPES, build_chunks, build_config, check_wind
 from megascend.model.output_head import OutputHead
 from megascend.parallel.process_groups import ProcessGroups
 from megascend.parallel.topology import ModelShape, Topology
+from megascend.selfcheck.check import require_agreement, tell
+from megascend.selfcheck.verdict import Verdict
 from megascend.strategy.optimizer import Optimizer
 from megascend.train.micro_batch import MicroBatch
 from megascend.train.sample import Sample
@@ -60,6 +63,7 @@ class MegatronStrategy:
         mindspeed: Mapping[str, Any],
         seed: int,
         device: torch.device,
+        self_check: bool,
     ) -> None:
         self.runtime, self.topology, self.groups, self.shape = runtime, topology, groups, shape
         self.precision, self.batching, self.device, self.adam = precision, batching, device, adam
@@ -69,6 +73,7 @@ class MegatronStrategy:
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
+        self.self_check = self._check(model_dir, self_check)
         runtime.configure_model(self.config, mindspeed)
         self.bare_chunks = build_chunks(self.config, device)
         if runtime.platform.attention_draws_its_own_dropout:
@@ -95,6 +100,15 @@ class MegatronStrategy:
                 fuse_weight_gradients(self.bare_chunks)
             self._optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)
             self._connect_schedule(self._optimizer)
+
+    def _check(self, model_dir: Path, self_check: bool) -> Verdict:
+        """Hold a slice of the model against transformers, before anything large is built; or only say what is unproven."""
+        full = json.loads(self.config.hf_config.to_json_string(use_diff=False))  # type: ignore[reportOptionalMemberAccess]
+        if not self_check:
+            tell(Verdict("off"), full, self.groups.rank)
+            return Verdict("off")
+        window_in_force = self.config.window_size is not None
+        return require_agreement(model_dir, full, self.max_length, window_in_force, self.groups)
 
     @property
     def optimizer(self) -> Optimizer:

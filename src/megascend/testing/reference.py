@@ -5,10 +5,11 @@ They are processes of their own because building an mcore-bridge model changes w
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from megascend.parallel.plain_process import plain_environment
 
 PRELUDE = """
 import atexit, gc
@@ -33,24 +34,7 @@ def run_reference(
         input=stdin,
         capture_output=True,
         text=True,
-        env=reference_environment(),
+        env=plain_environment(),
         timeout=timeout_s,
         check=False,
     )
-
-
-def reference_environment() -> dict[str, str]:
-    """This process's environment and search path, without what makes torch load an NPU, and with one thread."""
-    from megascend.simnpu.environment import ACTIVE_VARIABLE, own_paths
-
-    simulated = {str(path) for path in own_paths()} if ACTIVE_VARIABLE in os.environ else set()
-    path = [entry for entry in sys.path if entry and entry not in simulated]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_OFFLINE": "1",
-    }
-    environment.pop(ACTIVE_VARIABLE, None)
-    return environment

@@ -128,6 +128,7 @@ def run(config: RunConfig, launch: Launch, journal: Journal, overwrite: bool, re
         if main_rank:
             write_config(config)
             print(start_line(config, backend, len(samples)), flush=True)
+            print(backend.self_check.summary(), flush=True)
 
         # Loop
         number = done = backend.step_count
@@ -187,6 +188,7 @@ def make_backend(config: RunConfig) -> MegatronBackend:
         seed=config.seed,
         timeout_s=config.timeout_s,
         save_timeout_s=config.checkpoint.timeout_s,
+        self_check=config.self_check,
     )
 
 

@@ -1,0 +1,220 @@
+"""The self-check of a model: made once for a configuration, kept on the disk, told to all ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.errors import MegascendError, PlatformError
+from megascend.parallel import once
+from megascend.parallel.objects import broadcast_object
+from megascend.selfcheck import process, suspects
+from megascend.selfcheck.process import Finding, Trial
+from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
+from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_about
+
+if TYPE_CHECKING:
+    from megascend.parallel.process_groups import ProcessGroups
+
+CACHE_VARIABLE = "MEGASCEND_CACHE"
+PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
+UNCONCERNED = ("cli", "simnpu", "testing")
+"""Folders of this package whose code cannot change a verdict."""
+POLL_S = 0.5
+
+
+def require_agreement(
+    model_dir: Path, full: Mapping[str, Any], longest: int, window_in_force: bool, groups: ProcessGroups
+) -> Verdict:
+    """Check the model on rank 0, or find that it was checked earlier, and tell all ranks. Collective.
+
+    Args:
+        model_dir: its Hugging Face checkpoint.
+        full: its configuration with all defaults.
+        longest: tokens of the longest sample that is allowed.
+        window_in_force: Megatron attends within the model's sliding window.
+
+    Returns:
+        The verdict, the same on every rank. Warnings go out on rank 0.
+
+    Raises:
+        SelfCheckError: on every rank: transformers and Megatron disagree.
+    """
+    raw = json.loads((model_dir / "config.json").read_text())
+    with groups.watch.phase("self-check"):
+        verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force), groups)
+    if verdict.status == "differs":
+        raise objection(verdict, full, sides())
+    tell(verdict, full, groups.rank)
+    return verdict
+
+
+def tell(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
+    """Warn of what was not checked, and of an architecture that the tests do not prove; on rank 0."""
+    for text in warnings_about(verdict, full) if rank == 0 else []:
+        warnings.warn(text, stacklevel=4)
+
+
+def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
+    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out."""
+    if len(groups.ranks("world")) == 1:
+        return make()
+    box: list[tuple[Verdict | None, MegascendError | None]] = []
+
+    def work() -> None:
+        try:
+            box.append((make(), None))
+        except MegascendError as error:
+            box.append((None, error))
+
+    worker = threading.Thread(target=work, name="megascend-self-check", daemon=True)
+    if groups.rank == 0:
+        worker.start()
+    while True:
+        ready = False
+        if groups.rank == 0:
+            worker.join(POLL_S)
+            ready = not worker.is_alive()
+            if ready and not box:
+                raise PlatformError("the self-check ended without a verdict; the log above says why")
+        answer = broadcast_object((ready, box[0] if ready else None), "world", groups)
+        if answer[0]:
+            verdict, problem = answer[1]  # type: ignore[misc]
+            if problem is not None:
+                raise problem
+            assert verdict is not None
+            return verdict
+
+
+def examine(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool) -> Verdict:
+    """The verdict on a configuration: from the disk, or found out now and kept there."""
+    try:
+        part = slice_model(raw, full, longest, window_in_force)
+    except CannotSliceError as error:
+        return Verdict("not checked", str(error))
+    path = place(part)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with once.alone(path):
+            if (known := _kept(path)) is not None:
+                return known
+            verdict, final = find_out(part)
+            if final:
+                keep(path, verdict)
+            return verdict
+    except OSError as error:  # TimeoutError among them: another process holds the lock
+        verdict, _ = find_out(part)
+        warnings.warn(
+            f"the self-check's result could not be kept in {path.parent} ({error}): the next start repeats it",
+            stacklevel=2,
+        )
+        return verdict
+
+
+def keep(path: Path, verdict: Verdict) -> None:
+    """Write a verdict for the next start; for use under the lock of ``path``."""
+    once.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1)))
+
+
+def _kept(path: Path) -> Verdict | None:
+    try:
+        return Verdict.from_dict(json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # not there, or not what this version writes
+        return None
+
+
+def find_out(part: Slice) -> tuple[Verdict, bool]:
+    """Compare the two sides on a slice; also whether the answer would be the same another time."""
+    try:
+        report = process.run([Trial(part.config, part.lengths)])
+    except PlatformError as error:
+        return replace(of_slice(part), reason=str(error)), False
+    found = report.findings[0]
+    verdict = replace(judged(part, found), seconds=report.seconds, peak_bytes=report.peak_bytes)
+    if verdict.status != "differs":
+        return verdict, True
+    try:
+        convicted, short_ones_agree = name_the_setting(part, found)
+    except PlatformError:  # the difference stands without its name, and is asked for again next time
+        return verdict, False
+    return replace(verdict, convicted=convicted, short_ones_agree=short_ones_agree), True
+
+
+def of_slice(part: Slice) -> Verdict:
+    """A verdict that knows no more than what was to be built."""
+    layers = part.config["num_hidden_layers"]
+    return Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
+
+
+def judged(part: Slice, found: Finding) -> Verdict:
+    """What a finding means, without the names of settings."""
+    verdict = of_slice(part)
+    if found.problem:
+        return replace(verdict, reason=f"its slice cannot be built by {found.problem}")
+    mixed_only = max(found.alone) <= process.BOUND
+    status = "agrees" if found.agrees else "differs"
+    return replace(verdict, status=status, largest=found.largest, mixed_only=mixed_only and not found.agrees)
+
+
+def name_the_setting(part: Slice, found: Finding) -> tuple[list[Convicted], bool]:
+    """Settings that make the difference, and whether samples on the short side of RoPE's switch agree among themselves."""
+    known = suspects.known_suspects(part.config, found.full)
+    others = suspects.other_suspects(part.config, found.default, known)
+    first, second = suspects.plan(part.config, known), suspects.plan(part.config, others)
+    short = [length for length in part.lengths if length <= ORIGINAL_POSITIONS]
+    configs = [*first.configs, *second.configs]
+    trials = [Trial(config, part.lengths) for config in configs] + [Trial(part.config, short)]
+    agrees = [finding.agrees for finding in process.run(trials).findings]
+    guilty = suspects.culprits(first, agrees[: len(first.configs)]) or suspects.culprits(
+        second, agrees[len(first.configs) : len(configs)]
+    )
+    return [Convicted(each.name, repr(each.value), repr(each.plain)) for each in guilty], agrees[-1]
+
+
+# --- where verdicts are kept ---
+
+
+def cache_folder() -> Path:
+    """``MEGASCEND_CACHE``, else megascend's folder in ``XDG_CACHE_HOME``, else in ``~/.cache``; there, ``self-check``."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen) / "self-check"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend" / "self-check"
+
+
+def place(part: Slice) -> Path:
+    """The file of the verdict on ``part``."""
+    return cache_folder() / f"{key(part)}.json"
+
+
+def key(part: Slice) -> str:
+    """Of everything that a verdict depends on: the slice, the packages' versions, and the code of this one."""
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    content = {"config": part.config, "lengths": part.lengths, "versions": versions, "code": own_code()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def own_code() -> str:
+    """Digest of this package's files."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] not in UNCONCERNED:
+            digest.update(f"{name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def sides() -> str:
+    """The two sides, with their versions."""
+    of = {name: metadata.version(name) for name in PACKAGES}
+    return f"transformers {of['transformers']} and Megatron-Core {of['megatron-core']} (through mcore-bridge {of['mcore-bridge']})"

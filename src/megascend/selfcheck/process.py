@@ -1,0 +1,117 @@
+"""Starting the worker and reading what it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megascend.errors import PlatformError
+from megascend.parallel.plain_process import plain_environment
+
+BOUND = 2e-5
+"""Largest difference, over the largest logit, that counts as agreement.
+
+Both sides compute in fp32. Where they compute the same, the largest difference seen is 2e-6 (docs/numerics.md); a setting
+that one of them ignores makes a difference of 1e-3 to 1."""
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model to build on both sides.
+
+    Attributes:
+        config: its ``config.json``.
+        lengths: tokens of the samples.
+        seed: of weights and samples.
+    """
+
+    config: dict[str, Any]
+    lengths: Sequence[int]
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a trial.
+
+    Attributes:
+        transformers_problem, megatron_problem: why a side could not compute it, or empty.
+        lengths: tokens of the samples, ascending.
+        alone: of every sample, each in a micro batch of its own: the largest difference over the largest logit.
+        together: the same with all samples in one micro batch.
+        margin: the narrowest choice of experts, over the spread of the scores; None if nothing was chosen.
+        full, default: the configuration, and its architecture's, with all defaults.
+    """
+
+    transformers_problem: str = ""
+    megatron_problem: str = ""
+    lengths: list[int] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+    together: list[float] = field(default_factory=list)
+    largest_logit: float = 0.0
+    margin: float | None = None
+    full: dict[str, Any] = field(default_factory=dict)
+    default: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """Why there is nothing to compare, or empty."""
+        if self.transformers_problem:
+            return f"transformers: {self.transformers_problem}"
+        return f"Megatron: {self.megatron_problem}" if self.megatron_problem else ""
+
+    @property
+    def largest(self) -> float:
+        """The largest difference over the largest logit."""
+        return max(self.alone + self.together, default=float("inf"))
+
+    @property
+    def agrees(self) -> bool:
+        """Both sides have computed the same."""
+        return not self.problem and self.largest <= BOUND
+
+
+@dataclass(frozen=True)
+class Report:
+    """Findings in the order of the trials, and what the worker cost."""
+
+    findings: list[Finding]
+    seconds: float
+    peak_bytes: int
+
+
+def run(trials: Sequence[Trial], deadline_s: float = DEADLINE_S) -> Report:
+    """Build and compare the models of ``trials`` in a process of its own, on the CPU.
+
+    Raises:
+        PlatformError: the process ended without a report, or took longer than ``deadline_s``.
+    """
+    with tempfile.TemporaryDirectory(prefix="megascend-self-check-") as name:
+        folder = Path(name)
+        job, result = folder / "job.json", folder / "result.json"
+        job.write_text(json.dumps({"folder": str(folder / "models"), "trials": [vars(trial) for trial in trials]}))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "megascend.selfcheck.worker", str(job), str(result)],
+                capture_output=True,
+                text=True,
+                env=plain_environment(),
+                cwd=folder,
+                timeout=deadline_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise PlatformError(f"its process has taken longer than {deadline_s:.0f} s") from error
+        if done.returncode or not result.is_file():
+            end = " ".join(done.stderr.split())[-600:]
+            raise PlatformError(f"its process has ended with exit code {done.returncode}: {end}")
+        found = json.loads(result.read_text())
+    findings = [Finding(**each) for each in found["findings"]]
+    return Report(findings, found["seconds"], found["peak_bytes"])

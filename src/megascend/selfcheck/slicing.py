@@ -1,0 +1,196 @@
+"""A small model with the settings of a large one: what a self-check can afford to build twice. Pure.
+
+Sizes shrink, settings stay. What shrinks: layers (to as many as show every kind of layer), heads (to 4 in 2 query groups, or
+in as many, or in 1, as in the model), hidden and feed-forward sizes, the vocabulary, and positions where RoPE depends on
+how long a sequence is. What stays: everything else; head size, experts and RoPE's parameters among it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.errors import ConfigError
+
+HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, VOCABULARY = 64, 96, 32, 48, 128
+ORIGINAL_POSITIONS = 24
+"""``original_max_position_embeddings`` of a slice: some of its samples are shorter, some longer."""
+POSITIONS = 64
+WINDOW = 16
+LENGTHS = (3, 8, 13, 40, 48)
+MOST_LAYERS = 8
+ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+
+OF_NO_CONSEQUENCE = (
+    "_name_or_path",
+    "auto_map",
+    "initializer_range",
+    "output_router_logits",
+    "pretraining_tp",
+    "quantization_config",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+"""Settings that change no number of a forward pass in fp32, or say how the weights are stored."""
+
+
+class CannotSliceError(ConfigError):
+    """There is no small model of this configuration; the message says why."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What is built in place of a model.
+
+    Attributes:
+        config: in the words of the model's own ``config.json``.
+        lengths: tokens of the samples, ascending.
+        not_shown: kinds of layers that the model has further down than a slice goes; empty if there are none.
+    """
+
+    config: dict[str, Any]
+    lengths: tuple[int, ...]
+    not_shown: str = ""
+
+
+def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool) -> Slice:
+    """The slice of a model.
+
+    Args:
+        raw: the model's ``config.json`` as it is.
+        full: the same with every default of its architecture (transformers' ``config.to_dict()``).
+        longest: tokens of the longest sample that a run allows.
+        window_in_force: Megatron attends within the model's sliding window; else no sample is longer than the window.
+
+    Raises:
+        CannotSliceError: the configuration lacks what every decoder has.
+    """
+    missing = [
+        name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not full.get(name)
+    ]
+    if missing or "text_config" in raw:
+        raise CannotSliceError(f"config.json has no {', '.join(missing) or 'text model of its own, but a text_config'}")
+    config = {name: value for name, value in raw.items() if name not in OF_NO_CONSEQUENCE}
+    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "dtype": "float32"}
+    layers, not_shown = _layers(full)
+    config |= _per_layer(raw, full["num_hidden_layers"], layers) | {"num_hidden_layers": layers}
+    config |= _widths(raw, full)
+    positions, longest = _positions(raw, full, longest)
+    config |= positions
+    window = full.get("sliding_window")
+    if window_in_force and window and window > WINDOW:
+        config["sliding_window"] = WINDOW
+    lengths = tuple(length for length in LENGTHS if length <= longest)
+    return Slice(config, lengths if len(lengths) > 1 else (1, max(2, longest)), not_shown)
+
+
+def _layers(full: Mapping[str, Any]) -> tuple[int, str]:
+    """How many of the first layers show every kind that the model has, and what they do not show."""
+    total: int = full["num_hidden_layers"]
+    kinds = [_kind(full, layer) for layer in range(total)]
+    wanted = max(kinds.index(kind) for kind in dict.fromkeys(kinds)) + 1
+    if wanted <= MOST_LAYERS:
+        return min(total, max(2, wanted)), ""
+    return MOST_LAYERS, f"layers from {MOST_LAYERS} on are of other kinds than those before"
+
+
+def _kind(full: Mapping[str, Any], layer: int) -> tuple[Any, ...]:
+    """What distinguishes a layer from others: its entry in every list that has one a layer, and whether it has experts."""
+    lists = [
+        repr(value[layer])
+        for name, value in sorted(full.items())
+        if isinstance(value, list) and len(value) == full["num_hidden_layers"]
+    ]
+    dense = (
+        layer < (full.get("first_k_dense_replace") or 0)
+        or layer in (full.get("mlp_only_layers") or [])
+        or (layer + 1) % (full.get("decoder_sparse_step") or 1) != 0
+    )
+    return (*lists, dense)
+
+
+def _per_layer(raw: Mapping[str, Any], total: int, layers: int) -> dict[str, Any]:
+    """Lists that have an entry for each layer, cut."""
+    cut: dict[str, Any] = {
+        name: value[:layers] for name, value in raw.items() if isinstance(value, list) and len(value) == total
+    }
+    if raw.get("mlp_only_layers"):
+        cut["mlp_only_layers"] = [layer for layer in raw["mlp_only_layers"] if layer < layers]
+    return cut
+
+
+def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
+    """Hidden and feed-forward sizes, heads and vocabulary."""
+    widths: dict[str, Any] = {"vocab_size": min(full["vocab_size"], VOCABULARY)}
+    for name, most in (
+        ("intermediate_size", FFN),
+        ("moe_intermediate_size", EXPERT_FFN),
+        ("shared_expert_intermediate_size", SHARED_FFN),
+    ):
+        if isinstance(full.get(name), int) and full[name]:
+            widths[name] = min(full[name], most)
+    heads, hidden = full["num_attention_heads"], full["hidden_size"]
+    groups = full.get("num_key_value_heads") or heads
+    if heads % groups:
+        return widths  # what transformers says to that is for transformers to say
+    latent = bool(full.get("kv_lora_rank"))
+    few = {"num_attention_heads": 4, "num_key_value_heads": 4 if groups == heads else min(groups, 2)}
+    if heads < 4:
+        few = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    if "num_key_value_heads" not in full:
+        del few["num_key_value_heads"]
+    widths |= few
+    if latent:
+        return widths | {"hidden_size": HIDDEN}
+    explicit = raw.get("head_dim")
+    head_dim = explicit or hidden // heads
+    tied_to_heads = not explicit or heads * head_dim == hidden
+    return widths | {"hidden_size": few["num_attention_heads"] * head_dim if tied_to_heads else HIDDEN}
+
+
+def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) -> tuple[dict[str, Any], int]:
+    """The settings about positions, and the longest sample, on the slice's scale.
+
+    Where RoPE changes at ``original_max_position_embeddings``, all lengths are scaled so that it does so within the
+    samples of a slice.
+    """
+    most: int | None = full.get("max_position_embeddings")
+    if most is None:
+        return {}, longest
+    inner = [each.get("original_max_position_embeddings") for each in rope_settings(full)]
+    original = full.get("original_max_position_embeddings") or next(filter(None, inner), None)
+    if not original:
+        plain = all(
+            (each.get("rope_type") or each.get("type") or "default") == "default" for each in rope_settings(full)
+        )
+        most = min(most, POSITIONS) if plain else most
+        return {"max_position_embeddings": most}, min(longest, most)
+    changed: dict[str, Any] = {
+        name: _rescaled(raw[name]) for name in ROPE_SECTIONS if isinstance(raw.get(name), Mapping)
+    }
+    changed["max_position_embeddings"] = max(2, most * ORIGINAL_POSITIONS // original)
+    if full.get("original_max_position_embeddings"):
+        changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+    longest = longest * ORIGINAL_POSITIONS // original
+    return changed, max(2, min(longest, changed["max_position_embeddings"]))
+
+
+def rope_settings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """RoPE's parameters: one mapping, or one for each kind of layer, from either of the sections' names."""
+    found: list[Mapping[str, Any]] = []
+    for name in ROPE_SECTIONS:
+        section = config.get(name)
+        if isinstance(section, Mapping):
+            inner = [value for value in section.values() if isinstance(value, Mapping)]
+            found += inner or [section]
+    return found
+
+
+def _rescaled(section: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {name: _rescaled(value) if isinstance(value, Mapping) else value for name, value in section.items()}
+    if changed.get("original_max_position_embeddings"):
+        changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+    return changed

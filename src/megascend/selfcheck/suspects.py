@@ -1,0 +1,171 @@
+"""Which setting two implementations disagree about: the trials that tell, and what to say of the one found. Pure.
+
+Every suspect is a setting put back to its plain value, in transformers and in Megatron alike. If both agree without it,
+that setting is it. Several at once are found from the other end: with all suspects plain, each is let in again alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.selfcheck.slicing import ROPE_SECTIONS, rope_settings
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A setting that may be at fault.
+
+    Attributes:
+        name: as ``config.json`` has it.
+        value: what it is there.
+        plain: what both sides are tried with instead.
+        changes: keys of the configuration with their values for that trial.
+    """
+
+    name: str
+    value: Any
+    plain: Any
+    changes: Mapping[str, Any]
+
+
+PLAIN: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_activation": "silu",
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
+    "qkv_bias": False,
+    "use_qk_norm": False,
+    "mlp_bias": False,
+    "rope_interleave": False,
+    "use_sliding_window": False,
+    "logit_scale": 1.0,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+}
+"""Settings and the value at which an architecture is the plainest: what Megatron-Core does by itself."""
+
+SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+    "model_type", "architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def known_suspects(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[Suspect]:
+    """Settings of :data:`PLAIN` that are not plain, RoPE's parameters, the sliding window and groups of experts.
+
+    Args:
+        config: the slice's configuration.
+        full: the same with its architecture's defaults.
+    """
+    values = {**config, **full}  # transformers moves some settings elsewhere
+    found = [
+        Suspect(name, values[name], plain, {name: plain})
+        for name, plain in PLAIN.items()
+        if name in values and values[name] not in (plain, None)
+    ]
+    found += _of_rope(config, full)
+    if (full.get("n_group") or 1) > 1:
+        found.append(Suspect("n_group", full["n_group"], 1, {"n_group": 1, "topk_group": 1}))
+    if full.get("sliding_window") and full.get("use_sliding_window", True):
+        layers = {"layer_types": ["full_attention"] * full["num_hidden_layers"]} if "layer_types" in config else {}
+        found.append(Suspect("sliding_window", full["sliding_window"], None, {"sliding_window": None, **layers}))
+    return found
+
+
+def _of_rope(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[Suspect]:
+    """RoPE's kind of scaling, and the part of a head that it turns."""
+    found = []
+    section = next((name for name in ROPE_SECTIONS if isinstance(config.get(name), Mapping)), None)
+    settings = rope_settings(full)
+    kinds = [each.get("rope_type") or each.get("type") or "default" for each in settings]
+    if section is not None and len(settings) and kinds[0] != "default":
+        theta = settings[0].get("rope_theta") or full.get("rope_theta") or 10000.0
+        part = settings[0].get("partial_rotary_factor")
+        plain: Config = {"rope_type": "default", "rope_theta": theta} | (
+            {"partial_rotary_factor": part} if part else {}
+        )
+        found.append(Suspect(f"{section}.rope_type", kinds[0], "default", {section: plain}))
+    inner = [name for name in ROPE_SECTIONS if (config.get(name) or {}).get("partial_rotary_factor") not in (None, 1.0)]
+    found += [
+        Suspect(
+            f"{name}.partial_rotary_factor",
+            config[name]["partial_rotary_factor"],
+            1.0,
+            {name: {**config[name], "partial_rotary_factor": 1.0}},
+        )
+        for name in inner
+    ]
+    return found
+
+
+def other_suspects(config: Mapping[str, Any], default: Mapping[str, Any], known: Sequence[Suspect]) -> list[Suspect]:
+    """Everything else that the model's ``config.json`` sets to something other than its architecture's default."""
+    taken = {name for suspect in known for name in suspect.changes}
+    return [
+        Suspect(name, value, default[name], {name: default[name]})
+        for name, value in config.items()
+        if name not in taken and name not in SIZES and name in default and default[name] != value
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Trials in a row: each suspect plain; all plain; all plain but each."""
+
+    suspects: Sequence[Suspect]
+    configs: Sequence[Config]
+
+
+def plan(config: Mapping[str, Any], suspects: Sequence[Suspect]) -> Plan:
+    """The configurations to try."""
+
+    def without(chosen: Sequence[Suspect]) -> Config:
+        changed = dict(config)
+        for suspect in chosen:
+            changed |= suspect.changes
+        return changed
+
+    alone = [without([suspect]) for suspect in suspects]
+    but_one = [without([other for other in suspects if other is not suspect]) for suspect in suspects]
+    return Plan(suspects, [*alone, without(suspects), *but_one] if suspects else [])
+
+
+def culprits(of: Plan, agrees: Sequence[bool]) -> list[Suspect]:
+    """The suspects that the trials convict; none if the sides disagree however plain the configuration is."""
+    count = len(of.suspects)
+    if not count:
+        return []
+    alone, all_plain, but_one = agrees[:count], agrees[count], agrees[count + 1 :]
+    found = [suspect for suspect, agreed in zip(of.suspects, alone, strict=True) if agreed]
+    if not found and all_plain:
+        found = [suspect for suspect, agreed in zip(of.suspects, but_one, strict=True) if not agreed]
+    return found
+
+
+def advice(names: Sequence[str], original_positions: int | None, short_ones_agree: bool) -> str:
+    """What to do about the settings ``names``.
+
+    Args:
+        original_positions: the model's ``original_max_position_embeddings``.
+        short_ones_agree: samples of up to that length, among themselves, do agree.
+    """
+    if original_positions and short_ones_agree and any(name.startswith(ROPE_SECTIONS) for name in names):
+        return (
+            f"Samples of up to {original_positions} tokens (original_max_position_embeddings) are right as long as no longer "
+            f"one is beside them: set batching.max_length: {original_positions} or less"
+        )
+    return "megascend cannot train this model as it is configured"

@@ -1,0 +1,51 @@
+"""The self-checks of many small models in one process, so that tests which build backends find them made."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from megascend.errors import DistributedTestError
+from megascend.parallel import once
+from megascend.selfcheck import check, process
+from megascend.selfcheck.process import Trial
+from megascend.selfcheck.slicing import Slice, slice_model
+from megascend.testing.tiny_models import ARCHITECTURES, tiny_config
+
+
+def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
+    """The slice that a backend would be checked with; transformers fills in the architecture's defaults."""
+    from transformers import AutoConfig
+
+    # transformers changes what it is given: rope_scaling, for one
+    full = json.loads(AutoConfig.for_model(**copy.deepcopy(config)).to_json_string(use_diff=False))
+    return slice_model(config, full, longest, window_in_force=False)
+
+
+def warm(configs: Sequence[dict[str, Any]]) -> None:
+    """Make the verdicts on models of these configurations that are not kept yet.
+
+    Raises:
+        DistributedTestError: one of them does not agree with transformers.
+    """
+    slices = {check.place(part): part for part in map(slice_of, configs)}
+    with once.alone(check.cache_folder()):
+        missing = {path: part for path, part in slices.items() if not path.exists()}
+        if not missing:
+            return
+        report = process.run([Trial(part.config, part.lengths) for part in missing.values()])
+        for (path, part), found in zip(missing.items(), report.findings, strict=True):
+            verdict = check.judged(part, found)
+            if verdict.status != "agrees":
+                raise DistributedTestError(f"the self-check of {part.config}: {verdict}")
+            check.keep(path, verdict)
+
+
+def warm_tiny_models() -> None:
+    """The verdicts on :func:`megascend.testing.tiny_config` of every architecture, with and without tied embeddings.
+
+    Tests have deadlines, which might pass where a rank had to wait for its own.
+    """
+    warm([tiny_config(arch, tie_word_embeddings=tied) for arch in ARCHITECTURES for tied in (False, True)])

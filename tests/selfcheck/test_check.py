@@ -1,0 +1,221 @@
+"""When the check runs, what is kept of it, and how every rank hears of it. What it finds: test_findings.py."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megascend import Batching, Parallel
+from megascend.config import RunConfig
+from megascend.errors import PlatformError, SelfCheckError
+from megascend.selfcheck import check, process
+from megascend.selfcheck.process import Finding, Report
+from megascend.selfcheck.verdict import PROVEN, Verdict
+from megascend.testing import ARCHITECTURES, run_distributed, tiny_config, write_tiny_checkpoint
+from megascend.testing.self_checks import slice_of
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = tiny_config("qwen3")
+AGREES = Finding(lengths=[3, 40], alone=[1e-7, 2e-7], together=[1e-7, 3e-7], largest_logit=7.0)
+DIFFERS = Finding(lengths=[3, 40], alone=[1e-7, 2e-7], together=[0.5, 3e-7], largest_logit=7.0)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path))
+    return tmp_path / "self-check"
+
+
+def examine(config=QWEN, longest=512) -> Verdict:
+    return check.examine(config, config, longest, False)
+
+
+def counted(monkeypatch, findings: list[Finding], log: Path | None = None) -> list[int]:
+    """Replace the worker; returns the numbers of trials that it was asked for."""
+    calls: list[int] = []
+
+    def run(trials):
+        calls.append(len(trials))
+        if log is not None:
+            with log.open("a") as file:
+                file.write("made\n")
+        return Report([findings[min(index, len(findings) - 1)] for index in range(len(trials))], 1.5, 2**20)
+
+    monkeypatch.setattr(process, "run", run)
+    return calls
+
+
+def test_a_configuration_is_checked_once(folder, monkeypatch) -> None:
+    calls = counted(monkeypatch, [AGREES])
+    first, second = examine(), examine(QWEN | {"num_hidden_layers": 48, "vocab_size": 50000})
+    assert calls == [1]
+    assert (first.status, first.largest, first.seconds, first.cached) == ("agrees", 3e-7, 1.5, False)
+    assert second == Verdict.from_dict(first.to_dict())
+    assert second.cached
+    assert "cached" in second.summary()
+    assert "1.5 s, 1 MiB" in first.summary()
+
+
+def test_whatever_a_verdict_depends_on_is_in_its_key(monkeypatch) -> None:
+    part = slice_of(QWEN)
+    keys = [
+        check.key(part),
+        check.key(slice_of(QWEN | {"hidden_act": "gelu"})),
+        check.key(slice_of(QWEN, longest=13)),
+    ]
+    with monkeypatch.context() as changed:
+        changed.setattr(check.metadata, "version", lambda name: "9")
+        keys.append(check.key(part))
+    with monkeypatch.context() as changed:
+        changed.setattr(check, "own_code", lambda: "another check")
+        keys.append(check.key(part))
+    assert len(set(keys)) == len(keys)
+    assert check.key(part) == keys[0]
+
+
+def test_processes_that_start_at_once_check_once(folder, monkeypatch, tmp_path) -> None:
+    counted(monkeypatch, [AGREES], log=tmp_path / "log")
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=examine) for _ in range(6)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(60)
+        assert each.exitcode == 0
+    assert (tmp_path / "log").read_text() == "made\n"
+
+
+def test_a_damaged_file_is_made_again(folder, monkeypatch) -> None:
+    calls = counted(monkeypatch, [AGREES])
+    examine()
+    (file,) = folder.iterdir()
+    for text in ("", "[]", '{"status": "agrees"}'):
+        file.write_text(text)
+        assert examine().status == "agrees"
+    assert calls == [1, 1, 1, 1]
+    assert json.loads(file.read_text())["status"] == "agrees"
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "file"))
+    counted(monkeypatch, [AGREES])
+    with pytest.warns(UserWarning, match="could not be kept"):
+        assert examine().status == "agrees"
+
+
+def test_a_worker_that_dies_is_no_verdict_to_keep(folder, monkeypatch) -> None:
+    def run(trials):
+        raise PlatformError("its process has ended with exit code -9")
+
+    monkeypatch.setattr(process, "run", run)
+    verdict = examine()
+    assert (verdict.status, verdict.reason) == ("not checked", "its process has ended with exit code -9")
+    assert list(folder.iterdir()) == []
+
+
+def test_the_place_of_the_cache(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("MEGASCEND_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert check.cache_folder() == tmp_path / "megascend" / "self-check"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert check.cache_folder() == Path.home() / ".cache" / "megascend" / "self-check"
+
+
+def test_a_difference_that_needs_company_is_told_as_such(folder, monkeypatch) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    config = QWEN | {"max_position_embeddings": 8192, "rope_scaling": rope}
+    counted(monkeypatch, [DIFFERS, AGREES])
+    verdict = check.examine(config, config, 8192, False)
+    assert (verdict.status, verdict.mixed_only) == ("differs", True)
+    text = str(check.objection(verdict, config, "A and B"))
+    assert "when short and long samples share a micro batch (each by itself is right)" in text
+
+
+# --- through the backend ---
+
+
+def backend_of(model: Path, **options):
+    from megascend.backend import MegatronBackend
+
+    return MegatronBackend(model=model, precision="fp32", timeout_s=60, **options)
+
+
+@pytest.mark.usefixtures("megatron_imported")
+class TestBackend:
+    def test_every_rank_hears_the_same_and_training_never_begins(self, parity_folder, folder) -> None:
+        """The whole way, with a real setting that Megatron-Core ignores: RoPE on a part of each head in Llama."""
+        model = write_tiny_checkpoint(parity_folder / "partial", "llama", partial_rotary_factor=0.5)
+
+        def on_rank() -> str:
+            with pytest.raises(SelfCheckError) as caught:
+                backend_of(model, parallel=Parallel(tensor=2))
+            return str(caught.value)
+
+        found = run_distributed(on_rank, 2, init=False, timeout_s=240)
+        assert found[0] == found[1]
+        assert "partial_rotary_factor=0.5 (they agree with 1.0)" in found[0]
+        assert "self_check: off" in found[0]
+        # Kept: this process is told without another look.
+        with pytest.raises(SelfCheckError, match="partial_rotary_factor"):
+            backend_of(model)
+        with backend_of(model, self_check=False) as backend:
+            assert backend.self_check.summary() == "self-check: off"
+
+    def test_what_was_checked_can_be_read(self, parity_folder) -> None:
+        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
+        with warnings.catch_warnings(record=True) as caught, backend_of(model) as backend:
+            verdict = backend.self_check
+        assert not [each for each in caught if "self-check" in str(each.message) or "prove" in str(each.message)]
+        assert verdict.status == "agrees"
+        assert verdict.largest is not None
+        assert verdict.largest < process.BOUND / 4
+        assert verdict.lengths == [3, 8, 13, 40, 48]
+
+    def test_a_run_without_long_samples_is_checked_without_them(self, parity_folder) -> None:
+        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
+        with backend_of(model, batching=Batching(max_length=13)) as backend:
+            assert backend.self_check.lengths == [3, 8, 13]
+
+
+def told(verdict: Verdict, model_type: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check.tell(verdict, {"model_type": model_type}, rank=0)
+    return [str(each.message) for each in caught]
+
+
+def test_an_unproven_architecture_warns_although_it_agrees() -> None:
+    assert told(Verdict("agrees"), "qwen3") == []
+    (text,) = told(Verdict("agrees"), "olmoe")
+    assert "olmoe is not among the architectures that megascend's tests prove" in text
+    assert "agrees with transformers" in text
+    (text,) = told(Verdict("off"), "olmoe")
+    assert "agrees" not in text
+
+
+def test_what_was_not_checked_warns() -> None:
+    (text,) = told(Verdict("not checked", "no reason"), "qwen3")
+    assert "nothing about this qwen3 model was compared with transformers: no reason" in text
+    (text,) = told(Verdict("agrees", not_shown="layers from 8 on", layers=8), "qwen3")
+    assert "it saw 8 layers of this qwen3 model only: layers from 8 on" in text
+
+
+def test_the_proven_list_is_what_tests_and_documents_say() -> None:
+    from megascend.testing.parity import matrix
+
+    assert set(PROVEN) == set(ARCHITECTURES) == {case.arch for case in matrix()}
+    names = "Qwen2, Qwen3, Qwen3-MoE"
+    for text in ((ROOT / "README.md").read_text(), (ROOT / "docs" / "limits.md").read_text()):
+        assert names in text
+
+
+@pytest.mark.parametrize("value", ["off", "on", False, True])
+def test_the_setting_of_a_run_file(value, tmp_path) -> None:
+    config = RunConfig(model=tmp_path, output=tmp_path, data={"path": tmp_path}, self_check=value)
+    assert config.self_check is (value in ("on", True))

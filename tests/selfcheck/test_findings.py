@@ -1,0 +1,216 @@
+"""What the check finds, in the real packages: settings that Megatron-Core ignores, by name; nothing where there is nothing.
+
+All models of a test are built in one process, as the check builds them in one of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megascend.selfcheck import process, suspects
+from megascend.selfcheck.process import BOUND, Finding, Trial
+from megascend.selfcheck.slicing import LENGTHS
+from megascend.selfcheck.worker import LEAST_MARGIN
+from megascend.testing import ARCHITECTURES, tiny_config
+from megascend.testing.self_checks import slice_of
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}
+PARTIAL = tiny_config("llama", partial_rotary_factor=0.5)
+
+
+def moe(model_type: str, **settings: Any) -> dict[str, Any]:
+    """A small model of an architecture with DeepSeek's experts."""
+    base = {name: value for name, value in tiny_config("qwen3").items() if name != "architectures"}
+    experts = {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return base | {"model_type": model_type, "num_hidden_layers": 4} | experts | settings
+
+
+def deepseek_v2(**settings: Any) -> dict[str, Any]:
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    return moe("deepseek_v2", **latent, num_key_value_heads=4, head_dim=8, norm_topk_prob=False, **settings)
+
+
+def long_positions(**settings: Any) -> dict[str, Any]:
+    return tiny_config("llama", max_position_embeddings=16384) | settings
+
+
+IGNORED = {
+    "longrope, its switch in rope_parameters": (
+        long_positions(rope_parameters=LONGROPE | {"original_max_position_embeddings": 4096}),
+        ["rope_parameters.rope_type"],
+    ),
+    "longrope, its switch beside it": (
+        long_positions(rope_scaling=LONGROPE, original_max_position_embeddings=4096),
+        ["rope_scaling.rope_type"],
+    ),
+    "norm_topk_prob in dots1": (moe("dots1", norm_topk_prob=False), ["norm_topk_prob"]),
+    "norm_topk_prob in glm4_moe": (moe("glm4_moe", norm_topk_prob=False), ["norm_topk_prob"]),
+    "groups in deepseek_v2": (
+        deepseek_v2(topk_method="group_limited_greedy", n_group=4, topk_group=2),
+        ["n_group"],
+    ),
+    "partial_rotary_factor in Llama": (PARTIAL, ["partial_rotary_factor"]),
+    "two at once": (
+        moe("dots1", norm_topk_prob=False, max_position_embeddings=16384)
+        | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 4096},
+        ["norm_topk_prob", "rope_scaling.rope_type"],
+    ),
+}
+HONOURED = {
+    "dots1": moe("dots1", norm_topk_prob=True),
+    "glm4_moe": moe("glm4_moe", norm_topk_prob=True, partial_rotary_factor=0.5),
+    "deepseek_v2 without groups": deepseek_v2(topk_method="greedy"),
+    **{
+        f"{act} in {arch}": tiny_config(arch, hidden_act=act)
+        for arch in ARCHITECTURES
+        for act in ("gelu", "gelu_pytorch_tanh")
+    },
+    "relu in qwen3": tiny_config("qwen3", hidden_act="relu"),
+    "relu2 in llama": tiny_config("llama", hidden_act="relu2"),
+    "128 experts": tiny_config("qwen3_moe", num_experts=128, num_experts_per_tok=8),
+    "norm_topk_prob: false in qwen3_moe": tiny_config("qwen3_moe", norm_topk_prob=False),
+}
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_every_ignored_setting_is_found_and_named() -> None:
+    slices = {name: slice_of(config, longest=16384) for name, (config, _) in IGNORED.items()}
+    first = process.run([Trial(part.config, part.lengths) for part in slices.values()]).findings
+    plans = {
+        name: suspects.plan(part.config, suspects.known_suspects(part.config, found.full))
+        for (name, part), found in zip(slices.items(), first, strict=True)
+    }
+    trials = [Trial(config, slices[name].lengths) for name, plan in plans.items() for config in plan.configs]
+    agrees = iter(finding.agrees for finding in process.run(trials, deadline_s=1200).findings)
+    for (name, (_, expected)), found in zip(IGNORED.items(), first, strict=True):
+        assert not found.problem, name
+        assert found.largest > 100 * BOUND, (name, found.largest)
+        plan = plans[name]
+        guilty = suspects.culprits(plan, [next(agrees) for _ in plan.configs])
+        assert [each.name for each in guilty] == expected, name
+
+    beside = first[list(IGNORED).index("longrope, its switch beside it")]
+    assert max(beside.alone) <= BOUND  # the factor is chosen for the whole micro batch: only company shows it
+    assert max(beside.together) > 100 * BOUND
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_what_is_honoured_raises_no_alarm() -> None:
+    parts = [slice_of(config) for config in HONOURED.values()]
+    # Longrope with no sample beyond its switch: what the error's advice leads to.
+    parts.append(slice_of(IGNORED["longrope, its switch beside it"][0], longest=4096))
+    found = process.run([Trial(part.config, part.lengths) for part in parts]).findings
+    assert_agree([*HONOURED, "short longrope"], found)
+
+
+def test_an_architecture_that_neither_side_can_build_is_no_agreement() -> None:
+    unknown, odd = (
+        tiny_config("qwen3") | {"model_type": "phi3"},
+        tiny_config("qwen3", rope_scaling={"rope_type": "spiral"}),
+    )
+    found = process.run([Trial(config, (3, 8)) for config in (unknown, odd, tiny_config("qwen3"))]).findings
+    assert "mcore-bridge" in found[0].megatron_problem
+    assert "spiral" in found[1].problem
+    assert found[2].agrees
+    assert not found[0].agrees
+
+
+# --- random shapes ---
+
+
+def random_shape(number: int) -> dict[str, Any]:
+    """A configuration of a proven architecture with everything drawn that such models differ in."""
+    draw = random.Random(number)
+    arch = ARCHITECTURES[number % len(ARCHITECTURES)]
+    groups = draw.choice([1, 2, 3, 4])
+    heads = groups * draw.choice([1, 2, 4])
+    head_dim = draw.choice([8, 16, 24, 32, 64])
+    apart = arch in ("qwen3", "qwen3_moe") and draw.random() < 0.5
+    settings: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "hidden_size": draw.choice([32, 48, 96, 160]) if apart else heads * head_dim,
+        "num_hidden_layers": draw.randint(1, 5),
+        "intermediate_size": draw.choice([40, 96, 264]),
+        "vocab_size": draw.choice([97, 128, 331]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "hidden_act": draw.choice(["silu", "silu", "gelu", "gelu_pytorch_tanh", "relu"]),
+        "rope_theta": draw.choice([1e4, 5e5, 1e6]),
+        "max_position_embeddings": 4096,
+    }
+    if arch == "qwen2":
+        del settings["head_dim"]
+    scaling: dict[str, Any] | None = draw.choice(
+        [
+            None,
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        ]
+    )
+    if scaling is not None:
+        settings["rope_scaling"] = scaling
+    if arch == "qwen3_moe":
+        settings |= {
+            "num_experts": draw.choice([4, 8, 16, 60]),
+            "num_experts_per_tok": draw.choice([2, 3, 4]),
+            "moe_intermediate_size": draw.choice([16, 48]),
+            "norm_topk_prob": draw.random() < 0.5,
+        }
+    return tiny_config(arch, **settings)
+
+
+@pytest.mark.usefixtures("megatron_imported")
+@pytest.mark.parametrize(
+    "numbers", [pytest.param(range(6), id="six"), pytest.param(range(50), id="fifty", marks=pytest.mark.nightly)]
+)
+def test_random_shapes_of_the_proven_architectures_raise_no_alarm(numbers) -> None:
+    """Each as it is, and as the slice that a run with it would be checked by."""
+    configs = [random_shape(number) for number in numbers]
+    trials = [Trial(config, LENGTHS, seed=number) for number, config in zip(numbers, configs, strict=True)]
+    trials += [Trial(part.config, part.lengths) for part in map(slice_of, configs)]
+    report = process.run(trials, deadline_s=1200)
+    assert_agree([f"{kind} {n}" for kind in ("whole", "slice") for n in numbers], report.findings)
+    margins = [found.margin for found in report.findings if found.margin is not None]
+    largest = max(found.largest for found in report.findings)
+    print(
+        f"{len(trials)} models in {report.seconds:.0f} s: largest difference {largest:.1e}, least margin {min(margins):.1e}"
+    )
+    assert min(margins) >= LEAST_MARGIN
+
+
+def assert_agree(names: Sequence[str], findings: Sequence[Finding]) -> None:
+    wrong = {
+        name: found.problem or found.largest
+        for name, found in zip(names, findings, strict=True)
+        if found.problem or found.largest > BOUND / 4  # room for other processors
+    }
+    assert not wrong
