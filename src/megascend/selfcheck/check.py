@@ -217,4 +217,5 @@ def own_code() -> str:
 def sides() -> str:
     """The two sides, with their versions."""
     of = {name: metadata.version(name) for name in PACKAGES}
-    return f"transformers {of['transformers']} and Megatron-Core {of['megatron-core']} (through mcore-bridge {of['mcore-bridge']})"
+    megatron = f"Megatron-Core {of['megatron-core']} (through mcore-bridge {of['mcore-bridge']})"
+    return f"transformers {of['transformers']} and {megatron}"

@@ -175,7 +175,7 @@ def compare(found: dict[str, Any], folder: Path) -> dict[str, Any]:
             model=folder,
             precision="fp32",
             platform="cpu",
-            batching=megascend.Batching(micro_batch_tokens=sum(len(ids) for ids in found["samples"])),
+            batching=batching,
             self_check=False,
         ) as backend:
             alone = [part for sample in samples for part in scores(backend, [sample])]
