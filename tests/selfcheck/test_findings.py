@@ -14,8 +14,9 @@ import pytest
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import BOUND, Finding, Trial
 from megascend.selfcheck.slicing import LENGTHS
+from megascend.selfcheck.verdict import PROVEN
 from megascend.selfcheck.worker import LEAST_MARGIN
-from megascend.testing import ARCHITECTURES, tiny_config
+from megascend.testing import tiny_config
 from megascend.testing.self_checks import slice_of
 
 LONGROPE = {
@@ -81,7 +82,7 @@ HONOURED = {
     "deepseek_v2 without groups": deepseek_v2(topk_method="greedy"),
     **{
         f"{act} in {arch}": tiny_config(arch, hidden_act=act)
-        for arch in ARCHITECTURES
+        for arch in PROVEN
         for act in ("gelu", "gelu_pytorch_tanh")
     },
     "relu in qwen3": tiny_config("qwen3", hidden_act="relu"),
@@ -140,7 +141,7 @@ def test_an_architecture_that_neither_side_can_build_is_no_agreement() -> None:
 def random_shape(number: int) -> dict[str, Any]:
     """A configuration of a proven architecture with everything drawn that such models differ in."""
     draw = random.Random(number)
-    arch = ARCHITECTURES[number % len(ARCHITECTURES)]
+    arch = PROVEN[number % len(PROVEN)]
     groups = draw.choice([1, 2, 3, 4])
     heads = groups * draw.choice([1, 2, 4])
     head_dim = draw.choice([8, 16, 24, 32, 64])

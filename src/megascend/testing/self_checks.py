@@ -12,7 +12,8 @@ from megascend.parallel import once
 from megascend.selfcheck import check, process
 from megascend.selfcheck.process import Trial
 from megascend.selfcheck.slicing import Slice, slice_model
-from megascend.testing.tiny_models import ARCHITECTURES, tiny_config
+from megascend.selfcheck.verdict import PROVEN
+from megascend.testing.tiny_models import tiny_config
 
 
 def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
@@ -44,8 +45,8 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def warm_tiny_models() -> None:
-    """The verdicts on :func:`megascend.testing.tiny_config` of every architecture, with and without tied embeddings.
+    """The verdicts on :func:`megascend.testing.tiny_config` of every proven architecture, with and without tied embeddings.
 
     Tests have deadlines, which might pass where a rank had to wait for its own.
     """
-    warm([tiny_config(arch, tie_word_embeddings=tied) for arch in ARCHITECTURES for tied in (False, True)])
+    warm([tiny_config(arch, tie_word_embeddings=tied) for arch in PROVEN for tied in (False, True)])
