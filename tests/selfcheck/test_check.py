@@ -174,7 +174,7 @@ class TestBackend:
         assert not [each for each in caught if "self-check" in str(each.message) or "prove" in str(each.message)]
         assert verdict.status == "agrees"
         assert verdict.largest is not None
-        assert verdict.largest < process.BOUND / 4
+        assert verdict.largest < process.BOUND / 2
         assert verdict.lengths == [3, 8, 13, 40, 48]
 
     def test_a_run_without_long_samples_is_checked_without_them(self, parity_folder) -> None:

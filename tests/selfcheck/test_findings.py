@@ -212,6 +212,6 @@ def assert_agree(names: Sequence[str], findings: Sequence[Finding]) -> None:
     wrong = {
         name: found.problem or found.largest
         for name, found in zip(names, findings, strict=True)
-        if found.problem or found.largest > BOUND / 4  # room for other processors
+        if found.problem or found.largest > BOUND / 2  # room for other processors
     }
     assert not wrong
