@@ -56,6 +56,10 @@ class ProcessGroupError(MegascendError, RuntimeError):
     """A process group is missing, or not of the kind that the operation needs."""
 
 
+class OutOfStepError(ProcessGroupError):
+    """Ranks met in one collective from different calls, or with different arguments; the message says where each one is."""
+
+
 class CollectiveTimeoutError(MegascendError, TimeoutError):
     """Some ranks did not arrive at a collective in time; the message names them."""
 

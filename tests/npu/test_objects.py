@@ -41,16 +41,18 @@ def test_the_simulated_hccl_refuses_objects(name, npu):
     run_distributed(work, 2, backend="hccl")
 
 
-def test_the_default_group_is_on_hccl_without_a_device_and_carriers_have_gloo_twins(npu):
+def test_the_default_group_is_on_hccl_without_a_device_and_objects_travel_on_gloo(npu):
     def work():
         groups = initialize(plan(Parallel(context=2), 4), npu.platform, 30)
         default = dist.distributed_c10d._get_default_group()
         assert dist.get_backend() == "hccl"
         assert getattr(default, "bound_device_id", None) is None
         for name in ("world", "dp", "dp_cp", "cp", "tp", "pp", "ep", "edp"):
-            assert dist.get_backend(groups.gloo(name)) == "gloo"
             assert dist.get_backend(groups.device_group(name)) == "hccl"
-            assert dist.get_process_group_ranks(groups.gloo(name)) == groups.ranks(name)
+            assert groups.channel(name).ranks == groups.ranks(name)
+            if len(groups.ranks(name)) > 1:
+                assert dist.get_backend(groups.channel(name).group) == "gloo"
+                assert dist.get_process_group_ranks(groups.channel(name).group) == groups.ranks(name)
         gathered = gather_objects(groups.rank, "dp", groups), gather_objects(groups.rank, "dp_cp", groups)
         groups.destroy()
         return gathered
@@ -60,7 +62,7 @@ def test_the_default_group_is_on_hccl_without_a_device_and_carriers_have_gloo_tw
     assert results[1] == ([1, 3], [0, 1, 2, 3])  # the gather over DP x CP spans both
 
 
-def test_upstreams_own_object_collectives_take_the_twin(npu):
+def test_upstreams_own_object_collectives_take_the_channel(npu):
     """megatron-core gathers parameter groups on the default group, for one."""
 
     original = dist.all_gather_object
@@ -73,7 +75,9 @@ def test_upstreams_own_object_collectives_take_the_twin(npu):
         dist.all_gather_object(over_tp, dist.get_rank(), group=groups.device_group("tp"))
         box = ["from 1"] if dist.get_rank() == 1 else [None]
         dist.broadcast_object_list(box, src=1, device=torch.device("npu"))
-        with pytest.raises(ProcessGroupError, match=r"all_gather_object on a hccl group of ranks.*no Gloo twin"):
+        with pytest.raises(
+            ProcessGroupError, match=r"all_gather_object on a hccl group of ranks.*which carries no objects"
+        ):
             dist.all_gather_object(found, 1, group=groups.device_group("mp"))
         groups.destroy()
         assert dist.all_gather_object is original

@@ -17,7 +17,8 @@ from megascend.config import Parallel
 from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
 from megascend.parallel import process_groups
 from megascend.parallel.launch import Launch
-from megascend.parallel.process_groups import GROUP_AXES, TWINNED, initialize
+from megascend.parallel.objects import all_reduce_numbers
+from megascend.parallel.process_groups import CARRIERS, GROUP_AXES, initialize
 from megascend.parallel.topology import plan
 from megascend.testing import run_distributed
 
@@ -37,11 +38,9 @@ def test_every_group_adds_up_over_the_ranks_of_the_topology(runtime: Runtime, pa
             value = torch.tensor(2.0**groups.rank)
             dist.all_reduce(value, group=groups.device_group(name))
             found[name] = value.item()
-            if name in TWINNED:
-                value = torch.tensor(2.0**groups.rank)
-                dist.all_reduce(value, group=groups.gloo(name))
-                assert value.item() == found[name]
-                assert dist.get_backend(groups.gloo(name)) == "gloo"
+            if name in CARRIERS:
+                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [found[name]]
+                assert groups.channel(name).group is not groups.device_group(name)
         groups.destroy()
         assert not dist.is_initialized()
         return found
@@ -64,8 +63,8 @@ def test_one_process_needs_no_variables_and_can_do_it_again(runtime: Runtime, mo
         finally:
             groups.destroy()
         groups.destroy()
-        with pytest.raises(ProcessGroupError, match="no Gloo twin 'dp': these process groups were destroyed"):
-            groups.gloo("dp")
+        with pytest.raises(ProcessGroupError, match="no channel for objects 'dp': these process groups were destroyed"):
+            groups.channel("dp")
 
 
 def test_several_ranks_can_do_it_again_with_another_layout(runtime: Runtime) -> None:
@@ -73,8 +72,7 @@ def test_several_ranks_can_do_it_again_with_another_layout(runtime: Runtime) -> 
         found = []
         for parallel in ({"tensor": 2}, {"pipeline": 2}):
             groups = open_groups(runtime, 2, **parallel)
-            value = torch.ones(())
-            dist.all_reduce(value, group=groups.gloo("tp"))
+            (value,) = all_reduce_numbers([1.0], "tp", groups)
             found.append([int(value), groups.ranks("dp")[0]])
             groups.destroy()
         return found
@@ -95,8 +93,10 @@ def test_a_default_group_of_the_trainer_is_used_and_left_alone(runtime: Runtime)
 def test_names(runtime: Runtime) -> None:
     def names() -> None:
         groups = open_groups(runtime, 1)
-        with pytest.raises(ProcessGroupError, match="group 'mp' has no Gloo twin; those that have: world, dp"):
-            groups.gloo("mp")
+        with pytest.raises(
+            ProcessGroupError, match="group 'mp' has no channel for objects; those that have: world, dp"
+        ):
+            groups.channel("mp")
         with pytest.raises(ProcessGroupError, match="no process group 'ddp'; there are world, tp"):
             groups.device_group("ddp")
         groups.destroy()
@@ -149,8 +149,8 @@ def test_megatron_laying_out_ranks_differently_is_noticed(runtime: Runtime, monk
     run_distributed(start, 4, init=False)
 
 
-def test_a_device_backend_gets_real_twins(runtime: Runtime) -> None:
-    """A second name for gloo stands in for NCCL or HCCL: what is not called gloo must be twinned."""
+def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:
+    """A second name for gloo stands in for NCCL or HCCL: what is not called gloo needs a group beside it."""
 
     class DevicePlatform(type(runtime.platform)):
         backend = "pretend"
@@ -163,9 +163,12 @@ def test_a_device_backend_gets_real_twins(runtime: Runtime) -> None:
         dist.Backend.register_backend("pretend", create, devices=["cpu"])
         groups = initialize(plan(Parallel(tensor=2), 2), DevicePlatform(), 30)
         assert dist.get_backend(groups.device_group("tp")) == "pretend"
-        for name in TWINNED:
-            assert dist.get_backend(groups.gloo(name)) == "gloo"
-            assert dist.get_process_group_ranks(groups.gloo(name)) == groups.ranks(name)
+        for name in CARRIERS:
+            assert groups.channel(name).ranks == groups.ranks(name)
+            group = groups.channel(name).group
+            if group is not None:
+                assert dist.get_backend(group) == "gloo"
+                assert dist.get_process_group_ranks(group) == groups.ranks(name)
         groups.destroy()
 
     run_distributed(start, 2, init=False)

@@ -1,4 +1,4 @@
-"""The process groups of a run: torch's default group, Megatron's groups, and a Gloo twin for those that carry objects.
+"""The process groups of a run: torch's default group, Megatron's groups, and Gloo channels for those that carry objects.
 
 Creating them is collective: every rank calls :func:`initialize` with the same topology.
 """
@@ -9,7 +9,7 @@ import secrets
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
 from megascend.parallel import upstream_groups
 from megascend.parallel.arrivals import Arrivals
+from megascend.parallel.channels import Channel
 from megascend.parallel.launch import Launch, reconnect
 from megascend.parallel.topology import ATTENTION_AXES, Coordinates, Topology
 from megascend.parallel.upstream_objects import ObjectDetour
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megascend.platforms.base import Platform
+
+T = TypeVar("T")
 
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "world": ATTENTION_AXES,
@@ -44,8 +47,10 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
 }
 """Name of every group, and the axes of the topology it spans (``edp``: expert data parallel)."""
 
-TWINNED = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
-"""Groups that have a Gloo twin, in the order in which every rank creates them."""
+CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
+"""Groups that carry objects, in the order in which every rank creates their channels."""
+OF_MEGATRON = ("dp", "dp_cp", "edp")
+"""Groups of which Megatron makes a second one on Gloo, which nothing else uses here."""
 
 
 @dataclass
@@ -67,7 +72,7 @@ class ProcessGroups:
     watch: Watch
     owns_default: bool
     _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    _twins: dict[str, ProcessGroup] = field(default_factory=dict)
+    _channels: dict[str, Channel] = field(default_factory=dict)
     _created: list[ProcessGroup] = field(default_factory=list)
     _detour: ObjectDetour | None = None
 
@@ -96,13 +101,13 @@ class ProcessGroups:
         """
         return _look_up(self._device_groups, name, "process group")
 
-    def gloo(self, name: str) -> ProcessGroup:
-        """The group on Gloo, for Python objects and CPU tensors. Never a device group.
+    def channel(self, name: str) -> Channel:
+        """What carries the group's objects, on Gloo; for :mod:`megascend.parallel.objects` alone.
 
         Raises:
-            ProcessGroupError: the group has no Gloo twin, or the groups were destroyed.
+            ProcessGroupError: the group carries no objects, or the groups were destroyed.
         """
-        return _look_up(self._twins, name, "Gloo twin")
+        return _look_up(self._channels, name, "channel for objects")
 
     def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
         """A Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
@@ -116,12 +121,29 @@ class ProcessGroups:
         self._created.append(group)  # type: ignore[reportArgumentType]
         return group  # type: ignore[reportReturnType]
 
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """Names of the groups that carry objects."""
+        return CARRIERS
+
+    def own(self, group: ProcessGroup) -> None:
+        """Destroy ``group`` with the others."""
+        self._created.append(group)
+
+    def add_channel(self, name: str) -> None:
+        """A channel of all ranks for object collectives on another thread, by the name that it gets. Collective.
+
+        Its timeout is a day, as that of :meth:`new_gloo`.
+        """
+        ranks = list(range(self.world_size))
+        self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), timedelta(days=1).total_seconds())
+
     def limit_timeouts(self) -> None:
         """Give groups that upstream has made meanwhile the timeout of this run."""
         upstream_groups.limit(self.timeout_s)
 
     def destroy(self) -> None:
-        """Destroy Megatron's groups, the twins and, if :func:`initialize` created it, the default group."""
+        """Destroy Megatron's groups, the channels and, if :func:`initialize` created it, the default group."""
         self.watch.close()
         if not self._device_groups:
             return
@@ -130,7 +152,7 @@ class ProcessGroups:
             self._detour = None
         _forget_groups(self.owns_default)
         self._device_groups.clear()
-        self._twins.clear()
+        self._channels.clear()
         if self.owns_default:
             dist.destroy_process_group()
         else:
@@ -185,7 +207,7 @@ def initialize(
             _create_megatron_groups(topology, timeout_s)
             groups._device_groups = _megatron_groups()
             _verify(groups)
-            _create_twins(groups)
+            _create_channels(groups)
             groups._detour = _detour_objects(groups)
             groups.limit_timeouts()
     except BaseException:
@@ -342,37 +364,40 @@ def _verify(groups: ProcessGroups) -> None:
             )
 
 
-def _create_twins(groups: ProcessGroups) -> None:
-    """All ranks create all twins in the same order, which ``new_group`` requires."""
+def _create_channels(groups: ProcessGroups) -> None:
+    """One for every set of ranks that is a group. All ranks create all in the same order, which ``new_group`` requires."""
     from megatron.core import parallel_state as state
 
-    timeout = timedelta(seconds=groups.timeout_s)
-    made_by_megatron = {
+    of_megatron = {
         "dp": state.get_data_parallel_group_gloo(),
         "dp_cp": state.get_data_parallel_group_gloo(with_context_parallel=True),
         "edp": state.get_expert_data_parallel_group_gloo(),
     }
-    for name in TWINNED:
-        device_group = groups._device_groups[name]
-        if name in made_by_megatron:
-            groups._twins[name] = made_by_megatron[name]
-        elif dist.get_backend(device_group) == "gloo":
-            groups._twins[name] = device_group
-        else:
-            for ranks in groups.topology.groups(*_axes(name)):
-                group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_GLOO")
-                if groups.rank in ranks:
-                    groups._twins[name] = group  # type: ignore[reportArgumentType]
-                    groups._created.append(group)  # type: ignore[reportArgumentType]
+    timeout = timedelta(seconds=groups.timeout_s)
+    mine = {tuple(groups.ranks(name)): of_megatron[name] for name in reversed(OF_MEGATRON)}
+    existing = {tuple(ranks) for name in OF_MEGATRON for ranks in groups.topology.groups(*_axes(name))}
+    for name in CARRIERS:
+        for ranks in groups.topology.groups(*_axes(name)):
+            if tuple(ranks) in existing or len(ranks) == 1:
+                continue
+            existing.add(tuple(ranks))
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
+            if groups.rank in ranks:
+                mine[tuple(ranks)] = group
+                groups._created.append(group)  # type: ignore[reportArgumentType]
+    made: dict[tuple[int, ...], Channel] = {}
+    for name in CARRIERS:
+        ranks = tuple(groups.ranks(name))
+        if ranks not in made:
+            made[ranks] = Channel(name, ranks, groups.rank, mine.get(ranks), groups.timeout_s)
+        groups._channels[name] = made[ranks]
 
 
 def _detour_objects(groups: ProcessGroups) -> ObjectDetour | None:
     """Keep what upstream gathers itself off the device groups; nothing to do where they are on Gloo."""
     if dist.get_backend(groups._device_groups["world"]) == "gloo":
         return None
-    detour = ObjectDetour(
-        groups._twins["world"], [(groups._device_groups[name], groups._twins[name]) for name in groups._twins]
-    )
+    detour = ObjectDetour(groups)
     detour.install()
     return detour
 
@@ -383,8 +408,9 @@ def _axes(name: str) -> tuple[str, ...]:
     return GROUP_AXES[name]
 
 
-def _look_up(groups: dict[str, ProcessGroup], name: str, kind: str) -> ProcessGroup:
-    _axes(name)
+def _look_up(groups: dict[str, T], name: str, kind: str) -> T:
+    if name not in groups:
+        _axes(name)
     if not groups:
         raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed")
     if name not in groups:

@@ -153,6 +153,12 @@ class Watch:
         """
         return Phase(self, name, label or name)
 
+    @property
+    def place(self) -> str:
+        """The outermost phase that this thread is in; empty between phases."""
+        stack = self._stay().stack
+        return stack[0].label if stack else ""
+
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run ``function`` in a phase; for functions that return nothing, whose phase fault injection can skip."""
         phase = Phase(self, name, name)
