@@ -35,7 +35,9 @@ class MegatronBackend:
     """A Hugging Face model, trained by Megatron-Core on all ranks of this world.
 
     Every method is collective: all ranks call it, in the same order. Ranks that differ only in tensor, pipeline or
-    context parallelism pass the same samples. An error that concerns the batch is raised on every rank alike.
+    context parallelism pass the same samples. An error that concerns the batch is raised on every rank alike. Before ranks
+    meet on the device they make sure, in one small exchange, that all of them are in the same method with the same arguments;
+    where they are not, all raise OutOfStepError, which says where each one is.
 
     Args:
         model: directory of a Hugging Face checkpoint with safetensors weights.
@@ -194,7 +196,9 @@ class MegatronBackend:
         """A Python object of every data parallel rank, in their order, on every rank. Travels over Gloo."""
         from megascend.parallel.objects import gather_objects
 
-        return gather_objects(obj, "dp", self.groups)
+        if self.topology.data < self.world_size:
+            self._together("gather_by_data_rank()")
+        return gather_objects(obj, "dp", self.groups, "gather_by_data_rank()")
 
     def from_rank_0(self, produce: Callable[[], T]) -> T:
         """What ``produce`` returns or raises on rank 0, on every rank. Travels over Gloo."""
@@ -206,7 +210,7 @@ class MegatronBackend:
                 made = produce(), None
             except MegascendError as error:
                 made = None, error
-        value, problem = broadcast_object(made, "world", self.groups)
+        value, problem = broadcast_object(made, "world", self.groups, what="from_rank_0()")
         if problem is not None:
             raise problem
         return value  # type: ignore[return-value]
@@ -215,7 +219,8 @@ class MegatronBackend:
         """For each flag, whether it is set on any rank; the same answer on every rank. Travels over Gloo."""
         from megascend.parallel.objects import all_reduce_numbers
 
-        return [value > 0 for value in all_reduce_numbers([float(flag) for flag in flags], "world", self.groups, "max")]
+        numbers = [float(flag) for flag in flags]
+        return [value > 0 for value in all_reduce_numbers(numbers, "world", self.groups, "max", "any_rank()")]
 
     def forward_backward(
         self,
@@ -242,15 +247,15 @@ class MegatronBackend:
                 of earlier calls, the model itself has lost those accumulated since the last :meth:`optimizer_step`.
             ConfigError: the loss is unknown, or gradients were reduced already (``overlap_grad_reduce``).
         """
-        from megascend.train.losses import resolve
+        from megascend.parallel.objects import agree
 
-        if self._reduced:
-            raise ConfigError(
-                "forward_backward was called twice before optimizer_step, but optimizer.overlap_grad_reduce has reduced the "
-                "first call's gradients already; pass all samples in one call or set overlap_grad_reduce: false"
-            )
         try:
-            result = self._step.forward_backward(samples, resolve(loss), adapter)
+            resolved = self._resolved(loss)
+        except ConfigError as error:
+            agree("forward_backward", self.groups, problem=error)
+            raise
+        try:
+            result = self._step.forward_backward(samples, resolved, adapter)
         except LossFunctionError:
             if self._strategy.adapters is None:  # micro batches before the one that failed have left theirs
                 self._strategy.optimizer.zero_grad()
@@ -259,6 +264,16 @@ class MegatronBackend:
         self._accumulated = True
         self._reduced = self._strategy.reduces_while_running
         return result
+
+    def _resolved(self, loss: str | Loss | LossFunction) -> Loss:
+        from megascend.train.losses import resolve
+
+        if self._reduced:
+            raise ConfigError(
+                "forward_backward was called twice before optimizer_step, but optimizer.overlap_grad_reduce has reduced the "
+                "first call's gradients already; pass all samples in one call or set overlap_grad_reduce: false"
+            )
+        return resolve(loss)
 
     def optimizer_step(self, adapters: str | Sequence[str] | None = None) -> StepResult:
         """Reduce and clip the accumulated gradients, update what is trained, and clear the gradients.
@@ -273,13 +288,25 @@ class MegatronBackend:
             ConfigError: a named adapter does not exist, or none has accumulated gradients.
         """
         host = self._strategy.adapters
+        named = "" if adapters is None else repr([adapters] if isinstance(adapters, str) else list(adapters))
+        chosen = self._together(f"optimizer_step({named}){self._step.adapters_here()}", lambda: self._to_step(adapters))
+        if host is None:
+            reduced, self._reduced, self._accumulated = self._reduced, False, False
+            result = self._strategy.optimizer.step(reduced)
+        else:
+            from megascend.train.results import StepResult
+
+            result = StepResult.of(host.optimizer.step(chosen))
+        self.groups.watch.step += 1
+        return result
+
+    def _to_step(self, adapters: str | Sequence[str] | None) -> list[Adapter]:
+        """The adapters that a step is for; none if the model itself is trained."""
+        host = self._strategy.adapters
         if host is None:
             if adapters is not None:
                 raise ConfigError("optimizer_step(adapters=...): this backend trains the model itself")
-            reduced, self._reduced, self._accumulated = self._reduced, False, False
-            result = self._strategy.optimizer.step(reduced)
-            self.groups.watch.step += 1
-            return result
+            return []
         if adapters is None:
             chosen = [adapter for adapter in host.registry.values() if adapter.accumulated]
         else:
@@ -289,11 +316,30 @@ class MegatronBackend:
             raise ConfigError(
                 f"optimizer_step: {f'adapter {idle[0]!r}' if idle else 'no adapter'} has gradients; call forward_backward first"
             )
-        from megascend.train.results import StepResult
+        return chosen
 
-        result = StepResult.of(host.optimizer.step(chosen))
-        self.groups.watch.step += 1
-        return result
+    def _together(self, call: str, check: Callable[[], T] = lambda: None) -> T:
+        """Make sure that all ranks are in the same call, before they meet on the device. One small exchange over Gloo.
+
+        Args:
+            call: with the arguments that must be equal.
+            check: what this rank has to say; if it raises a MegascendError, all ranks do.
+
+        Returns:
+            What ``check`` returns.
+
+        Raises:
+            OutOfStepError: on every rank: they are in different calls.
+        """
+        from megascend.parallel.objects import agree
+
+        try:
+            found = check()
+        except MegascendError as problem:
+            agree(call, self.groups, problem)
+            raise
+        agree(call, self.groups)
+        return found
 
     def discard_gradients(self, adapters: str | Sequence[str]) -> None:
         """Drop what these adapters have accumulated since their last step. Local: every rank calls it.
@@ -331,7 +377,9 @@ class MegatronBackend:
         Raises:
             ConfigError: the name is taken or not allowed, a limit is reached, or a target does not exist.
         """
-        self._host().add(name, lora or Lora())
+        settings = lora or Lora()
+        self._together(f"add_adapter({name!r}, {settings!r})", lambda: self._host().registry.check(name, settings))
+        self._host().add(name, settings)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter and what it has accumulated; frees its memory.
@@ -339,6 +387,7 @@ class MegatronBackend:
         Raises:
             ConfigError: there is none of that name.
         """
+        self._together(f"remove_adapter({name!r})", lambda: self._host().named(name))
         self._host().forget(name)
 
     def save_adapter(self, name: str, path: str | Path, optimizer: bool = True) -> None:
@@ -351,11 +400,17 @@ class MegatronBackend:
             ConfigError: it has accumulated gradients, which would be lost.
             CheckpointError: on every rank, if ``path`` holds something else or cannot be written.
         """
-        host = self._host()
-        if optimizer and host.registry[name].accumulated:
-            raise ConfigError(f"save_adapter: call optimizer_step({name!r}) first; accumulated gradients are not saved")
+
+        def check() -> None:
+            adapter = self._host().registry[name]
+            if optimizer and adapter.accumulated:
+                raise ConfigError(
+                    f"save_adapter: call optimizer_step({name!r}) first; accumulated gradients are not saved"
+                )
+
         with self.groups.watch.phase("save adapter"):
-            host.save(name, Path(path), str(self._model_dir), optimizer=optimizer)
+            self._together(f"save_adapter({name!r}, {str(path)!r}, {optimizer=})", check)
+            self._host().save(name, Path(path), str(self._model_dir), optimizer=optimizer)
 
     def load_adapter(self, name: str, path: str | Path, lora: Lora | None = None, optimizer: bool = True) -> None:
         """Add an adapter from a directory that megascend or ``peft`` has written.
@@ -369,6 +424,7 @@ class MegatronBackend:
             CheckpointError: on every rank; nothing has been added then.
         """
         with self.groups.watch.phase("load adapter"):
+            self._together(f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=})", self._host)
             self._host().load(name, Path(path), optimizer=optimizer, lora=lora)
 
     def _host(self) -> AdapterHost:
@@ -389,6 +445,8 @@ class MegatronBackend:
                 it is.
         """
         with self.groups.watch.phase("export"):
+            call = f"export_hf({str(path)!r}, {adapter=})"
+            self._together(call, lambda: None if adapter is None else self._host().named(adapter))
             self._export(Path(path), adapter)
 
     def _export(self, path: Path, adapter: str | None = None) -> None:
@@ -439,8 +497,8 @@ class MegatronBackend:
         """
         from megascend.checkpoint import contents
 
-        self._require_no_gradients("save")
         with self.groups.watch.phase("save"):
+            self._together(f"save({str(path)!r}, {hf=}, {wait=})", lambda: self._require_no_gradients("save"))
             taken = contents.describe(self._strategy, self.step_count, progress, config)
             write_more = (lambda directory: self._export(directory / "hf")) if hf else None
             pending = self._saver.save(
@@ -473,6 +531,7 @@ class MegatronBackend:
         from megascend.checkpoint import contents, loader
 
         with self.groups.watch.phase("load"):
+            self._together(f"load({str(path)!r})")
             self._saver.finish()
             directory = Path(path)
             found = loader.verified(directory, self.groups)

@@ -37,7 +37,9 @@ def verified(directory: Path, groups: ProcessGroups) -> Manifest:
         problem = "; ".join(manifest.problems(directory, found.files, names)) or None
     except CheckpointError as error:
         problem = str(error)
-    problems = [text for text in gather_objects(problem, "world", groups) if text is not None]
+    problems = [
+        text for text in gather_objects(problem, "world", groups, f"whether {directory} is whole") if text is not None
+    ]
     if problems or found is None:
         raise CheckpointError(f"{directory} cannot be loaded: {'; '.join(dict.fromkeys(problems))}")
     return found
@@ -88,7 +90,8 @@ def load(strategy: MegatronStrategy, directory: Path, found: Manifest, mine: Man
             dcp.load(state, storage_reader=dcp.FileSystemReader(directory), planner=LoadPlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
         problem = f"rank {strategy.groups.rank} cannot read {directory}: {type(error).__name__}: {error}"
-    problems = [text for text in gather_objects(problem, "world", strategy.groups) if text is not None]
+    told = gather_objects(problem, "world", strategy.groups, f"whether {directory} could be read")
+    problems = [text for text in told if text is not None]
     if problems:
         raise CheckpointError(f"load: {problems[0]}")
     if same_layout:
@@ -132,7 +135,7 @@ def _check_names(state: dict[str, Any], directory: Path, strategy: MegatronStrat
                     problem = f"{name} has shape {tuple(shape or ())}, here it has {wanted.shape}"
     except Exception as error:  # noqa: BLE001  pickled metadata can fail in any way; reported on every rank
         problem = f"its metadata cannot be read: {error}"
-    everyone = gather_objects((problem, list(state)), "world", strategy.groups)
+    everyone = gather_objects((problem, list(state)), "world", strategy.groups, f"what is needed of {directory}")
     problems = [text for text, _ in everyone if text is not None]
     left = sorted(tensors.difference(*(names for _, names in everyone)))
     if left and not problems:

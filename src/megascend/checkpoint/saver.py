@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
@@ -33,7 +32,7 @@ from megascend.checkpoint.shards import SavePlanner
 from megascend.checkpoint.staging import Staging
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import replace_directory
-from megascend.parallel.objects import gather_objects
+from megascend.parallel.objects import broadcast_object, gather_objects
 
 if TYPE_CHECKING:
     from megascend.lora.store import Saved
@@ -47,6 +46,10 @@ MEGATRON_CONFIG = {
     "common_backend_version": 1,
 }
 """``metadata.json``, by which Megatron-Core's ``dist_checkpointing`` knows the format of a directory."""
+
+
+CHANNEL = "checkpoint"
+"""What the writers of all ranks talk over; torch's own collectives have a group of their own."""
 
 
 class Writer(dcp.FileSystemWriter):
@@ -177,10 +180,12 @@ class Saver:
         self.finish()
         if self._group is None:
             self._group = self._groups.new_gloo("checkpoint")
+            self._groups.add_channel(CHANNEL)
         path = path.absolute()
         target = path.resolve() if path.is_symlink() else path  # a link stays one
         temporary = target.with_name(f".{target.name}.writing")
-        self._agree(self._make_room(target, temporary) if self._groups.rank == 0 else None)
+        problem = self._make_room(target, temporary) if self._groups.rank == 0 else None
+        self._agree(problem, f"whether there is room for {path}")
         try:
             contents = collect()
             contents = replace(contents, state=self._staging.copy(contents.state))
@@ -208,7 +213,7 @@ class Saver:
             self.wait()
         except CheckpointError as error:
             problem = str(error)
-        self._agree(problem)
+        self._agree(problem, "whether the checkpoint before is complete")
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when no checkpoint is being written, as far as this rank knows.
@@ -264,8 +269,8 @@ class Saver:
             return f"save: {path} cannot be written: {error}"
         return None
 
-    def _agree(self, problem: str | None) -> None:
-        found = [text for text in gather_objects(problem, "world", self._groups) if text is not None]
+    def _agree(self, problem: str | None, what: str) -> None:
+        found = [text for text in gather_objects(problem, "world", self._groups, what) if text is not None]
         if found:
             raise CheckpointError(found[0])
 
@@ -329,18 +334,17 @@ class Saver:
         problem: str | None,
     ) -> str | None:
         """Put the checkpoint in place if every rank has written its part; returns why not."""
-        everyone: list[Any] = [None] * self._groups.world_size
-        dist.all_gather_object(everyone, (files, problem), group=self._group)
+        step = contents.manifest.step
+        everyone = gather_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
         found = [text for _, text in everyone if text is not None]
-        verdict: list[str | None] = [f"save: {path} could not be written: {found[0]}" if found else None]
+        verdict = f"save: {path} could not be written: {found[0]}" if found else None
         if self._groups.rank == 0:
             if not found:
                 whole = {name: entry for part, _ in everyone for name, entry in sorted(part.items())}
-                verdict = [_put_in_place(path, target, temporary, replace(contents.manifest, files=whole), after)]
-            if verdict[0] is not None:
+                verdict = _put_in_place(path, target, temporary, replace(contents.manifest, files=whole), after)
+            if verdict is not None:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk is not to stay full of this
-        dist.broadcast_object_list(verdict, src=0, group=self._group, device=torch.device("cpu"))
-        return verdict[0]
+        return broadcast_object(verdict, CHANNEL, self._groups, 0, f"whether {path} is in place", step)
 
 
 def _put_in_place(

@@ -68,7 +68,7 @@ class AdapterHost:
         found = find_sites(chunks, layout)
         sites = [site for site in (restrict(site, limits.targets) for site in found) if site is not None]
         mine = sorted({part.name for site in found for part in site.parts})
-        everything = sorted({name for rank in gather_objects(mine, "world", groups) for name in rank})
+        everything = sorted({name for rank in gather_objects(mine, "world", groups, "layers") for name in rank})
         check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
         allowed = [name for name in everything if matches(name, limits.targets)]
         self._families = families(sites)
@@ -150,7 +150,7 @@ class AdapterHost:
                 write(path, saved, base_model, list(self.registry.projections))
             except CheckpointError as error:
                 problem = str(error)
-        raise_together(problem, self._groups)
+        raise_together(problem, self._groups, f"whether {path} could be written")
 
     def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None) -> None:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
@@ -164,7 +164,7 @@ class AdapterHost:
                 problem = f"{path} adapts {missing[0]}, which adapters.targets does not allow in this model"
         except (CheckpointError, OSError) as error:
             problem = str(error)
-        raise_together(problem, self._groups)
+        raise_together(problem, self._groups, f"whether {path} can be read")
         assert saved is not None
         settings = settings_of(saved, lora, self.registry.projections, path)
         adapter = self.registry.create(name, settings)
@@ -177,7 +177,7 @@ class AdapterHost:
                 adapter.restore(first, second, saved)
         except CheckpointError as error:
             problem = f"{path}: {error}"
-        raise_together(problem, self._groups)
+        raise_together(problem, self._groups, f"whether {path} fits")
         self.registry.add(adapter)
 
     def factors(self, name: str) -> tuple[Lora, dict[str, Factors]] | None:
@@ -242,8 +242,9 @@ def settings_of(saved: Saved, lora: Lora | None, projections: Sequence[str], pat
     return settings.model_copy(update={"targets": tuple(sorted(saved.values))}) if different else settings
 
 
-def raise_together(problem: str | None, groups: ProcessGroups) -> None:
+def raise_together(problem: str | None, groups: ProcessGroups, what: str) -> None:
     """Raise CheckpointError on every rank if any has a problem."""
-    found = [(rank, text) for rank, text in enumerate(gather_objects(problem, "world", groups)) if text is not None]
+    told = gather_objects(problem, "world", groups, what)
+    found = [(rank, text) for rank, text in enumerate(told) if text is not None]
     if found:
         raise CheckpointError(f"{found[0][1]} (rank {found[0][0]})")

@@ -56,7 +56,7 @@ def gather(
     Collective over the world.
     """
     mine = [pieces(adapter, vector, families, leads(groups.coordinates)) for vector in vectors]
-    everyone = collect_objects(mine, "world", groups)
+    everyone = collect_objects(mine, "world", groups, f"factors of adapter {adapter.name!r}")
     if everyone is None:
         return None
     return [assemble([piece for rank in everyone for piece in rank[number]]) for number in range(len(vectors))]

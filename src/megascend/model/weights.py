@@ -65,9 +65,11 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
             problem = f"the checkpoint has no tensor for {_some(empty)} of the model that config.json describes"
         elif damaged:
             problem = f"the checkpoint holds NaN in what goes into {_some(damaged)}"
-    _raise_together(problem, model_dir, groups)
+    _raise_together(problem, model_dir, groups, f"whether {model_dir} could be loaded")
 
-    counts = all_reduce_numbers([float(name in used) for name in names], "world", groups, "max")
+    counts = all_reduce_numbers(
+        [float(name in used) for name in names], "world", groups, "max", "tensors that were used"
+    )
     left = [n for n, count in zip(names, counts, strict=True) if not count and not n.endswith(DERIVED)]
     left = [name for name in left if not (name == "lm_head.weight" and _tied(chunks))]
     left = [name for name in left if ".mtp." not in f".{name}"]
@@ -98,7 +100,7 @@ def export(
     """
     temporary = target.with_name(f".{target.name}.writing")
     problem = _written(lambda: _prepare(target, temporary), target) if groups.rank == 0 else None
-    _raise_together(problem, None, groups)
+    _raise_together(problem, None, groups, f"whether there is room for {target}")
     problem = _save(chunks, bridge, temporary, target, merge)
     if groups.rank == 0:
         if problem is None:
@@ -106,7 +108,7 @@ def export(
         if problem is None:
             problem = _written(lambda: replace_directory(temporary, target), target)
         shutil.rmtree(temporary, ignore_errors=True)
-    _raise_together(problem, None, groups)
+    _raise_together(problem, None, groups, f"whether {target} could be written")
 
 
 def _prepare(target: Path, temporary: Path) -> None:
@@ -147,9 +149,10 @@ def _written(write: Callable[[], None], target: Path) -> str | None:
     return None
 
 
-def _raise_together(problem: str | None, where: Path | None, groups: ProcessGroups) -> None:
+def _raise_together(problem: str | None, where: Path | None, groups: ProcessGroups, what: str) -> None:
     """Raise on every rank what went wrong on any, so that none waits for one that has given up."""
-    found = [(rank, text) for rank, text in enumerate(gather_objects(problem, "world", groups)) if text is not None]
+    told = gather_objects(problem, "world", groups, what)
+    found = [(rank, text) for rank, text in enumerate(told) if text is not None]
     if found:
         rank, text = found[0]
         raise CheckpointError(f"{where}: {text} (rank {rank})" if where else text)

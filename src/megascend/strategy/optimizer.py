@@ -85,7 +85,8 @@ class Optimizer:
         loss_scale = float(self.megatron.get_loss_scale()) if self._scales_loss else 1.0
         overflow = bool(self.megatron.prepare_grads())
         grad_norm = math.inf if overflow else float(self.megatron.get_grad_norm())
-        finite = all_reduce_numbers([float(math.isfinite(grad_norm))], "world", self._groups, "min")[0] == 1.0
+        own = [float(math.isfinite(grad_norm))]
+        finite = all_reduce_numbers(own, "world", self._groups, "min", "whether gradients are finite")[0] == 1.0
         if finite:
             self._clip(grad_norm)
             self.megatron.step_with_ready_grads()

@@ -50,7 +50,8 @@ class Step:
     ) -> ForwardBackwardResult:
         """Accumulate gradients of the loss over the global batch; see ``MegatronBackend.forward_backward``."""
         with self._strategy.groups.watch.phase("forward and backward"):
-            plan, names, agreed = self._plan(samples, loss, adapter)
+            verb = f"forward_backward(loss={loss.name!r}){self.adapters_here()}"
+            plan, names, agreed = self._plan(verb, samples, loss, adapter)
             upstream = self._strategy.topology.context / agreed.micro_batches
             scales = self._scales(agreed, loss)
             gather = self._gather_context if self._strategy.topology.context > 1 else None
@@ -65,7 +66,7 @@ class Step:
         return ForwardBackwardResult(agreed.micro_batches, agreed.tallies, loss.per == "pair", metrics, values)
 
     def _gather_context(self, obj: Any) -> list[Any]:
-        return gather_objects(obj, "cp", self._strategy.groups)
+        return gather_objects(obj, "cp", self._strategy.groups, "the loss function")
 
     def _scales(self, agreed: agreement.Agreement, loss: Loss) -> list[float]:
         """What one unit of each adapter's (or the model's) loss counts, before Megatron's own factors.
@@ -99,7 +100,8 @@ class Step:
     ) -> ForwardResult:
         """Log-probabilities of the targets; see ``MegatronBackend.forward``."""
         with self._strategy.groups.watch.phase("forward only"):
-            plan, names, agreed = self._plan(samples, None, adapter, reference)
+            verb = f"forward({entropy=}, {logits=}, {reference=}){self.adapters_here()}"
+            plan, names, agreed = self._plan(verb, samples, None, adapter, reference)
             order = list(agreed.tallies)
             batches = self._build(samples, plan, names, order, None)
             with self._strategy.evaluating(), self._adapters(order):
@@ -114,14 +116,14 @@ class Step:
                 found[name] = self._in_order(values, plan, len(samples))
             if self._strategy.topology.pipeline > 1:
                 found = broadcast_object(
-                    found, "pp", self._strategy.groups, source=self._strategy.topology.pipeline - 1
+                    found, "pp", self._strategy.groups, self._strategy.topology.pipeline - 1, "log-probabilities"
                 )
         return ForwardResult(**found)  # type: ignore[arg-type]
 
     # --- planning ---
 
     def _plan(
-        self, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
+        self, verb: str, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
     ) -> tuple[list[list[int]], list[str], agreement.Agreement]:
         """This rank's micro batches, as many as every other rank has (trailing ones may be empty), and samples' adapters."""
         plan: list[list[int]] = []
@@ -140,8 +142,16 @@ class Step:
             mine = agreement.report(samples, len(plan), names, loss is not None and loss.per == "pair")
         except DataError as error:
             mine = agreement.Report(problem=str(error))
-        agreed = agreement.exchange(mine, self._strategy.topology, self._strategy.groups)
+        agreed = agreement.exchange(mine, self._strategy.topology, self._strategy.groups, verb)
         return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
+
+    def adapters_here(self) -> str:
+        """What must be equal on all ranks for their steps to be: the adapters, and which have gradients."""
+        host = self._strategy.adapters
+        if host is None:
+            return ""
+        known = sorted(f"{name} with gradients" if of.accumulated else name for name, of in host.registry.items())
+        return f" with adapters {', '.join(known) or 'none'}"
 
     def _names(self, samples: Sequence[Sample], adapter: str | None, *, training: bool) -> list[str]:
         """Every sample's adapter, "" for the model itself."""
@@ -277,7 +287,7 @@ class Step:
         mine = tuple(dict.fromkeys(name for item in stored for name in item))
         names = ("loss",)
         if call.loss.function is not cross_entropy:  # only the last stage knows what else a loss reported
-            told = gather_objects((mine, call.function.problem), "world", groups)
+            told = gather_objects((mine, call.function.problem), "world", groups, "metrics of the loss")
             raise_together([problem for _, problem in told], call.function)
             names = tuple(dict.fromkeys(name for reported, _ in told for name in reported))
         values = torch.zeros(len(call.names), len(names), dtype=torch.float32, device=self._strategy.device)

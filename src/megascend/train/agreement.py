@@ -83,9 +83,17 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
         yield "pair", f"{index} {pair} {sample.chosen}".encode()
 
 
-def exchange(mine: Report, topology: Topology, groups: ProcessGroups) -> Agreement:
-    """Tell all ranks, hear from all ranks, and reach the same verdict everywhere."""
-    return settle(gather_objects(mine, "world", groups), topology)
+def exchange(mine: Report, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
+    """Tell all ranks, hear from all ranks, and reach the same verdict everywhere.
+
+    Args:
+        call: that the samples are for, with the arguments that must be equal.
+
+    Raises:
+        OutOfStepError: on every rank: they are not all in this call.
+        DataError: as :func:`settle`.
+    """
+    return settle(gather_objects(mine, "world", groups, call), topology)
 
 
 def settle(reports: Sequence[Report], topology: Topology) -> Agreement:
