@@ -53,7 +53,8 @@ class Position:
     def __str__(self) -> str:
         where = f"{self.kind}, collective {self.number} of {self.group}, step {self.step}"
         name = self.what or self.place or "a call that does not say what it is for"
-        inside = f" inside {self.place}" if self.place and self.what and not self.what.startswith(self.place) else ""
+        called = self.what.startswith(self.place.partition(" ")[0])  # "save" around "save('a')" says nothing more
+        inside = f" inside {self.place}" if self.what and not called else ""
         refused = f", where it raised {self.refusal[0]}: {self.refusal[1]}" if self.refusal else ""
         return f"{name}{inside} ({where}){refused}"
 
