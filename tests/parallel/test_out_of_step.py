@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,36 @@ def test_one_rank_of_four_is_elsewhere(runtime: Runtime) -> None:
             "of world, step 7). All ranks make the same calls in the same order, with the same arguments where they must be "
             "equal; nothing was exchanged"
         )
+
+
+PLANS = (("world", "tp", "world", "world"), ("world", "tp", "world", "tp"), ("tp", "dp", "dp", "tp"))
+"""The group that each of four ranks calls on; tp is ranks 0, 1 and 2, 3, dp is 0, 2 and 1, 3."""
+
+
+def test_groups_of_different_ranks(runtime: Runtime) -> None:
+    """Rank 0 waits for rank 1 in one group, rank 1 for rank 0 in another: neither exchange would end."""
+
+    def work() -> list[str]:
+        groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
+        messages = []
+        for number, names in enumerate(PLANS):
+            if number == 2 and groups.rank == 3:
+                time.sleep(1.5)  # comes to what was given up long ago
+            with pytest.raises(OutOfStepError) as caught:
+                gather_objects(number, names[groups.rank], groups, f"from {groups.rank}")
+            messages.append(str(caught.value))
+            for name in ("world", "tp", "dp"):
+                assert gather_objects(groups.rank, name, groups, "afterwards") == groups.ranks(name)
+        return messages
+
+    messages = run_distributed(work, 4, init=False, timeout_s=DEADLINE_S)
+    for number, names in enumerate(PLANS):
+        for rank, of_rank in enumerate(messages):
+            # What a rank did not wait for, another one has told it of.
+            named = [other for other in range(4) if f"is in from {other} (gather_objects, " in of_rank[number]]
+            assert rank in named, of_rank[number]
+            assert len(named) > 1, of_rank[number]
+            assert any(f"of {name}, step 1)" in of_rank[number] for name in {*names} - {names[rank]}), of_rank[number]
 
 
 def test_a_rank_that_goes_on_alone_is_told_again(runtime: Runtime) -> None:

@@ -2,44 +2,65 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megascend.errors import CollectiveTimeoutError
+from megascend.parallel.deadlock import Standing
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
 class Arrivals:
-    """One counter a rank and place, in a store all ranks share.
+    """One entry a rank, in a store all ranks share: how many collectives of every place it has entered, and which last.
 
     A rank announces that it is about to enter the n-th collective of a place (``"dp_cp"``, ``"start"``); when a
-    collective fails, the ranks whose counter is behind are those that did not come. One small write a collective.
+    collective fails, the ranks whose count is behind are those that did not come. One small write a collective.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
         self._counts: dict[str, int] = {}
+        self._last = ""
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
 
-    def announce(self, place: str) -> int:
-        """Say that this rank enters its next collective of ``place``; returns the collective's number, from 1."""
-        count = self._counts.get(place, 0) + 1
-        self._counts[place] = count
-        self._store.set(_key(place, self._rank), str(count))
+    def announce(self, place: str, *, waits: bool = True) -> int:
+        """Say that this rank enters its next collective of ``place``; returns the collective's number, from 1.
+
+        Args:
+            waits: this thread does not go on before the collective has ended.
+        """
+        with self._lock:
+            count = self._counts[place] = self._counts.get(place, 0) + 1
+            if waits and threading.get_ident() == self._thread:  # a thread in the background holds up nobody else
+                self._last = place
+            self._store.set(_key(self._rank), json.dumps([self._last, self._counts]))
         return count
+
+    def count(self, place: str) -> int:
+        """Collectives of ``place`` that this rank has entered."""
+        return self._counts.get(place, 0)
+
+    def standings(self, ranks: Sequence[int]) -> dict[int, Standing]:
+        """What ``ranks`` have announced so far. Does not wait."""
+        found = {}
+        for rank in ranks:
+            last, counts = "", {}
+            if self._store.check([_key(rank)]):
+                last, counts = json.loads(self._store.get(_key(rank)))
+            found[rank] = Standing(counts, last)
+        return found
 
     def missing(self, place: str, count: int, ranks: Iterable[int]) -> list[int]:
         """Which of ``ranks`` have not announced number ``count`` yet. Does not wait."""
-        late = []
-        for rank in ranks:
-            key = _key(place, rank)
-            if not self._store.check([key]) or int(self._store.get(key)) < count:
-                late.append(rank)
-        return late
+        return [rank for rank, standing in self.standings([*ranks]).items() if standing.counts.get(place, 0) < count]
 
     def wait(self, place: str, count: int, ranks: Iterable[int], timeout_s: float, label: str) -> None:
         """Wait until all ``ranks`` have announced number ``count``.
@@ -53,7 +74,7 @@ class Arrivals:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise CollectiveTimeoutError(did_not_arrive(self._rank, label, late, len(ranks), timeout_s))
-            self._doze(_key(place, late[0]), min(left, 1.0))
+            self._doze(_key(late[0]), min(left, 1.0))
 
     def _doze(self, key: str, seconds: float) -> None:
         """Sleep until the key exists (woken by the store) or, where it exists already, for a moment."""
@@ -76,5 +97,5 @@ def did_not_arrive(rank: int, label: str, late: list[int], expected: int, timeou
     )
 
 
-def _key(place: str, rank: int) -> str:
-    return f"arrived/{place}/{rank}"
+def _key(rank: int) -> str:
+    return f"arrived/{rank}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """How long a rank waits before it looks, for the first time, whether it waits in vain, in seconds."""
-LOOK_AT_MOST_S = 8.0
+LOOK_AT_MOST_S = 30.0
 """The longest pause between two looks, in seconds: each costs a read of the store for every rank of the group."""
 MARGIN_S = 1.0
 """How much longer than Gloo a rank waits for Gloo's own error, in seconds."""
@@ -32,7 +32,6 @@ class Channel:
         ranks: global ranks, in group order.
         group: on Gloo; None where a rank is alone and nothing needs to travel.
         timeout_s: of a collective, in seconds.
-        count: collectives that this rank has entered.
 
     Raises:
         ProcessGroupError: the group is not on Gloo.
@@ -46,7 +45,7 @@ class Channel:
                 f"rank {rank}: objects on group {name!r} would go over {backend}; objects travel on gloo only"
             )
         self.name, self.ranks, self.rank, self.group, self.timeout_s = name, list(ranks), rank, group, timeout_s
-        self.count = 0
+        self._unfinished: list[tuple[torch.Tensor, Work]] = []
 
     @property
     def alone(self) -> bool:
@@ -67,13 +66,18 @@ class Channel:
         """
         if self.alone:
             return [frame]
-        received, work = self.send(frame)
+        received, work = self._send(frame)
         self._wait(work, self.timeout_s + MARGIN_S if timeout_s is None else timeout_s, look)
         whole = received.numpy().tobytes()
         return [whole[start : start + frames.SIZE] for start in range(0, len(whole), frames.SIZE)]
 
-    def send(self, frame: bytes) -> tuple[torch.Tensor, Work]:
-        """Take part in the exchange without waiting for the others: what will have been received, and the handle."""
+    def take_part(self, frame: bytes) -> None:
+        """Be in the next exchange without waiting for its end, so that the others' ends."""
+        self._unfinished = [entry for entry in self._unfinished if not entry[1].is_completed()]
+        self._unfinished.append(self._send(frame))
+
+    def _send(self, frame: bytes) -> tuple[torch.Tensor, Work]:
+        """Begin an exchange: what will have been received, and the handle."""
         # Gloo passes an all-gather from rank to rank; an all-to-all sends to all at once.
         mine = torch.frombuffer(bytearray(frame * len(self.ranks)), dtype=torch.uint8)
         received = torch.empty_like(mine)

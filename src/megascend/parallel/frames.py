@@ -6,13 +6,15 @@ it, see each other's positions and raise; an object that fits into the frame nee
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from hashlib import blake2b
 
 from megascend import errors
 from megascend.errors import MegascendError, OutOfStepError
+from megascend.parallel.deadlock import Pending
 
 SIZE = 1024
 """Bytes of a frame."""
@@ -20,8 +22,8 @@ MAGIC = b"msc1"
 LISTED = 8
 """How many different positions a message lists."""
 
-# magic; then what must be equal: number, step, digests of call and kind; then the rest
-_HEAD = struct.Struct("<4s q q 8s 8s ? I H H")
+# magic; then what must be equal: number, step, digests of call and kind; then flags and lengths
+_HEAD = struct.Struct("<4s q q 8s 8s ? ? I H H")
 _EQUAL = slice(4, 4 + 8 + 8 + 8 + 8)
 _SEPARATOR = "\x1f"
 _LIMITS = {"kind": 80, "group": 20, "what": 260, "place": 60}
@@ -66,11 +68,13 @@ class Frame:
     Attributes:
         length: bytes of its object.
         content: the object, if it fits into the frame; else empty.
+        stray: see :func:`encode`.
     """
 
     position: Position
     length: int
     content: bytes
+    stray: bool = False
 
     @property
     def complete(self) -> bool:
@@ -78,8 +82,12 @@ class Frame:
         return len(self.content) == self.length
 
 
-def encode(position: Position, content: bytes) -> bytes:
-    """The frame of a rank at ``position`` whose object is ``content``: :data:`SIZE` bytes."""
+def encode(position: Position, content: bytes, *, stray: bool = False) -> bytes:
+    """The frame of a rank at ``position`` whose object is ``content``: :data:`SIZE` bytes.
+
+    Args:
+        stray: the rank waits in another collective than the frame travels in.
+    """
     refusal = position.refusal
     texts = [getattr(position, name)[:limit] for name, limit in _LIMITS.items()] + list(refusal or ())
     text = _SEPARATOR.join(texts).encode()[: SIZE - _HEAD.size]
@@ -92,6 +100,7 @@ def encode(position: Position, content: bytes) -> bytes:
         call,
         _digest(position.kind),
         refusal is not None,
+        stray,
         len(content),
         len(text),
         len(inside),
@@ -101,13 +110,14 @@ def encode(position: Position, content: bytes) -> bytes:
 
 def decode(frame: bytes) -> Frame | None:
     """The inverse of :func:`encode`; None if the bytes are no frame."""
-    magic, number, step, _, _, refused, length, text_size, inside = _HEAD.unpack_from(frame)
+    magic, number, step, _, _, refused, stray, length, text_size, inside = _HEAD.unpack_from(frame)
     if magic != MAGIC:
         return None
     start = _HEAD.size + text_size
     kind, group, what, place, *rest = (*frame[_HEAD.size : start].decode(errors="replace").split(_SEPARATOR), "", "")
     refusal = (rest[0], rest[1]) if refused else None
-    return Frame(Position(kind, group, number, step, what, place, refusal), length, frame[start : start + inside])
+    content = frame[start : start + inside]
+    return Frame(Position(kind, group, number, step, what, place, refusal), length, content, stray)
 
 
 def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
@@ -142,6 +152,24 @@ def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[F
         f"rank {rank}: the ranks are out of step: {positions}. All ranks make the same calls in the same order, with the "
         "same arguments where they must be equal; nothing was exchanged"
     )
+
+
+def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
+    """The frame of a rank that waits at ``position``, for a collective of another group that waits for it.
+
+    Args:
+        pending: all collectives that wait for each other.
+    """
+    return encode(position, json.dumps([astuple(one) for one in pending]).encode(), stray=True)
+
+
+def pending_of(frames: Sequence[bytes]) -> list[Pending]:
+    """What stray frames tell about collectives that wait for each other."""
+    found: dict[Pending, None] = {}
+    for frame in map(decode, frames):
+        if frame is not None and frame.stray and frame.content:
+            found |= dict.fromkeys(Pending(*one) for one in json.loads(frame.content))
+    return list(found)
 
 
 def describe(positions: dict[int, Position]) -> str:

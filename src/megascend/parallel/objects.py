@@ -23,6 +23,7 @@ from megascend.errors import MegascendError, OutOfStepError, ProcessGroupError
 from megascend.parallel import frames
 from megascend.parallel.arrivals import did_not_arrive
 from megascend.parallel.channels import Channel
+from megascend.parallel.deadlock import Pending, circle
 from megascend.parallel.frames import Frame, Position
 from megascend.parallel.process_groups import ProcessGroups
 
@@ -215,8 +216,24 @@ class _Collective:
         channel = self._channel
         with self._naming_the_late(timeout_s):
             position = replace(self._position, number=self._number)
-            received = channel.exchange(frames.encode(position, content), timeout_s)
+            received = channel.exchange(frames.encode(position, content), timeout_s, lambda: self._look(position))
+        self._release(frames.pending_of(received), position)
         return frames.contents(received, channel.ranks, self._groups.rank)
+
+    def _look(self, position: Position) -> None:
+        """Find out whether what this rank waits for waits for this rank, and end it if so."""
+        groups = self._groups
+        if self._channel.name in groups.carriers:
+            self._release(circle(groups.rank, groups.arrivals.standings, groups.carried_to), position)
+
+    def _release(self, pending: Sequence[Pending], position: Position) -> None:
+        """Show this rank's position in collectives that wait for it and that it will not come to."""
+        groups = self._groups
+        for one in pending:
+            late = groups.arrivals.count(one.channel) < one.number
+            if late and groups.rank in groups.carried_to(one.channel, one.rank):
+                groups.arrivals.announce(one.channel, waits=False)
+                groups.channel(one.channel).take_part(frames.encode_stray(position, pending))
 
     def gather(self, content: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Every rank's bytes, on every rank."""

@@ -126,6 +126,10 @@ class ProcessGroups:
         """Names of the groups that carry objects."""
         return CARRIERS
 
+    def carried_to(self, name: str, rank: int) -> list[int]:
+        """The ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
+        return self.topology.group_of(rank, *_axes(name)) if name in CARRIERS else []
+
     def own(self, group: ProcessGroup) -> None:
         """Destroy ``group`` with the others."""
         self._created.append(group)
