@@ -218,9 +218,12 @@ def test_every_collective_of_the_package_says_what_it_is_for() -> None:
 
 
 def test_no_object_travels_past_the_frames() -> None:
-    """torch's own object collectives are called by torch alone, in groups that carry nothing else."""
+    """torch's own object collectives are called by torch, in groups that carry nothing else, and where they are what is tested."""
     names = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
-    for path in Path(megascend.__file__).parent.rglob("*.py"):
+    package = Path(megascend.__file__).parent
+    for path in package.rglob("*.py"):
+        if path == package / "acceptance" / "collective_ranks.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 assert node.func.attr not in names, f"{path}:{node.lineno}"

@@ -41,7 +41,7 @@ def main(argument: str) -> None:
                 found = check()
             except (RuntimeError, TypeError, ValueError) as error:  # what HCCL and torch raise: on every rank alike
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            answers = gather_objects((found, problem), "world", groups)
+            answers = gather_objects((found, problem), "world", groups, f"findings of {name}")
             if launch.rank == 0:
                 results.add(verdict(name, answers))
         for measurement in object_checks(launch.rank, launch.world_size, checks.device):

@@ -42,7 +42,7 @@ def main(argument: str) -> None:
         seconds.append(time.perf_counter() - start)
         losses.append(result.loss)
     memory = backend.platform.memory()
-    peaks = gather_objects(memory.peak, "world", backend.groups)
+    peaks = gather_objects(memory.peak, "world", backend.groups, "peak memory")
     if backend.rank == 0:
         answer = {
             "seconds": seconds,
