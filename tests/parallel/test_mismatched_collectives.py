@@ -218,7 +218,7 @@ def test_every_collective_of_the_package_says_what_it_is_for() -> None:
 
 
 def test_no_object_travels_past_the_frames() -> None:
-    """torch's own object collectives are called by torch, in groups that carry nothing else, and where they are what is tested."""
+    """torch's own object collectives are called by torch, in groups of their own, and where they are what is tested."""
     names = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
     package = Path(megascend.__file__).parent
     for path in package.rglob("*.py"):
