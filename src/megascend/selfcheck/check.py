@@ -86,7 +86,7 @@ def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
             ready = not worker.is_alive()
             if ready and not box:
                 raise PlatformError("the self-check ended without a verdict; the log above says why")
-        answer = broadcast_object((ready, box[0] if ready else None), "world", groups)
+        answer = broadcast_object((ready, box[0] if ready else None), "world", groups, what="the self-check")
         if answer[0]:
             verdict, problem = answer[1]  # type: ignore[misc]
             if problem is not None:
