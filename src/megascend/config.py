@@ -19,6 +19,8 @@ Precision = Literal["fp32", "fp16", "bf16"]
 PlatformName = Literal["auto", "cpu", "cuda", "npu"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
 
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -99,7 +101,10 @@ class Recompute(Section):
 
     granularity: Literal["none", "full", "selective"] = "none"
     layers: Size = Field(1, description="full: layers in one recomputed block")
-    modules: tuple[str, ...] = Field(("core_attn",), description="selective: e.g. core_attn, layernorm, mlp, moe")
+    modules: tuple[RecomputeModule, ...] = Field(
+        ("core_attn",),
+        description="selective: any of core_attn, layernorm, mlp (dense ones), moe, moe_act, shared_experts, mla_up_proj",
+    )
 
 
 class Moe(Section):

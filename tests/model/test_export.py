@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from megascend import Adam, Batching, Parallel
+from megascend import Adam, Adapters, Batching, Lora, Parallel
+from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
@@ -62,6 +63,12 @@ LAYOUTS = {
     "odd vocabulary, TP2": Layout(2, Parallel(tensor=2), overrides={"vocab_size": 301}),
     "MoE EP2": Layout(2, Parallel(expert=2), arch="qwen3_moe"),
     "MoE TP2 (ETP2)": Layout(2, Parallel(tensor=2), arch="qwen3_moe"),
+    "GLM-4 (fused gate and up), TP2": Layout(2, Parallel(tensor=2), arch="glm4"),
+}
+
+UNTRAINED = {  # correction biases do not move
+    "GLM-4.5, EP2": Layout(2, Parallel(expert=2), arch="glm4_moe"),
+    "dots1, PP2": Layout(2, Parallel(pipeline=2), arch="dots1"),
 }
 
 
@@ -145,9 +152,9 @@ def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp
     assert all(not torch.equal(after[name], before[name]) for name in before)  # every tensor was trained
 
 
-@pytest.mark.parametrize("name", ["single", "TP2 x PP2", "odd vocabulary, TP2", "QKV bias, TP2", "MoE EP2"])
+@pytest.mark.parametrize("name", ["single", "TP2 x PP2", "odd vocabulary, TP2", "QKV bias, TP2", "MoE EP2", *UNTRAINED])
 def test_an_export_without_training_is_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
-    layout = LAYOUTS[name]
+    layout = (LAYOUTS | UNTRAINED)[name]
     checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)
     train_and_export(checkpoint, tmp_path / "out", layout, steps=0)
     before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -243,3 +250,87 @@ def test_layouts_of_one_process_export_after_each_other(parity_folder, owned, tm
     for found in results:
         assert len(found) == len(layouts)
         assert all(count > 30 and differ == 0 for count, differ in found)
+
+
+@pytest.fixture
+def with_prediction_heads(parity_folder, tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """GLM-4.5 in bf16 as it is published: correction biases in fp32, and a layer after the last for multi-token prediction."""
+    checkpoint = tmp_path / "model"
+    shutil.copytree(case_checkpoint(parity_folder, "glm4_moe"), checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = {k: t if k.endswith("correction_bias") else t.bfloat16() for k, t in tensors.items()}
+    heads = {
+        "model.layers.4.eh_proj.weight": torch.randn(64, 128).bfloat16(),
+        "model.layers.4.mlp.gate.e_score_correction_bias": torch.randn(4),
+        "model.layers.4.shared_head.norm.weight": torch.randn(64).bfloat16(),
+    }
+    save_file(tensors | heads, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
+    config.pop("torch_dtype", None)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    return checkpoint, heads
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads, tmp_path, precision):
+    """Unchanged, in the dtype that they have; what is trained has the dtype of training, but for the fp32 biases."""
+    checkpoint, heads = with_prediction_heads
+    train_and_export(checkpoint, tmp_path / "out", Layout(2, Parallel(expert=2)), precision, steps=1)
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
+    assert set(before) == set(after)
+    for name, tensor in after.items():
+        if name in heads:
+            assert tensor.dtype == heads[name].dtype
+            assert torch.equal(tensor, heads[name])
+        elif name.endswith("correction_bias"):
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, before[name])
+        else:
+            assert tensor.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder, tmp_path, monkeypatch):
+    """As mcore-bridge writes GLM-4: transformers would start with random MLPs. What was at the target stays."""
+    from megascend.backend import MegatronBackend
+    from megascend.model import weights
+
+    monkeypatch.setattr(weights, "joined", lambda stream, wanted: stream)
+    checkpoint = case_checkpoint(parity_folder, "glm4")
+    target = tmp_path / "out"
+    shutil.copytree(checkpoint, target)
+    before = (target / "model.safetensors").read_bytes()
+
+    def on_rank():
+        backend = MegatronBackend(checkpoint, Parallel(tensor=2), "fp32", timeout_s=60)
+        with pytest.raises(CheckpointError, match=r"lacks model.layers.0.mlp.gate_up_proj.weight.*have .*gate_proj"):
+            backend.export_hf(target)
+
+    run_distributed(on_rank, 2, init=False)
+    assert (target / "model.safetensors").read_bytes() == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_merged_adapter_is_exported_under_the_sources_names(parity_folder, tmp_path, transformers_alone):
+    from megascend.backend import MegatronBackend
+
+    checkpoint = case_checkpoint(parity_folder, "glm4")
+
+    def on_rank():
+        backend = MegatronBackend(
+            checkpoint, precision="fp32", adapters=Adapters(), batching=Batching(micro_batch_tokens=64), timeout_s=60
+        )
+        backend.add_adapter("a", Lora(rank=4, optimizer=Adam(lr=1e-2)))
+        backend.forward_backward(causal_samples(token_lists()), adapter="a")
+        backend.optimizer_step()
+        backend.forward_backward(causal_samples(token_lists()), adapter="a")
+        backend.optimizer_step()
+        backend.export_hf(tmp_path / "out", adapter="a")
+        return backend.forward(causal_samples(token_lists())[:3], logits=True, adapter="a").logits
+
+    [mine] = run_distributed(on_rank, 1, init=False)
+    _, theirs = transformers_alone(tmp_path / "out")
+    assert relative_difference(mine, theirs) <= 2e-6
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
+    assert set(before) == set(after)
+    assert any("gate_up_proj" in name and not torch.equal(before[name], after[name]) for name in before)

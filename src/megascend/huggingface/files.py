@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,30 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a safetensors checkpoint, from the files' headers alone.
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a safetensors file says about a tensor: dtype as that format spells it (``F32``, ``BF16``), shape, and where it is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path | None = None
+
+
+def tensor_headers(model_dir: Path) -> dict[str, TensorHeader]:
+    """Every tensor of a safetensors checkpoint, from the files' headers alone.
 
     Raises:
         CheckpointError: a file is missing or truncated, or is not safetensors.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    headers: dict[str, TensorHeader] = {}
     for path in weight_files(Path(model_dir)):
-        shapes.update(_header_shapes(path))
-    return shapes
+        headers.update(_headers(path))
+    return headers
+
+
+def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor; otherwise as :func:`tensor_headers`."""
+    return {name: header.shape for name, header in tensor_headers(model_dir).items()}
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -80,7 +95,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     )
 
 
-def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _headers(path: Path) -> dict[str, TensorHeader]:
     """The safetensors header: 8 bytes length, JSON, then the data (huggingface.co/docs/safetensors, "Format")."""
     if not path.is_file():
         raise CheckpointError(f"{path} is listed in {WEIGHT_INDEX} but missing")
@@ -100,7 +115,7 @@ def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
     if end != size:
         raise CheckpointError(f"{path} is truncated: {size} bytes on disk, {end} expected")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return {name: TensorHeader(entry["dtype"], tuple(entry["shape"]), path) for name, entry in header.items()}
 
 
 def check_vocabulary(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:

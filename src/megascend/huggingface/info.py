@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascend.huggingface.exported import extra_tensors
 from megascend.huggingface.files import check_vocabulary, read_config, tensor_shapes
 from megascend.parallel.topology import ModelShape
 
@@ -18,8 +19,8 @@ class ModelInfo:
 
     Attributes:
         shape: what the topology has to divide.
-        tensor_names: of all weights in the checkpoint.
-        parameter_count: elements of all weights.
+        tensor_names: of all weights in the checkpoint that the model has; heads for multi-token prediction are not built.
+        parameter_count: elements of these weights.
         active_matmul_parameters: elements of the weights that multiply each token (embedding look-up excluded, the
             output projection included, of the experts only those a token is sent to).
     """
@@ -71,6 +72,8 @@ def inspect_checkpoint(model_dir: Path) -> ModelInfo:
     config = read_config(model_dir)
     shapes = tensor_shapes(model_dir)
     check_vocabulary(config, shapes)
+    for name in extra_tensors(config, shapes):
+        del shapes[name]
     shape = ModelShape.from_hf_config(config)
     text = config.get("text_config", config)
     tied = "lm_head.weight" not in shapes

@@ -8,11 +8,17 @@ from pathlib import Path
 from mcore_bridge.model import get_mcore_model_type, get_model_meta
 from transformers import AutoConfig
 
-from megascend.errors import CheckpointError
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.refusals import refusals
 
 
 def check_architecture(model_dir: Path) -> None:
-    """Raise CheckpointError unless the model of ``config.json`` is one that can be built here."""
+    """Is the model of ``config.json`` one that can be built here?
+
+    Raises:
+        CheckpointError: transformers cannot read it, or mcore-bridge has no such architecture.
+        ConfigError: it has settings that the Megatron model has not; the message names each.
+    """
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # its validators raise classes without a common base
@@ -25,3 +31,5 @@ def check_architecture(model_dir: Path) -> None:
             f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
             f"model_type {config.model_type!r}"
         )
+    if found := refusals(config.to_dict()):
+        raise ConfigError(f"{model_dir}/config.json: {'; '.join(found)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from megascend.config import Precision, Recompute
 from megascend.errors import CheckpointError, ConfigError, PlatformError
+from megascend.huggingface.refusals import expert_layers
 from megascend.model.activation import activation_arguments
 from megascend.parallel.topology import Topology
 from megascend.platforms.base import Platform
@@ -54,6 +55,7 @@ def build_config(
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
+    arguments.update(layer_arguments(hf_config.to_dict()))
     arguments.update(ROUTING)
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
@@ -62,6 +64,7 @@ def build_config(
     # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).
     arguments["deallocate_pipeline_outputs"] = platform.backend != "gloo"
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
+    check_recompute(recompute, arguments)
     config = ModelConfig(**arguments)
     check_output_layer(config)
     check_dropout(config)
@@ -82,6 +85,7 @@ def parallel_arguments(topology: Topology) -> dict[str, Any]:
         # Interleaved at PP 2, the schedule without overlap is silently wrong; not interleaved, Megatron refuses overlap.
         "overlap_p2p_comm": topology.virtual_pipeline > 1,
         "variable_seq_lengths": True,
+        "cuda_graph_scope": [],  # 0.15's "full" breaks mcore-bridge's look at it when norms are recomputed
         "moe_token_dispatcher_type": "alltoall",  # allgather cannot have micro batches of different length
     }
 
@@ -110,6 +114,35 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
             "recompute_num_layers": recompute.layers,
         }
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+
+
+def layer_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge passes over."""
+    layers = expert_layers(hf_config)
+    if layers is None or all(layers):
+        return {}
+    pattern = ",".join(str(int(has_experts)) for has_experts in layers)
+    return {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": hf_config["intermediate_size"]}
+
+
+def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
+    """Refuse ``recompute.modules`` that the model does not have.
+
+    Raises:
+        ConfigError: naming the module.
+    """
+    if recompute.granularity != "selective":
+        return
+    missing = {
+        **dict.fromkeys(("moe", "moe_act"), not arguments.get("num_moe_experts") and "experts"),
+        "shared_experts": not arguments.get("moe_shared_expert_intermediate_size") and "shared experts",
+        "mla_up_proj": not arguments.get("multi_latent_attention") and "latent attention",
+    }
+    for module in recompute.modules:
+        if missing.get(module):
+            raise ConfigError(
+                f"recompute.modules: {module}, but {arguments['hf_model_type']} has no {missing[module]}; leave it out"
+            )
 
 
 def check_output_layer(config: ModelConfig) -> None:

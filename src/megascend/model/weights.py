@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,22 @@ from typing import Any
 import torch
 from mcore_bridge.bridge import gpt_bridge
 from mcore_bridge.utils import StreamingSafetensorSaver
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megascend.errors import CheckpointError
-from megascend.huggingface.files import DERIVED, copy_companions, replace_directory
+from megascend.huggingface.exported import OUTPUT, differences, extra_tensors, fused_half, some
+from megascend.huggingface.files import (
+    TensorHeader,
+    copy_companions,
+    read_config,
+    replace_directory,
+    tensor_headers,
+)
 from megascend.parallel.objects import all_reduce_numbers, gather_objects
 from megascend.parallel.process_groups import ProcessGroups
+
+SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class _Tracked:
@@ -62,20 +71,19 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
         empty = [name for name, count in holes.items() if count == parameters[name].numel()]
         damaged = [name for name, count in holes.items() if count and name not in empty]
         if empty:
-            problem = f"the checkpoint has no tensor for {_some(empty)} of the model that config.json describes"
+            problem = f"the checkpoint has no tensor for {some(empty)} of the model that config.json describes"
         elif damaged:
-            problem = f"the checkpoint holds NaN in what goes into {_some(damaged)}"
+            problem = f"the checkpoint holds NaN in what goes into {some(damaged)}"
     _raise_together(problem, model_dir, groups, f"whether {model_dir} could be loaded")
 
     counts = all_reduce_numbers(
         [float(name in used) for name in names], "world", groups, "max", "tensors that were used"
     )
-    left = [n for n, count in zip(names, counts, strict=True) if not count and not n.endswith(DERIVED)]
-    left = [name for name in left if not (name == "lm_head.weight" and _tied(chunks))]
-    left = [name for name in left if ".mtp." not in f".{name}"]
+    left = [name for name, count in zip(names, counts, strict=True) if not count]
+    left = [name for name in left if not (name == OUTPUT and _tied(chunks))]
     if left:
         raise CheckpointError(
-            f"{model_dir} holds tensors that this architecture has no place for: {_some(left)}. config.json and weights "
+            f"{model_dir} holds tensors that this architecture has no place for: {some(left)}. config.json and weights "
             "are of different models"
         )
 
@@ -91,18 +99,33 @@ def export(
 ) -> None:
     """Write ``chunks`` as a Hugging Face directory; ``target`` appears only when it is complete.
 
+    It holds the tensors of ``source``, by name and shape; those that are not built here are copied from it.
+
     Args:
+        dtype: ``float32``, ``float16`` or ``bfloat16``: what the parameters have.
         merge: ``(name, tensor) -> tensor``, applied to everything that is written; used on rank 0.
 
     Raises:
         CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
-            or cannot be written; what was there before is still there then.
+            cannot be written, or would have other tensors than ``source``; what was there before is still there then.
     """
     temporary = target.with_name(f".{target.name}.writing")
-    problem = _written(lambda: _prepare(target, temporary), target) if groups.rank == 0 else None
+    wanted: dict[str, TensorHeader] = {}
+
+    def prepare() -> None:
+        _prepare(target, temporary)
+        wanted.update(tensor_headers(source))
+
+    problem = _written(prepare, target) if groups.rank == 0 else None
     _raise_together(problem, None, groups, f"whether there is room for {target}")
-    problem = _save(chunks, bridge, temporary, target, merge)
+    saver = StreamingSafetensorSaver(save_dir=str(temporary))
+    problem = _save(chunks, bridge, saver, wanted, target, merge)
     if groups.rank == 0:
+        if problem is None:
+            problem = _written(lambda: _copy_extra(source, wanted, saver), target)
+        problem = problem or _written(saver.finalize, target)
+        if problem is None:
+            problem = _written(lambda: _hold_against(source, wanted, temporary, dtype, _tied(chunks)), target)
         if problem is None:
             problem = _written(lambda: copy_companions(source, temporary, dtype), target)
         if problem is None:
@@ -120,22 +143,65 @@ def _prepare(target: Path, temporary: Path) -> None:
 
 
 def _save(
-    chunks: list[Any], bridge: Any, folder: Path, target: Path, merge: Callable[[str, Tensor], Tensor] | None
+    chunks: list[Any],
+    bridge: Any,
+    saver: StreamingSafetensorSaver,
+    wanted: Mapping[str, TensorHeader],
+    target: Path,
+    merge: Callable[[str, Tensor], Tensor] | None,
 ) -> str | None:
     """What mcore-bridge's ``save_weights`` does, but a rank that cannot write goes on taking part in collectives.
 
     It returns what went wrong instead; raising there and then would leave the other ranks waiting.
     """
-    saver = StreamingSafetensorSaver(save_dir=str(folder))
     problem = None
-    for name, tensor in bridge.export_weights(
+    stream = bridge.export_weights(
         chunks, target_device="cpu", only_master_rank=True, disable_tqdm=True, _is_saving=True
-    ):
-        if problem is None:
+    )
+    for name, tensor in joined(stream, wanted):
+        if problem is None and tensor is not None:
             problem = _written(
                 partial(saver.add_tensor, name, tensor if merge is None else merge(name, tensor)), target
             )
-    return problem or _written(saver.finalize, target)
+    return problem
+
+
+def joined(stream: Iterable[tuple[str, Tensor | None]], wanted: Collection[str]) -> Iterator[tuple[str, Tensor | None]]:
+    """``stream`` with gate and up as one tensor where the source has them so (GLM-4): mcore-bridge reads it, but writes two.
+
+    Ranks that do not write have None for tensors.
+    """
+    halves: dict[str, dict[str, Tensor | None]] = {}
+    for name, tensor in stream:
+        half = fused_half(name, wanted)
+        if half is None:
+            yield name, tensor
+            continue
+        whole, part = half
+        found = halves.setdefault(whole, {})
+        found[part] = tensor
+        if len(found) == 2:
+            gate, up = found["gate"], found["up"]
+            yield whole, None if gate is None or up is None else torch.cat([gate, up])
+
+
+def _copy_extra(source: Path, wanted: Mapping[str, TensorHeader], saver: StreamingSafetensorSaver) -> None:
+    """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""
+    for name in extra_tensors(read_config(source), wanted):
+        with safe_open(wanted[name].file, framework="pt") as file:
+            saver.add_tensor(name, file.get_tensor(name))
+
+
+def _hold_against(source: Path, wanted: Mapping[str, TensorHeader], written: Path, dtype: str, tied: bool) -> None:
+    """Raise CheckpointError unless what has been written is what the source has."""
+    extra = set(extra_tensors(read_config(source), wanted))
+    own = {name: header for name, header in wanted.items() if name not in extra}
+    exported = {name: header for name, header in tensor_headers(written).items() if name not in extra}
+    if found := differences(own, exported, SAFETENSORS_DTYPES[dtype], tied=tied):
+        raise CheckpointError(
+            f"export: not the tensors that {source} has, so transformers would not load it as the same model: "
+            f"{'; '.join(found)}. Nothing has been written; please report the model's architecture"
+        )
 
 
 def _written(write: Callable[[], None], target: Path) -> str | None:
@@ -176,7 +242,3 @@ def _no_progress_bars() -> Iterator[None]:
 
 def _tied(chunks: list[Any]) -> bool:
     return not chunks[0].config.untie_embeddings_and_output_weights
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

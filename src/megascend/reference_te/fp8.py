@@ -57,3 +57,9 @@ def fp8_model_init(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[
     if enabled:
         refuse("fp8_model_init(enabled=True)", REMEDY)
     yield
+
+
+@contextmanager
+def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
+    """Tells fp8 layers whose scales to keep while activations are recomputed: nothing to do where fp8 is off."""
+    yield

@@ -66,7 +66,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         },
         f"{ROOT}.pytorch.distributed": {
             "CudaRNGStatesTracker": small_parts.CudaRNGStatesTracker,
-            "activation_recompute_forward": unavailable("activation_recompute_forward", fp8_off),
+            "activation_recompute_forward": fp8.activation_recompute_forward,
             "checkpoint": unavailable("te_checkpoint", fp8_off),
         },
         f"{ROOT}.pytorch.ops": {

@@ -1,0 +1,74 @@
+"""What an exported checkpoint must hold: the tensors of its source, by the headers of the files. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from megascend.huggingface.files import DERIVED, TensorHeader
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+HALVES = re.compile(r"^(?P<mlp>.*\.)(?P<half>gate|up)_proj\.weight$")
+OUTPUT = "lm_head.weight"
+
+
+def extra_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Tensors that belong to no layer which is built here: heads for multi-token prediction, and what the config implies.
+
+    Such heads are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like the ``num_nextn_predict_layers`` layers after the last.
+    """
+    text = config.get("text_config", config)
+    layers = text.get("num_hidden_layers") or 0
+    heads = range(layers, layers + (text.get("num_nextn_predict_layers") or 0))
+
+    def is_extra(name: str) -> bool:
+        layer = LAYER.search(name)
+        is_head = layer is not None and int(layer[1]) in heads
+        return is_head or ".mtp." in f".{name}" or name.endswith(DERIVED)
+
+    return [name for name in names if is_extra(name)]
+
+
+def fused_half(name: str, wanted: Collection[str]) -> tuple[str, str] | None:
+    """(name of the fused tensor, ``gate`` or ``up``) if ``name`` is half of one that the source stores fused, else None."""
+    half = HALVES.match(name)
+    if half is None or name in wanted or f"{half['mlp']}gate_up_proj.weight" not in wanted:
+        return None
+    return f"{half['mlp']}gate_up_proj.weight", half["half"]
+
+
+def differences(
+    source: Mapping[str, TensorHeader], exported: Mapping[str, TensorHeader], dtype: str, *, tied: bool
+) -> list[str]:
+    """In what an export is not the checkpoint that it comes from; empty if transformers will find what it looks for.
+
+    Args:
+        dtype: of the export, as safetensors calls it (``BF16``). What is fp32 in the source may also stay that: correction
+            biases of routers do.
+        tied: the output layer is the embedding, and its own tensor need not be there.
+    """
+    found = []
+    missing = [name for name in source if name not in exported and not (tied and name == OUTPUT)]
+    new = [name for name in exported if name not in source]
+    if missing:
+        found.append(f"it lacks {some(missing)}")
+    if new:
+        found.append(f"it would have {some(new)}, which the source has not")
+    both = [(name, source[name], exported[name]) for name in source if name in exported]
+    shapes = [f"{name} {list(e.shape)} instead of {list(s.shape)}" for name, s, e in both if s.shape != e.shape]
+    if shapes:
+        found.append(f"other shapes: {some(shapes)}")
+    dtypes = [
+        f"{name} {e.dtype} instead of {dtype}"
+        for name, s, e in both
+        if e.dtype != dtype and not e.dtype == s.dtype == "F32"
+    ]
+    if dtypes:
+        found.append(f"other dtypes: {some(dtypes)}")
+    return found
+
+
+def some(names: list[str]) -> str:
+    """The first five of ``names``, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

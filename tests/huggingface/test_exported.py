@@ -1,0 +1,72 @@
+"""Which tensors an export must hold, on plain data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascend.huggingface.exported import differences, extra_tensors, fused_half
+from megascend.huggingface.files import TensorHeader
+
+SOURCE = {
+    "model.embed_tokens.weight": TensorHeader("BF16", (8, 4), Path("model.safetensors")),
+    "model.layers.0.mlp.gate.e_score_correction_bias": TensorHeader("F32", (2,)),
+    "lm_head.weight": TensorHeader("BF16", (8, 4)),
+}
+
+
+def exported(**changes: TensorHeader | None) -> dict[str, TensorHeader]:
+    found = {name: TensorHeader(header.dtype, header.shape) for name, header in SOURCE.items()}
+    for name, header in changes.items():
+        full = next((each for each in found if name in each), name)
+        found.pop(full, None)
+        if header is not None:
+            found[full] = header
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "tied", "expected"),
+    [
+        ({}, "BF16", False, None),
+        ({"lm_head": None}, "BF16", True, None),
+        ({"lm_head": None}, "BF16", False, "it lacks lm_head.weight"),
+        ({"new": TensorHeader("BF16", (1,))}, "BF16", False, "it would have new, which the source has not"),
+        ({"lm_head": TensorHeader("BF16", (8, 5))}, "BF16", False, "lm_head.weight [8, 5] instead of [8, 4]"),
+        ({"lm_head": TensorHeader("F32", (8, 4))}, "BF16", False, "lm_head.weight F32 instead of BF16"),
+        ({}, "F16", False, "model.embed_tokens.weight BF16 instead of F16, lm_head.weight BF16 instead of F16"),
+        ({"correction": TensorHeader("BF16", (2,))}, "BF16", False, None),
+    ],
+)
+def test_differences_are_named(changes, dtype, tied, expected):
+    found = differences(SOURCE, exported(**changes), dtype, tied=tied)
+    assert not found if expected is None else expected in "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("model.layers.3.mlp.up_proj.weight", False),
+        ("model.layers.4.eh_proj.weight", True),
+        ("model.layers.5.shared_head.head.weight", True),
+        ("model.layers.6.mlp.up_proj.weight", False),  # of another model
+        ("mtp.layers.0.mlp.up_proj.weight", True),
+        ("model.mtp.fc.weight", True),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
+        ("model.embed_tokens.weight", False),
+    ],
+)
+def test_what_no_layer_here_has(name, extra):
+    sizes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 2}
+    for config in (sizes, {"text_config": sizes}):
+        assert extra_tensors(config, [name]) == ([name] if extra else [])
+
+
+def test_halves_are_joined_only_where_the_source_has_the_whole():
+    fused, apart = "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+    assert fused_half(apart, {fused}) == (fused, "gate")
+    assert fused_half(apart.replace("gate", "up"), {fused}) == (fused, "up")
+    assert fused_half(apart, {apart}) is None
+    assert fused_half(apart, {"model.layers.1.mlp.gate_up_proj.weight"}) is None
+    assert fused_half("model.layers.0.mlp.gate.weight", {fused}) is None
