@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import socket
 import tarfile
 from pathlib import Path
@@ -91,17 +92,20 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_private_is_in_any_of_its_files(bundle: Path) -> None:
     files = text_of(bundle)
     assert set(files) == {f"npu_acceptance/{name}" for name in ("report.json", "summary.txt", "operators.txt")}
-    forbidden = [*PRIVATE.values(), *LOOKS_PRIVATE, str(Path.home()), str(Path.cwd()), socket.gethostname()]
-    forbidden += ["evelyn", "cobalt", "10.0.0.1", "unannounced", "fe80", "29500 [", "lab.example.org"]
-    user = getpass.getuser()
-    forbidden += [user] if user != "root" else []
+    forbidden = [
+        *PRIVATE.values(),
+        *LOOKS_PRIVATE,
+        str(Path.home()),
+        str(Path.cwd()),
+        socket.gethostname(),
+        getpass.getuser(),
+    ]
+    forbidden += ["evelyn", "cobalt", "10.0.0.1", "unannounced", "fe80", "lab.example.org"]
     for name, text in files.items():
-        # What stands for a variable is its name in brackets, and a short secret may be part of a word.
-        for private in forbidden:
-            if private in ("tok", "/"):
-                assert " | tok | " not in text
-            else:
-                assert private.lower() not in text.lower(), (name, private)
+        for private in {*forbidden} - {"localhost", "root"}:  # which are names of everybody
+            # As a word of its own: the short ones are parts of others.
+            found = re.search(rf"(?<![A-Za-z0-9]){re.escape(private)}(?![A-Za-z0-9])", text, re.IGNORECASE)
+            assert found is None, (name, private, text[max(found.start() - 60, 0) : found.end() + 60])
 
 
 def test_what_was_found_stays(bundle: Path) -> None:

@@ -89,7 +89,7 @@ def test_sections_come_in_their_order_and_unknown_ones_are_named() -> None:
         plan.chosen(["spede"])
     assert plan.reason_to_leave_out(plan.SECTIONS[0], 1) == ""
     (recipes,) = plan.chosen(["recipes"])
-    assert plan.reason_to_leave_out(recipes, 1) == "needs 8 cards, and 1 takes part"
+    assert plan.reason_to_leave_out(recipes, 1) == "needs 4 cards, and 1 takes part"
 
 
 def test_cards_are_counted_from_what_the_shell_sees(tmp_path: Path) -> None:

@@ -69,15 +69,21 @@ def test_deadlines_are_longer_on_the_simulated_device(tmp_path: Path) -> None:
     assert (here.deadline_s, told.deadline_s) == (12, 50)
 
 
-def test_whatever_a_program_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own_session", [False, True])
+def test_whatever_a_program_started_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_session: bool
+) -> None:
+    """Be it stubborn, or in a session of its own, as torchrun's ranks are."""
     monkeypatch.setattr(processes, "TERMINATE_S", 0.5)
-    stubborn = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    stubborn += "child = subprocess.Popen(['sleep', '300']); print(child.pid, flush=True); child.wait()"
-    ended = processes.run([sys.executable, "-c", stubborn], tmp_path / "log", 3)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    starts = "import subprocess, sys\n"
+    starts += f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session={own_session})\n"
+    starts += "print(child.pid, flush=True)\nchild.wait()\n"
+    ended = processes.run([sys.executable, "-c", starts], tmp_path / "log", 5)
     assert ended.code is None
-    assert ended.problem(3) == "not done after 3 s"
-    pid = int(ended.tail.split()[0])
+    assert ended.problem(5) == "not done after 5 s"
+    command = Path(f"/proc/{ended.tail.split()[0]}/cmdline")
     until = time.monotonic() + 20
-    while Path(f"/proc/{pid}/cmdline").is_file() and Path(f"/proc/{pid}/cmdline").read_bytes():
+    while command.is_file() and command.read_bytes():
         assert time.monotonic() < until, "its child still runs"
         time.sleep(0.1)

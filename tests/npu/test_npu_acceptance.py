@@ -16,11 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Runs in every process before anything else; what is sabotaged is patched once its module has been imported.
 SITECUSTOMIZE = """
-import importlib.abc, importlib.util, os, sys
+import functools, importlib.abc, importlib.util, os, sys
 
 def wrong_swiglu(module):
     real = module.OPERATORS["npu_swiglu"]
-    module.OPERATORS["npu_swiglu"] = lambda x, dim=-1: real(x, dim) * 1.5
+    @functools.wraps(real)
+    def swiglu(*args, **kwargs):
+        return real(*args, **kwargs) * 1.5
+    module.OPERATORS["npu_swiglu"] = swiglu
 
 def wrong_all_reduce(module):
     real = module.all_reduce
@@ -75,7 +78,8 @@ def accept(tmp_path: Path):
         str(tmp_path),
         *(entry for entry in sys.path if entry and "simnpu" not in entry and "doubles" not in entry),
     ]
-    own = {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(entries), "OMP_NUM_THREADS": "1"}
+    private = {"TEST_API_TOKEN": "hush-hush", "HOSTNAME": "cobalt-node17", "USER": "evelyn"}
+    own = private | {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(entries), "OMP_NUM_THREADS": "1"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MEGASCEND_", "HCCL_"))}
     double = [] if "MEGASCEND_MINDSPEED" in os.environ else ["--double"]
     inherited |= {name: os.environ[name] for name in ("MEGASCEND_MINDSPEED",) if name in os.environ}
@@ -96,8 +100,8 @@ def accept(tmp_path: Path):
         with tarfile.open(bundle) as archive:
             report = json.load(archive.extractfile("npu_acceptance/report.json"))  # type: ignore[arg-type]
             texts = [archive.extractfile(each).read().decode() for each in archive]  # type: ignore[union-attr]
-        for private in (str(tmp_path), str(ROOT), sys.prefix):
-            assert not any(private in text for text in texts)
+        for each in (str(tmp_path), str(ROOT), sys.prefix, *private.values()):
+            assert not any(each in text for text in texts)
         return done, report
 
     return run

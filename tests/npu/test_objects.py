@@ -98,11 +98,19 @@ def save_load_and_export(checkpoint, folder):
     backend.optimizer_step()
     backend.save(folder / "step-1")
     backend.export_hf(folder / "trained")
-    after = backend.forward_backward(samples).loss
+    after = (
+        backend.forward_backward(samples).loss,
+        backend.optimizer_step().grad_norm,
+        backend.forward_backward(samples).loss,
+    )
     backend.optimizer_step()
     backend.load(folder / "step-1")
     backend.export_hf(folder / "trained, loaded")
-    again = backend.forward_backward(samples).loss
+    again = (
+        backend.forward_backward(samples).loss,
+        backend.optimizer_step().grad_norm,
+        backend.forward_backward(samples).loss,
+    )
     backend.close()
     return after, again
 

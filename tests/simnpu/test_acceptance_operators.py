@@ -87,7 +87,7 @@ def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
 SABOTAGES = {
     "a norm with another epsilon": ("npu_rms_norm", with_other(epsilon=0.5), "rms_norm [16", "result"),
     "a norm that fails": ("npu_rms_norm", refusing, "rms_norm [16", "error code is 561002"),
-    "the wrong half of a rotation": ("npu_rotary_mul", lambda real: lambda x, cos, sin, mode: real(x, sin, cos, mode),
+    "the wrong half of a rotation": ("npu_rotary_mul", lambda real: lambda x, cos, sin: real(x, sin, cos),
                                      "rotary_mul half", "result"),
     "a gradient that is zero": ("npu_swiglu", without_gradient, "swiglu", "gradient of x"),
     "attention that ignores the mask": ("npu_fusion_attention", with_other(atten_mask=None),

@@ -66,7 +66,8 @@ def rotary(mode: str) -> Case:
         return x * cos + turned * sin
 
     def operator(npu: Any, tensors: Tensors) -> Tensor:
-        return npu.npu_rotary_mul(tensors["x"], tensors["cos"], tensors["sin"], mode)
+        told = {"rotary_mode": mode} if neighbours else {}  # older versions take no mode: halves
+        return npu.npu_rotary_mul(tensors["x"], tensors["cos"], tensors["sin"], **told)
 
     return Case(f"rotary_mul {mode}", inputs, operator, formula, leaves=("x",))
 

@@ -34,7 +34,7 @@ SECTIONS = (
     Section("doctor", "megascend doctor", 300),
     Section("operators", "fused operators against plain formulas, forward and backward", 900),
     Section("collectives", "collectives over HCCL, objects over Gloo", 600),
-    Section("recipes", "the recipes of cookbook/ascend", 2400, least_cards=8),
+    Section("recipes", "the recipes of cookbook/ascend", 2400, least_cards=4),
     Section("parity", "ten steps of every layout against Hugging Face", 3600),
     Section("resume", "a run that is killed and resumed, bit for bit", 900),
     Section("speed", "speed and memory", 900),

@@ -1,4 +1,4 @@
-"""Programs of a section: started in a process group of their own, which is ended as a whole when its time is up."""
+"""Programs of a section: started with a deadline, and ended with all that they have started."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 TERMINATE_S = 40.0
-"""torchrun gives its workers 30 s to end after a SIGTERM, then kills them: each rank is in a session of its own."""
+"""Between being asked to end and being killed. torchrun gives its ranks 30 s, and then kills them itself."""
 TAIL_LINES = 60
 
 
@@ -56,18 +58,25 @@ def run(command: Sequence[str], log: Path, deadline_s: float, environment: Mappi
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program's process group: first asked, then killed."""
+    """End the program and all that it has started, in whatever session: first asked, then killed.
+
+    torchrun gives its ranks sessions of their own, and ``timeout`` its command a process group.
+    """
+    alive = []
     if process.poll() is None:
-        _signal(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TERMINATE_S)
-    _signal(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _signal(group: int, number: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            first = psutil.Process(process.pid)
+            alive = [first, *first.children(recursive=True)]
+    for each in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.terminate()
+    _, stubborn = psutil.wait_procs(alive, TERMINATE_S)
+    for each in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
+        os.killpg(process.pid, signal.SIGKILL)  # what it left behind when it ended by itself
+    process.wait()
 
 
 def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megascend.acceptance.layouts import largest_power_of_two
 from megascend.acceptance.records import Measurement, Results, failed, noted
 from megascend.acceptance.settings import Settings
 
@@ -23,7 +24,11 @@ def run(settings: Settings, results: Results) -> None:
     recipes = RECIPES[:1] if settings.quick else RECIPES
     # The section runs inside the simulated device already if there is one: the script needs not start it.
     command = ["bash", str(SCRIPT), *recipes]
-    own = {"MEGASCEND_RUN": str(settings.folder / "recipes"), "NPROC": str(settings.cards), "PYTHON": sys.executable}
+    own = {
+        "MEGASCEND_RUN": str(settings.folder / "recipes"),
+        "NPROC": str(largest_power_of_two(settings.cards)),
+        "PYTHON": sys.executable,
+    }
     own["MEGASCEND_SMOKE_DEADLINE"] = str(RECIPE_S * (2 if settings.simulated else 1))
     with subprocess.Popen(
         command,

@@ -6,8 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from mindspeed.flavour import IS_0_16
 from torch.optim import AdamW as TorchAdamW
 from torch.optim import Optimizer
+
+
+def _next_on_device(step: torch.Tensor | None) -> torch.Tensor:
+    following = torch.tensor(1, dtype=torch.int64) if step is None else step + 1
+    return following.cuda() if following.is_cpu else following
 
 
 class AdamW(Optimizer):
@@ -40,7 +46,10 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            group["step"] = int(group.get("step", 0)) + 1
+            if IS_0_16:
+                group["step"] = int(group.get("step", 0)) + 1
+            else:  # counts in a tensor on the device, and fails on a number that somebody else has put there
+                group["step"] = _next_on_device(group.get("step"))
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
@@ -53,11 +62,12 @@ class AdamW(Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         grad = -parameter.grad if group["maximize"] else parameter.grad  # type: ignore[operator]
         beta1, beta2 = group["betas"]
+        steps = int(group["step"])
         state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        spread = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+        spread = (state["exp_avg_sq"] / (1 - beta2**steps)).sqrt_().add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.addcdiv_(state["exp_avg"], spread, value=-group["lr"] / (1 - beta1 ** group["step"]))
+        parameter.addcdiv_(state["exp_avg"], spread, value=-group["lr"] / (1 - beta1**steps))
 
 
 class FusedTorchAdamW(TorchAdamW):
