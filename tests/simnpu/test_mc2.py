@@ -97,6 +97,36 @@ def test_int8_matrices_are_reduced_with_their_scales() -> None:
         close(found, expected * scale.double())
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_parts_of_different_sizes(asynchronous: bool) -> None:
+    import torch_npu
+
+    def body(rank: int, hcom: str) -> list[Any]:
+        uneven = torch_npu.distributed
+        sizes = [3, 1]
+        mine = torch.full((sizes[rank], 2), float(rank + 1)).npu()
+        rows = torch.zeros(4, 2).npu()
+        gathering = uneven.all_gather_into_tensor_uneven(rows, mine, sizes, async_op=asynchronous)
+        reduced = torch.zeros(sizes[rank], 2).npu()
+        whole = torch.arange(8.0).view(4, 2).npu() * (rank + 1)
+        scattering = uneven.reduce_scatter_tensor_uneven(reduced, whole, sizes, async_op=asynchronous)
+        for work in (gathering, scattering):
+            assert (work is None) != asynchronous
+            if work is not None:
+                work.wait()
+        with pytest.raises(ValueError, match=r"split sizes \[1, 1\] must be 2 numbers that sum to 4 rows"):
+            uneven.all_gather_into_tensor_uneven(rows, mine, [1, 1])
+        assert uneven.is_available()
+        assert uneven.is_hccl_available()
+        assert uneven.reinit_process_group() is dist.group.WORLD
+        return [rows.tolist(), reduced.tolist()]
+
+    found = on_ranks(body)
+    for rank, (rows, reduced) in enumerate(found):
+        assert rows == [[1, 1]] * 3 + [[2, 2]]
+        assert reduced == [[3 * (2 * row), 3 * (2 * row + 1)] for row in ((0, 1, 2), (3,))[rank]]
+
+
 REFUSED = [
     (lambda t, a, b, h: t.npu_all_gather_base_mm(a, b, h, 3), r"world_size should be in \[2, 4, 8, 16, 32\], but .* 3"),
     (lambda t, a, b, h: t.npu_all_gather_base_mm(a, b, h, 4), "world_size is 4, but the group of hcom has 2 ranks"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +103,103 @@ def test_an_unknown_name_is_named(torch_npu: Any) -> None:
         assert not hasattr(place, "fold_proteins")
         with pytest.raises(NotSimulatedError, match=rf"{where}\.fold_proteins: .* not simulated by megascend\.simnpu"):
             _ = place.fold_proteins
+
+
+def test_switches_are_kept_and_shown(torch_npu: Any) -> None:
+    npu = torch_npu.npu
+    npu.set_sync_debug_mode("warn")
+    assert npu.get_sync_debug_mode() == 1
+    with pytest.raises(RuntimeError, match="invalid value of debug_mode"):
+        npu.set_sync_debug_mode("loud")
+    npu.set_sync_debug_mode(0)
+    npu.set_mm_bmm_format_nd(False)
+    assert not npu.get_mm_bmm_format_nd()
+    assert npu.CubeMathType(1).name == "ALLOW_FP32_DOWN_PRECISION"
+    assert npu.get_device_limit(0) == {"cube_core_num": 24, "vector_core_num": 48}
+    stream = npu.Stream()
+    npu.set_stream_limit(stream, cube_num=3)
+    assert npu.get_stream_limit(stream) == {"cube_core_num": 3, "vector_core_num": 48}
+    npu.reset_stream_limit(stream)
+    assert npu.get_stream_limit(stream)["cube_core_num"] == 24
+    npu.set_per_process_memory_fraction(0.5)
+    assert npu.get_per_process_memory_fraction() == 0.5
+    npu.set_per_process_memory_fraction(1.0)
+    nested = npu.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+    assert nested["current"] > 0
+    assert npu.memory_cached() > 0
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        assert npu.is_autocast_enabled()
+        assert npu.get_autocast_dtype() == torch.bfloat16
+    assert not npu.is_autocast_enabled()
+    mstx = npu.mstx
+    assert [mstx.range_push("a"), mstx.range_push("b"), mstx.range_pop(), mstx.range_pop(), mstx.range_pop()] == [
+        0,
+        1,
+        1,
+        0,
+        -1,
+    ]
+    with mstx.annotate("step"):
+        assert mstx.annotate("call")(max)(1, 2) == 2
+
+
+def test_overflow_is_looked_for_as_on_a_910b(torch_npu: Any) -> None:
+    from torch_npu.npu.utils import is_support_inf_nan, npu_check_overflow
+
+    assert is_support_inf_nan()
+    assert npu_check_overflow(torch.tensor([1.0, float("inf")]).npu())
+    assert not npu_check_overflow(torch.ones(2).npu())
+    with pytest.raises(RuntimeError, match="please use npu_check_overflow"):
+        torch_npu.npu.get_npu_overflow_flag()
+    with pytest.warns(UserWarning, match="clear_npu_overflow_flag is useless"):
+        torch_npu.npu.clear_npu_overflow_flag()
+
+
+def test_an_extension_is_answered_although_transfer_to_npu_was_not_imported(torch_npu: Any) -> None:
+    """MindSpeed's test of this operator imports torch_npu alone; a compiler was called for it."""
+    from torch.utils.cpp_extension import load
+
+    built = load(name="npu_dropout_add_layer_norm", sources=["nothing.cpp"], extra_ldflags=["-ltorch_npu"])
+    generator = torch.Generator().manual_seed(1)
+    x, residual = torch.randn(2, 3, 8, generator=generator), torch.randn(2, 3, 8, generator=generator)
+    weight, bias = torch.randn(8, generator=generator), torch.randn(8, generator=generator)
+    rows, columns = torch.rand(2, 3, generator=generator), torch.rand(8, generator=generator)
+    tensors = [t.npu() for t in (x, weight, residual, bias, rows, columns)]
+    total = x.double() * rows.double()[..., None] * columns.double() + residual.double()
+    for root in (False, True):
+        out, before, mask = built.npu_dropout_add_layer_norm(*tensors, 0.0, 1e-5, True, False, root, True)
+        centred = total if root else total - total.mean(-1, keepdim=True)
+        expected = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+        expected = expected if root else expected + bias.double()
+        torch.testing.assert_close(out.cpu().double(), expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(before.cpu().double(), total, atol=1e-6, rtol=1e-6)
+        assert mask.all()
+    _, before, mask = built.npu_dropout_add_layer_norm(
+        *tensors[:2], None, None, None, None, 0.25, 1e-5, True, True, True, True
+    )
+    torch.testing.assert_close(before.cpu(), x * mask.cpu() / 0.75)
+
+
+def test_the_table_of_names_says_what_is_there(torch_npu: Any) -> None:
+    """docs/simnpu.md, which scripts/simnpu_names.py writes from a checkout of torch_npu."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "simnpu.md").read_text()
+    table = page.partition("<!-- names -->")[2].partition("<!-- end of names -->")[0]
+    sections = re.findall(
+        r"^### (?:operators in )?([\w.]+): (\d+) of (\d+)$(.*?)(?=^###|\Z)", table, re.MULTILINE | re.DOTALL
+    )
+    assert len(sections) == 7
+    for module, there, total, body in sections:
+        place = import_module(module)
+        found = {
+            kind: re.findall(r"`(\w+)`", names)
+            for kind, names in re.findall(r"^\| ([\w ]+) \| \d+ \| (.*) \|$", body, re.MULTILINE)
+        }
+        assert len(found["there"]) == int(there)
+        assert sum(map(len, found.values())) == int(total)
+        assert [name for name in found["there"] if not hasattr(place, name)] == []
+        for name in found["raises when looked up"]:
+            with pytest.raises(NotSimulatedError, match=rf"\.{name}: this \w+ is not simulated"):
+                getattr(place, name)
+        for name in found.get("raises when called", []):
+            with pytest.raises(RuntimeError, match=f"{name} is not simulated"):
+                getattr(place, name)()

@@ -8,6 +8,9 @@ the positional arguments of the extension's bindings (mindspeed/ops/csrc).
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.util
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +19,18 @@ import torch
 from torch import Tensor
 
 from megascend.simnpu.missing import NotSimulatedError
-from megascend.simnpu.operators import activation, attention, matmul, mc2, moe, norm, optimizer, ring, rope
+from megascend.simnpu.operators import (
+    activation,
+    attention,
+    dropout_norm,
+    matmul,
+    mc2,
+    moe,
+    norm,
+    optimizer,
+    ring,
+    rope,
+)
 
 ASCEND_LIBRARY = "-ltorch_npu"
 
@@ -88,6 +102,7 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_matmul": GROUPED,
     "grouped_matmul_v2": GROUPED,
     "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": optimizer.npu_apply_fused_adamw_v2},
+    "npu_dropout_add_layer_norm": {"npu_dropout_add_layer_norm": dropout_norm.npu_dropout_add_layer_norm},
     "npu_groupmatmul_add_fp32": {"npu_groupmatmul_add_fp32": matmul.npu_groupmatmul_add_fp32},
     "npu_matmul_add_fp32": {"npu_matmul_add_fp32": matmul.npu_matmul_add_fp32},
     "npu_mm_all_reduce_add_rms_norm": {"npu_mm_all_reduce_add_rms_norm": mc2.npu_mm_all_reduce_add_rms_norm},
@@ -102,12 +117,44 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
 """The functions of each extension that is simulated, by the name it is built under."""
 
 
+MODULE = "torch.utils.cpp_extension"
+
+
 @functools.cache
 def install() -> None:
-    """Put :func:`load` in the place of ``torch.utils.cpp_extension.load``."""
-    from torch.utils import cpp_extension
+    """Put :func:`answered` around ``torch.utils.cpp_extension.load``, now or when a program imports it.
 
-    build = cpp_extension.load
+    Importing it here would load setuptools into every process.
+    """
+    if MODULE in sys.modules:
+        replace(sys.modules[MODULE])
+    else:
+        sys.meta_path.insert(0, WhenImported())
+
+
+class WhenImported(importlib.abc.MetaPathFinder):
+    """Finds the module as ever, and has its ``load`` replaced once it has run."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            run(module)
+            replace(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def replace(module: Any) -> None:
+    """Answer for extensions that link torch_npu, and build the others."""
+    build = module.load
 
     @functools.wraps(build)
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +162,7 @@ def install() -> None:
             return extension(name)
         return build(name, *args, **kwargs)
 
-    cpp_extension.load = load
+    module.load = load
 
 
 def extension(name: str) -> types.SimpleNamespace:

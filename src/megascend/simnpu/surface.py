@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from megascend.simnpu import collectives, npu, operators, optim, profiler
+from megascend.simnpu import collectives, distributed, jit_operators, npu, operators, optim, profiler
 from megascend.simnpu import device as simulated
 from megascend.simnpu.environment import ACTIVE_VARIABLE
 from megascend.simnpu.environment import simulated_version as simulated_version
@@ -30,9 +30,20 @@ def install(package: str) -> None:
     collectives.register()
     accept_simulated_streams()
     alias(f"{package}.npu", npu)
-    for name in ("amp", "amp.autocast_mode", "amp.common", "amp.grad_scaler", "memory", "random", "streams"):
+    for name in (
+        "amp",
+        "amp.autocast_mode",
+        "amp.common",
+        "amp.grad_scaler",
+        "autocast_utils",
+        "memory",
+        "random",
+        "streams",
+        "utils",
+    ):
         alias(f"{package}.npu.{name}", sys.modules[f"{npu.__name__}.{name}"])
     alias(f"{package}._C", bindings(f"{package}._C"))
+    alias(f"{package}.distributed", distributed)
     alias(f"{package}.optim", optim)
     alias(f"{package}.profiler", profiler)
     for name in ("dynamic_profile", "experimental_config", "profiler", "scheduler"):
@@ -42,6 +53,7 @@ def install(package: str) -> None:
     for name, number in quantised_types.PUBLIC.items():
         setattr(module, name, number)
     operators.register()
+    jit_operators.install()
     torch.version.cann = SIMULATED_VERSION  # type: ignore[attr-defined]
     module.unsupported_dtype = UNSUPPORTED_DTYPES  # type: ignore[attr-defined]
     announce()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from megascend.simnpu import jit_operators
 from megascend.simnpu.triton_stand_in import install_triton_stand_in
 
 FACTORIES = """arange as_tensor bartlett_window blackman_window empty empty_like empty_strided eye from_file frombuffer
@@ -66,7 +65,6 @@ def transfer() -> None:
     transfer_distributed()
     torch.jit.script = unscripted  # type: ignore[assignment]
     install_triton_stand_in()
-    jit_operators.install()
 
 
 def merge(npu: ModuleType) -> None:

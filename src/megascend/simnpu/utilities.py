@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-
-def get_cann_version(module: str = "CANN") -> str:
-    """Version of the toolkit's stand-in, whatever the module."""
-    from megascend.simnpu.identity import SIMULATED_VERSION
-
-    return SIMULATED_VERSION
+from megascend.simnpu.npu.utils import get_cann_version as get_cann_version
 
 
 class FlopsCounter:

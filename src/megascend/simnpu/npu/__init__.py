@@ -15,6 +15,13 @@ from megascend.simnpu import identity
 from megascend.simnpu.npu import amp as amp
 from megascend.simnpu.npu import memory as memory
 from megascend.simnpu.npu import random as random
+from megascend.simnpu.npu import utils as utils
+from megascend.simnpu.npu.autocast_utils import (
+    get_autocast_dtype,
+    is_autocast_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
 from megascend.simnpu.npu.devices import (
     _is_in_bad_fork as _is_in_bad_fork,
 )
@@ -46,13 +53,30 @@ from megascend.simnpu.npu.memory import *  # noqa: F403
 from megascend.simnpu.npu.mstx import mstx
 from megascend.simnpu.npu.random import *  # noqa: F403
 from megascend.simnpu.npu.settings import (
+    CubeMathType,
+    are_compatible_impl_enabled,
+    clear_npu_overflow_flag,
     config,
     conv,
+    disable_deterministic_with_backward,
+    enable_deterministic_with_backward,
+    get_device_limit,
+    get_mm_bmm_format_nd,
+    get_npu_overflow_flag,
+    get_stream_limit,
+    get_sync_debug_mode,
     is_jit_compile_false,
     matmul,
+    reset_stream_limit,
     set_compile_mode,
     set_deterministic_level,
+    set_device_limit,
+    set_mm_bmm_format_nd,
+    set_op_timeout_ms,
     set_option,
+    set_stream_limit,
+    set_sync_debug_mode,
+    use_compatible_impl,
 )
 from megascend.simnpu.npu.streams import (
     Event,
@@ -69,6 +93,10 @@ globals().update(_TYPES)
 get_soc_version = identity.soc_version
 
 default_generators: tuple[torch.Generator, ...] = (simulated.generator(),) * device_count()
+
+
+class SyncLaunchStream(Stream):
+    """A stream whose operators are launched at once, as those of every simulated stream are."""
 
 
 class NPUGraph:
@@ -90,11 +118,15 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "CubeMathType",
     "Event",
     "NPUGraph",
     "Stream",
     "StreamContext",
+    "SyncLaunchStream",
+    "are_compatible_impl_enabled",
     "can_device_access_peer",
+    "clear_npu_overflow_flag",
     "config",
     "conv",
     "current_device",
@@ -103,11 +135,20 @@ __all__ = [
     "device",
     "device_count",
     "device_of",
+    "disable_deterministic_with_backward",
+    "enable_deterministic_with_backward",
     "get_amp_supported_dtype",
+    "get_autocast_dtype",
     "get_device_capability",
+    "get_device_limit",
     "get_device_name",
     "get_device_properties",
+    "get_mm_bmm_format_nd",
+    "get_npu_overflow_flag",
+    "get_stream_limit",
+    "get_sync_debug_mode",
     "init",
+    "is_autocast_enabled",
     "is_available",
     "is_bf16_supported",
     "is_current_stream_capturing",
@@ -115,13 +156,22 @@ __all__ = [
     "is_jit_compile_false",
     "matmul",
     "mstx",
+    "reset_stream_limit",
+    "set_autocast_dtype",
+    "set_autocast_enabled",
     "set_compile_mode",
     "set_deterministic_level",
     "set_device",
+    "set_device_limit",
+    "set_mm_bmm_format_nd",
+    "set_op_timeout_ms",
     "set_option",
     "set_stream",
+    "set_stream_limit",
+    "set_sync_debug_mode",
     "stream",
     "synchronize",
+    "use_compatible_impl",
     "utilization",
     *memory.__all__,
     *random.__all__,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 _numbers = itertools.count(1)
+_pushed: dict[str, list[str]] = {}  # by domain
 
 
 class mstx:
@@ -27,6 +28,21 @@ class mstx:
         """End the range with this number."""
 
     @staticmethod
+    def range_push(message: str, stream: object = None, domain: str = "default") -> int:
+        """Begin a range inside the one that was begun last; returns how deep it is, from 0."""
+        depth = len(_pushed.setdefault(domain, []))
+        _pushed[domain].append(message)
+        return depth
+
+    @staticmethod
+    def range_pop(domain: str = "default") -> int:
+        """End the range that was pushed last; returns how deep it was, or -1 if there is none."""
+        if not _pushed.get(domain):
+            return -1
+        _pushed[domain].pop()
+        return len(_pushed[domain])
+
+    @staticmethod
     def mstx_range(message: str, stream: object = None, domain: str = "default") -> Callable[[Callable], Callable]:
         """A decorator that puts every call of a function in a range."""
 
@@ -42,3 +58,24 @@ class mstx:
             return in_range
 
         return decorate
+
+
+class annotate:
+    """A range as a context manager or a decorator."""
+
+    def __init__(self, message: str = "", stream: object = None, domain: str = "default") -> None:
+        self.message, self.stream, self.domain = message, stream, domain
+        self.number = 0
+
+    def __enter__(self) -> annotate:
+        self.number = mstx.range_start(self.message, self.stream, self.domain)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        mstx.range_end(self.number, self.domain)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return mstx.mstx_range(self.message or function.__name__, self.stream, self.domain)(function)
+
+
+mstx.annotate = annotate  # type: ignore[attr-defined]

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Which of torch_npu's public names the simulated device has: writes the table of docs/simnpu.md.
+
+    python scripts/simnpu_names.py CHECKOUT     # of torch_npu (github.com/Ascend/pytorch), or MEGASCEND_TORCH_NPU
+
+Run it with megascend's Python and torch. The names are those of `__all__` in the checkout's packages, and of the
+operators in its list of published signatures (test/torch_npu_schema.json). Nothing of the checkout is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "simnpu.md"
+BEGIN, END = "<!-- names -->\n", "<!-- end of names -->\n"
+PACKAGES = {
+    "torch_npu.npu": "torch_npu/npu/__init__.py",
+    "torch_npu.npu.amp": "torch_npu/npu/amp/__init__.py",
+    "torch_npu.profiler": "torch_npu/profiler/__init__.py",
+    "torch_npu.optim": "torch_npu/optim/__init__.py",
+    "torch_npu.utils": "torch_npu/utils/__init__.py",
+    "torch_npu.distributed": "torch_npu/distributed/__init__.py",
+}
+RAISES_WHEN_CALLED = {"torch_npu.npu": {"NPUGraph"}}
+
+
+def published(path: Path) -> list[str]:
+    """The names in a file's ``__all__``, read without running it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return sorted(ast.literal_eval(node.value))
+    raise SystemExit(f"{path} has no __all__")
+
+
+def operators(checkout: Path) -> list[str]:
+    """Operators among the published signatures: what lies directly in torch_npu and is called npu_something."""
+    names = json.loads((checkout / "test" / "torch_npu_schema.json").read_text())
+    return sorted(
+        last
+        for name in names
+        for package, _, last in [name.rpartition(".")]
+        if package == "torch_npu" and last.removeprefix("_").startswith("npu_")
+    )
+
+
+def row(kind: str, names: list[str]) -> str:
+    return f"| {kind} | {len(names)} | {', '.join(f'`{name}`' for name in names) or '-'} |\n"
+
+
+def section(module: str, names: list[str]) -> str:
+    """One package's part of the table, from what its stand-in has."""
+    place = import_module(module)
+    calls = RAISES_WHEN_CALLED.get(module, set())
+    there = [name for name in names if hasattr(place, name) and name not in calls]
+    raises = [name for name in names if name in calls]
+    absent = [name for name in names if not hasattr(place, name)]
+    text = f"### {module}: {len(there)} of {len(names)}\n\n| | | names |\n|---|---|---|\n" + row("there", there)
+    return text + (row("raises when called", raises) if raises else "") + row("raises when looked up", absent) + "\n"
+
+
+def main() -> None:
+    checkout = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MEGASCEND_TORCH_NPU", ""))
+    if not (checkout / "torch_npu" / "npu" / "__init__.py").is_file():
+        raise SystemExit(f"no checkout of torch_npu at {str(checkout)!r}: name one, or set MEGASCEND_TORCH_NPU")
+    from megascend import simnpu
+
+    simnpu.activate()
+    sections = [section(module, published(checkout / file)) for module, file in PACKAGES.items()]
+    sections.append(section("torch_npu", operators(checkout)).replace("### torch_npu", "### operators in torch_npu", 1))
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + "\n" + "".join(sections) + END + after)
+    print(f"{PAGE}: written", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
