@@ -22,7 +22,9 @@ def run(settings: Settings, results: Results) -> None:
     wanted = cases(settings.simulated, settings.quick)
     for case in wanted:
         if case.world_size > settings.cards:
-            reason = f"needs {case.world_size} cards, and {settings.cards} take part"
+            reason = (
+                f"needs {case.world_size} cards, and {settings.cards} take{'s' if settings.cards == 1 else ''} part"
+            )
             results.add(left_out(case.name, reason))
     possible = [case for case in wanted if case.world_size <= settings.cards]
     for size in sorted({case.world_size for case in possible}):
