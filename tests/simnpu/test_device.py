@@ -312,3 +312,11 @@ def test_operators_of_other_libraries_are_refused() -> None:
     library.impl("twice", lambda x: 2 * x, "CPU")
     with pytest.raises(NotImplementedError, match=r"megascend_test::twice.*'npu' backend"):
         torch.ops.megascend_test.twice(torch.ones(1, device="npu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_histograms_of_integers_too(dtype: torch.dtype) -> None:
+    experts = torch.tensor([3, 0, 3, 7, 1, 3], dtype=dtype, device="npu")
+    counts = torch.histc(experts, bins=8, min=0, max=7)
+    assert (counts.dtype, counts.device.type, counts.tolist()) == (dtype, "npu", [1, 1, 0, 3, 0, 0, 0, 1])
+    assert torch.histc(experts, bins=2).tolist() == [5, 1]

@@ -150,11 +150,13 @@ def test_a_rank_that_does_not_come_is_named(variable: str | None, monkeypatch: p
         return str(raised.value)
 
     found = on_ranks(body, 3)
-    assert (
-        "rank 0 is at the first collective of the hccl group of ranks [0, 1, 2], and of these [1] did not" in found[0]
-    )
-    assert "rank 2 is at" in found[2]
-    assert all("HCCL_CONNECT_TIMEOUT" in message for message in found[::2])
+    for rank in (0, 2):
+        begin = f"rank {rank} is at the first collective of the hccl group of ranks [0, 1, 2], and of these ["
+        assert begin in found[rank]
+        assert (
+            "1" in found[rank].partition(begin)[2].partition("]")[0]
+        )  # on a busy machine the other one may be late, too
+        assert "HCCL_CONNECT_TIMEOUT" in found[rank]
 
 
 def test_split_group_is_refused_as_by_torch_npu() -> None:

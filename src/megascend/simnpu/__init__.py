@@ -6,8 +6,8 @@ stand-in whose fused operators are written in plain PyTorch and check their argu
 What a run here proves: the call surface (every name exists, every argument fits), the arguments and shapes of the fused
 operators (a mask that the kernel rejects is rejected with the kernel's message), the order of the collectives, the
 separation of CPU and NPU tensors, and the numbers up to floating-point arithmetic. What it does not prove: the numerics
-of the real kernels, speed, memory, the concurrency of streams (everything runs at once and in order), anything with
-several visible devices in a process, Triton kernels, graph mode.
+of the real kernels, speed, an allocator's memory, the concurrency of streams (everything runs at once and in order),
+Triton kernels, graph mode.
 
 Two ways in:
 

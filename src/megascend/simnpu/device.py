@@ -5,8 +5,9 @@ their own device, dispatch key, autocast state and random state, and refuse to m
 that hardware would show appear here too. Results are the CPU kernels', bit for bit.
 
 Needs a PyTorch that can register a device from Python (``_setup_privateuseone_for_python_backend`` in
-``torch.utils.backend_registration``); tested on torch 2.13. One device per process, ``npu:0``: PyTorch's Python device
-guard knows no other. Any other index means that device too.
+``torch.utils.backend_registration``); tested on torch 2.13. A process sees several devices (``visible``), although
+PyTorch's guard for such a device counts one: what it is asked is answered elsewhere (``accelerator``, ``bare_device``,
+``backward``).
 
 The first backward pass of a process, even one on CPU tensors, starts autograd's thread for the device. Processes forked
 after that cannot run a backward pass ("Unable to handle autograd's threading in combination with fork-based
@@ -15,21 +16,20 @@ multiprocessing"): fork first.
 
 from __future__ import annotations
 
-import contextlib
-import types
+import atexit
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
 from megascend.errors import PlatformError
-from megascend.simnpu import host_memory, kernels, storage
+from megascend.simnpu import accelerator, backward, bare_device, dynamo, host_memory, kernels, storage
 from megascend.simnpu.memory import cpu_view, npu_view
 from megascend.simnpu.random import generator
+from megascend.simnpu.visible import DEVICE
 
 __all__ = ["cpu_view", "generator", "npu_view", "register"]
 
-DEVICE = "npu"
 _libraries: list[torch.library.Library] = []  # kernels live as long as their library object
 
 
@@ -37,27 +37,31 @@ def register(module: Any = None) -> None:
     """Make ``npu`` a device of this process. Idempotent; cannot be undone.
 
     Args:
-        module: what becomes ``torch.npu``. By default a minimal one, unless one is registered already.
+        module: what becomes ``torch.npu``, unless one is registered already; by default the simulated one.
 
     Raises:
         PlatformError: this PyTorch cannot register a device from Python, or another package has taken its place.
     """
-    if module is not None and not hasattr(module, "_initialized"):
-        module._initialized = True  # without it torch.utils.checkpoint neither saves nor restores the random state
     if _libraries:
         return
+    module = module or _simulated_module()
+    module._initialized = True  # without it torch.utils.checkpoint neither saves nor restores the random state
     _check_torch()
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch.utils.generate_methods_for_privateuse1_backend()
     if not hasattr(torch, DEVICE):
-        torch._register_device_module(DEVICE, module or _minimal_module())
+        torch._register_device_module(DEVICE, module)
     acc: Any = torch._C._acc  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
     acc.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
     acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _libraries.extend(kernels.register())
     storage.install()
     host_memory.install()
-    torch._C._accelerator_synchronizeDevice = _synchronize
+    accelerator.install()
+    bare_device.install()
+    backward.install()
+    dynamo.install()
+    atexit.register(_end_profile)
 
 
 def _check_torch() -> None:
@@ -76,26 +80,13 @@ def _check_torch() -> None:
         )
 
 
-def _synchronize(device_index: int) -> None:
-    """``torch.accelerator.synchronize``: PyTorch's Python device guard has no such method, and there is no queue."""
+def _simulated_module() -> Any:
+    from megascend.simnpu import npu  # late: it imports this module
+
+    return npu
 
 
-def _minimal_module() -> Any:
-    """``torch.npu`` as far as PyTorch itself needs it. The simulated ``torch_npu`` brings a full one."""
-    module: Any = types.ModuleType("torch.npu")
-    module.is_available = lambda: True
-    module.is_initialized = lambda: True
-    module._initialized = True
-    module.device_count = lambda: 1
-    module.current_device = lambda: 0
-    module.set_device = lambda device: None
-    module.device = lambda device: contextlib.nullcontext()
-    module.synchronize = lambda device=None: None
-    module._is_in_bad_fork = lambda: False
-    module.manual_seed = lambda seed: generator().manual_seed(seed)
-    module.manual_seed_all = module.manual_seed
-    module.get_rng_state = lambda device=DEVICE: generator().get_state()
-    module.set_rng_state = lambda state, device=DEVICE: generator().set_state(state)
-    module.default_generators = (generator(),)
-    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16, torch.float32]
-    return module
+def _end_profile() -> None:
+    """A profile still running when the process ends takes PyTorch's down with it."""
+    if torch.autograd._profiler_enabled():
+        torch.autograd._disable_profiler()

@@ -1,14 +1,13 @@
 """How an aten operator runs on the simulated device: CPU views of its arguments, the CPU's kernel, npu views back.
 
-One kernel is made for each operator from its schema, at its first call, out of layers of which most operators need only
-the first two: arguments to the CPU, results back; ``out=``; random numbers from the npu's generator; a factory's device.
+One kernel is made for each operator from its schema, at its first call: arguments to the CPU, all from one device; the
+call, drawing random numbers from that device's generator; results back, or into ``out=``, or to a factory's device.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +15,13 @@ from torch import Tensor
 
 from megascend.simnpu.memory import CPU, CPU_KEY, cpu_view, npu_view
 from megascend.simnpu.random import generator, with_npu_random_state
+from megascend.simnpu.signature import Signature
+from megascend.simnpu.visible import index_of
 
 Kernel = Callable[..., Any]
+Crossing = Callable[[tuple[Any, ...], dict[str, Any]], tuple[list[Any], int]]  # arguments -> on the CPU, device index
+Call = Callable[[int, list[Any], dict[str, Any]], Any]  # device index, arguments on the CPU -> results there
+NOWHERE = -1  # the device index of a call without npu tensors
 
 CPU_ARGUMENTS = {
     "aten::index.Tensor",
@@ -31,101 +35,94 @@ CPU_ARGUMENTS = {
 """Operators that take CPU tensors (indices, lengths) beside device tensors, on every device."""
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What a kernel has to know of its operator's schema. Arguments are named by position or, keyword-only, by name."""
-
-    tensors: tuple[int, ...]
-    lists: tuple[int, ...]
-    tensor_names: frozenset[str]
-    list_names: frozenset[str]
-    outs: tuple[str, ...]  # keyword-only arguments that are written to
-    returned: tuple[str | None, ...]  # for each result: the argument that it is, or None for a new tensor
-    position: dict[str, int]
-    takes_generator: bool
-    draws: bool  # random numbers
-    is_factory: bool
-
-    @classmethod
-    def of(cls, op: Any) -> Signature:
-        arguments = op._schema.arguments
-        position = {argument.name: i for i, argument in enumerate(arguments)}
-        tensors = tuple(i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]"))
-        lists = tuple(i for i, a in enumerate(arguments) if _is_tensor_list(str(a.type)))
-        outs = tuple(arguments[i].name for i in tensors if arguments[i].kwarg_only and _is_written(arguments[i]))
-        return cls(
-            tensors=tensors,
-            lists=lists,
-            tensor_names=frozenset(arguments[i].name for i in tensors).difference(outs),
-            list_names=frozenset(arguments[i].name for i in lists),
-            outs=outs,
-            returned=tuple(_argument_returned(result, arguments) for result in op._schema.returns),
-            position=position,
-            takes_generator="generator" in position,
-            draws=torch.Tag.nondeterministic_seeded in op.tags,
-            is_factory="device" in position and "layout" in position,
-        )
-
-    def given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of the argument ``name`` in a call, None if left out."""
-        index = self.position[name]
-        return args[index] if index < len(args) else kwargs.get(name)
-
-
 def kernel_for(op: Any) -> Kernel:
     """The npu kernel of one operator (an ``OpOverload``)."""
     signature = Signature.of(op)
-    run = arguments_to_cpu(signature, cpu_kernel(op), name_of(op) in CPU_ARGUMENTS)
+    run = cpu_kernel(op)
+    if op._schema.name.startswith("aten::_foreach_"):
+        return foreach(op, signature, run)
+    crossing = to_cpu(signature, name_of(op) in CPU_ARGUMENTS)
     if signature.takes_generator:
-        run = npu_generator(signature, run)
+        call = npu_generator(signature, run)
     elif signature.draws:
-        run = functools.partial(with_npu_random_state, run)
+        call = lambda index, args, kwargs: with_npu_random_state(index, lambda: run(*args, **kwargs))  # noqa: E731
+    elif signature.is_factory or signature.outs or signature.returned != (None,):
+        call = lambda index, args, kwargs: run(*args, **kwargs)  # noqa: E731
+    else:
+        return one_new_tensor(crossing, run)
     if signature.outs:
-        return results_to_outs(signature, run)
-    kernel = results_to_npu(signature, run)
-    return result_on_given_device(op, run, kernel) if signature.is_factory else kernel
+        return results_to_outs(signature, crossing, call)
+    if signature.is_factory:
+        return factory(op, crossing, call)
+    return results_to_npu(signature, crossing, call)
 
 
-def arguments_to_cpu(signature: Signature, run: Kernel, mixed: bool) -> Kernel:
-    """Call ``run`` with npu tensors replaced by their CPU views.
+def to_cpu(signature: Signature, mixed: bool) -> Crossing:
+    """What replaces the npu tensors of a call by their CPU views, the keyword arguments in place, and names the device.
 
     Args:
+        signature: of the operator.
         mixed: let CPU tensors of any shape through, not only scalars.
     """
     tensors, lists = signature.tensors, signature.lists
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def crossing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int]:
+        index = NOWHERE
+
+        def view(tensor: Tensor) -> Tensor:
+            nonlocal index
+            at = tensor.get_device()
+            if at != index:
+                if at < 0:
+                    if tensor.is_cpu and (mixed or not tensor.dim()):
+                        return tensor
+                    raise two_devices(args, kwargs)
+                if index >= 0:
+                    raise two_devices(args, kwargs)
+                index = at
+            return cpu_view(tensor)
+
         given, count = list(args), len(args)
         for i in tensors:
             if i < count and isinstance(given[i], Tensor):  # None, and Python numbers, come as they are
-                given[i] = to_cpu(given[i], mixed)
+                given[i] = view(given[i])
         for i in lists:
             if i < count and given[i] is not None:
-                given[i] = [None if t is None else to_cpu(t, mixed) for t in given[i]]
-        for name, value in kwargs.items():
-            if name in signature.tensor_names and isinstance(value, Tensor):
-                kwargs[name] = to_cpu(value, mixed)
-            elif name in signature.list_names and value is not None:
-                kwargs[name] = [None if t is None else to_cpu(t, mixed) for t in value]
-        return run(*given, **kwargs)
+                given[i] = [None if t is None else view(t) for t in given[i]]
+        if kwargs:
+            for name, value in kwargs.items():
+                if name in signature.tensor_names and isinstance(value, Tensor):
+                    kwargs[name] = view(value)
+                elif name in signature.list_names and value is not None:
+                    kwargs[name] = [None if t is None else view(t) for t in value]
+        return given, index
+
+    return crossing
+
+
+def one_new_tensor(crossing: Crossing, run: Kernel) -> Kernel:
+    """Most operators."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given, index = crossing(args, kwargs)
+        return to_npu(run(*given, **kwargs), index)
 
     return kernel
 
 
-def results_to_npu(signature: Signature, run: Kernel) -> Kernel:
+def results_to_npu(signature: Signature, crossing: Crossing, call: Call) -> Kernel:
     """New tensors as npu tensors; for what was written in place, the caller's own tensor."""
     returned = signature.returned
-    if not returned:
-        return run
-    if returned == (None,):
-        return lambda *args, **kwargs: to_npu(run(*args, **kwargs))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = dict(kwargs)  # before run() replaces its tensors
-        result = run(*args, **kwargs)
+        original = dict(kwargs)  # before its tensors are replaced
+        given, index = crossing(args, kwargs)
+        result = call(index, given, kwargs)
+        if not returned:
+            return result
         results = (result,) if len(returned) == 1 else result
         mine = tuple(
-            to_npu(value) if source is None else signature.given(source, args, given)
+            to_npu(value, index) if source is None else signature.given(source, args, original)
             for value, source in zip(results, returned, strict=True)
         )
         return mine[0] if len(returned) == 1 else mine
@@ -133,13 +130,19 @@ def results_to_npu(signature: Signature, run: Kernel) -> Kernel:
     return kernel
 
 
-def results_to_outs(signature: Signature, run: Kernel) -> Kernel:
+def results_to_outs(signature: Signature, crossing: Crossing, call: Call) -> Kernel:
     """``out=``: write through a CPU view; a tensor without elements may grow, and takes the result's shape."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         outs = [kwargs[name] for name in signature.outs]
+        if len({out.device for out in outs}) > 1 or not outs[0].get_device() >= 0:
+            raise two_devices(args, kwargs)
+        original = dict(kwargs)
+        given, index = crossing(args, kwargs)
+        if index not in (NOWHERE, outs[0].get_device()):
+            raise two_devices(args, original)
         written = [_writable(out) for out in outs]
-        run(*args, **{**kwargs, **dict(zip(signature.outs, written, strict=True))})
+        call(outs[0].get_device(), given, {**kwargs, **dict(zip(signature.outs, written, strict=True))})
         for out, result in zip(outs, written, strict=True):
             if out.shape != result.shape:
                 out.resize_(result.shape)
@@ -150,35 +153,62 @@ def results_to_outs(signature: Signature, run: Kernel) -> Kernel:
     return kernel
 
 
-def npu_generator(signature: Signature, run: Kernel) -> Kernel:
-    """Draw from the npu's generator unless the caller brings one."""
-    index = signature.position["generator"]
+def foreach(op: Any, signature: Signature, run: Kernel) -> Kernel:
+    """Operators over lists, whose items may lie on several devices as long as items of the same place share one."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if signature.given("generator", args, kwargs) is None:
-            if index < len(args):
-                args = (*args[:index], generator(), *args[index + 1 :])
-            else:
-                kwargs["generator"] = generator()
-        return run(*args, **kwargs)
+        rows = [args[i] for i in signature.lists if i < len(args)]
+        rows += [value for name, value in kwargs.items() if name in signature.list_names]
+        indices = [tensor.get_device() for tensor in rows[0]]
+        for row in rows[1:] if "copy" not in op._schema.name else []:
+            for tensor, index in zip(row, indices, strict=False):  # lengths are for the CPU's kernel to check
+                if tensor.get_device() != index and tensor.dim():
+                    raise two_devices(args, kwargs)
+        given = [_cpu_views(arg) for arg in args]
+        result = run(*given, **{name: _cpu_views(value) for name, value in kwargs.items()})
+        return back(result, indices)
+
+    def back(result: Any, indices: list[int]) -> Any:
+        if isinstance(result, tuple):
+            return tuple(back(part, indices) for part in result)
+        return result and [npu_view(t, index) if index >= 0 else t for t, index in zip(result, indices, strict=True)]
 
     return kernel
 
 
-def result_on_given_device(op: Any, run: Kernel, kernel: Kernel) -> Kernel:
-    """A factory: ``torch.zeros_like(on_npu, device="cpu")`` is not an npu tensor."""
+def npu_generator(signature: Signature, run: Kernel) -> Call:
+    """Draw from the device's generator unless the caller brings one."""
+    at = signature.position["generator"]
 
-    def factory(*args: Any, **kwargs: Any) -> Any:
+    def call(index: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if signature.given("generator", tuple(args), kwargs) is None:
+            mine = generator(index if index >= 0 else None)
+            if at < len(args):
+                args[at] = mine
+            else:
+                kwargs["generator"] = mine
+        return run(*args, **kwargs)
+
+    return call
+
+
+def factory(op: Any, crossing: Crossing, call: Call) -> Kernel:
+    """An operator with a device argument: ``torch.zeros_like(on_npu, device="cpu")`` is not an npu tensor."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
-        if device is None or device.type == "npu":
-            kwargs["device"] = CPU
-            return kernel(*args, **kwargs)
-        if device.type == "cpu":
+        if device is not None and device.type not in ("npu", "cpu"):
+            return op(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        given, index = crossing(args, kwargs)
+        if device is not None and device.type == "cpu":
             kwargs.pop("pin_memory", None)
-            return run(*args, **kwargs)
-        return op(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
+            return call(index, given, kwargs)
+        if device is not None or index < 0:
+            index = index_of(device)
+        kwargs["device"] = CPU
+        return to_npu(call(index, given, kwargs), index)
 
-    return factory
+    return kernel
 
 
 def cpu_kernel(op: Any) -> Kernel:
@@ -193,50 +223,39 @@ def name_of(op: Any) -> str:
     return op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
 
 
-def to_cpu(tensor: Tensor, mixed: bool) -> Tensor:
-    """An argument as the CPU's kernel takes it. Of CPU tensors only scalars may be mixed in, as on every device."""
-    if not tensor.is_cpu:
-        if tensor.device.type != "npu":
-            raise _two_devices(tensor)
-        return cpu_view(tensor)
-    if tensor.dim() and not mixed:
-        raise _two_devices(tensor)
-    return tensor
+def arguments_to_cpu(args: tuple[Any, ...]) -> tuple[list[Any], int]:
+    """The positional arguments of a call with CPU views for npu tensors, which must share a device, and its index."""
+    indices = {arg.get_device() for arg in args if isinstance(arg, Tensor)}
+    if len(indices) > 1:
+        raise two_devices(args, {})
+    return [cpu_view(arg) if isinstance(arg, Tensor) else arg for arg in args], indices.pop()
 
 
-def to_npu(value: Any) -> Any:
-    """Results as npu tensors; numbers and None as they are."""
+def to_npu(value: Any, index: int) -> Any:
+    """Results as tensors of the npu of this index; numbers and None as they are."""
     if isinstance(value, Tensor):
-        return npu_view(value)
+        return npu_view(value, index)
     if isinstance(value, list | tuple):
-        return type(value)(to_npu(item) for item in value)
+        return type(value)(to_npu(item, index) for item in value)
     return value
 
 
-def _two_devices(tensor: Tensor) -> RuntimeError:
+def two_devices(args: Any, kwargs: dict[str, Any]) -> RuntimeError:
+    """The error for tensors of several devices among the arguments of a call, in PyTorch's words."""
+    values = [*args, *kwargs.values()]
+    tensors = [t for v in values for t in (v if isinstance(v, list | tuple) else [v]) if isinstance(t, Tensor)]
+    found = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+    named = sorted(found, key=lambda name: not name.startswith("npu"))[:2]
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and {tensor.device}!"
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(named)}!"
     )
 
 
+def _cpu_views(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return cpu_view(value) if value.get_device() >= 0 else value
+    return [_cpu_views(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _writable(out: Tensor) -> Tensor:
-    if out.device.type != "npu":
-        raise _two_devices(out)
     return cpu_view(out) if out.numel() else torch.empty_strided(out.shape, out.stride(), dtype=out.dtype)
-
-
-def _is_tensor_list(type_: str) -> bool:
-    return type_.replace("Optional[", "").replace("]", "") == "List[Tensor"
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _argument_returned(result: Any, arguments: Any) -> str | None:
-    if result.alias_info is None:
-        return None
-    for argument in arguments:
-        if argument.alias_info and argument.alias_info.before_set == result.alias_info.before_set:
-            return argument.name
-    return None

@@ -19,7 +19,7 @@ FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "tensor", "empty
 
 
 def install() -> None:
-    """Let torch's factories take ``pin_memory=True``. Idempotent."""
+    """Let torch's factories take ``pin_memory=True``."""
     for name in FACTORIES:
         replace_function(name, _pinning)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megascend.simnpu import autocast, host_memory, matmul_dtypes, memory
-from megascend.simnpu.fallback import Kernel, kernel_for
+from megascend.simnpu.fallback import Kernel, arguments_to_cpu, kernel_for
 from megascend.simnpu.memory import CPU_KEY, cpu_view, npu_view
 
 words = str.split
@@ -35,23 +35,30 @@ NOT_THE_CPUS = {"_fused_sdp_choice", "is_pinned", "_pin_memory"}
 
 def convolution(*args: Any) -> Tensor:
     """aten::convolution_overrideable: what PyTorch leaves to a device."""
-    return npu_view(torch.ops.aten.convolution(*_cpu_views(args)))
+    views, index = arguments_to_cpu(args)
+    return npu_view(torch.ops.aten.convolution(*views), index)
 
 
 def convolution_backward(grad: Tensor, input_: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     """aten::convolution_backward_overrideable, which unlike aten::convolution_backward does not say the bias' size."""
-    cpu = torch.ops.aten.convolution_backward(*_cpu_views((grad, input_, weight)), [grad.shape[1]], *rest)
-    return tuple(None if result is None else npu_view(result) for result in cpu)
+    (grad_view, *views), index = arguments_to_cpu((grad, input_, weight))
+    cpu = torch.ops.aten.convolution_backward(grad_view, *views, [grad.shape[1]], *rest)
+    return tuple(None if result is None else npu_view(result, index) for result in cpu)
 
 
-def _cpu_views(args: tuple[Any, ...]) -> list[Any]:
-    return [cpu_view(arg) if isinstance(arg, Tensor) else arg for arg in args]
+def histc(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """aten::histc, also of integers, which the CPU's kernel does not take and a device's does."""
+    index, values = tensor.get_device(), cpu_view(tensor)
+    if values.is_floating_point():
+        return npu_view(torch.histc(values, *args, **kwargs), index)
+    return npu_view(torch.histc(values.double(), *args, **kwargs).to(values.dtype), index)
 
 
 OWN: dict[str, Kernel] = {
     **memory.KERNELS,
     "convolution_overrideable": convolution,
     "convolution_backward_overrideable": convolution_backward,
+    "histc": histc,
     "record_stream": lambda tensor, stream: None,  # everything has happened by the time a call returns
 }
 """Written by hand."""

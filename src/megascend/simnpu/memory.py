@@ -13,15 +13,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megascend.simnpu import allocations
+from megascend.simnpu.visible import CURRENT, index_of
+
 # DLPack (dlpack.h): DLManagedTensor starts with DLTensor {void *data; DLDevice {int32 type; int32 id}; ...}
-DEVICE_TYPE_OFFSET = ctypes.sizeof(ctypes.c_void_p)
+DEVICE_OFFSET = ctypes.sizeof(ctypes.c_void_p)
 K_DL_CPU = 1
 K_DL_EXT_DEV = 12  # what PyTorch calls PrivateUse1
+ID_SHIFT = 32
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-_int32_at = ctypes.c_int32.from_address
+_device_at = ctypes.c_int64.from_address
 _to_dlpack: Any = torch._C._to_dlpack
 _from_dlpack: Any = torch._C._from_dlpack
 CPU = torch.device("cpu")
@@ -31,15 +35,23 @@ CPU_KEY = torch._C.DispatchKey.CPU
 def cpu_view(tensor: Tensor) -> Tensor:
     """The CPU tensor over an npu tensor's memory: same sizes, strides and bytes, no autograd history."""
     capsule = _to_dlpack(tensor)
-    _int32_at(_capsule_pointer(capsule, b"dltensor") + DEVICE_TYPE_OFFSET).value = K_DL_CPU
+    _device_at(_capsule_pointer(capsule, b"dltensor") + DEVICE_OFFSET).value = K_DL_CPU
     return _from_dlpack(capsule)
 
 
-def npu_view(tensor: Tensor) -> Tensor:
-    """The npu tensor over a CPU tensor's memory: same sizes, strides and bytes, no autograd history."""
+def npu_view(tensor: Tensor, index: int | None = None) -> Tensor:
+    """The npu tensor over a CPU tensor's memory: same sizes, strides and bytes, no autograd history.
+
+    Args:
+        tensor: on the CPU.
+        index: of the device; by default the current one's.
+    """
     capsule = _to_dlpack(tensor)
-    _int32_at(_capsule_pointer(capsule, b"dltensor") + DEVICE_TYPE_OFFSET).value = K_DL_EXT_DEV
-    return _from_dlpack(capsule)
+    number = CURRENT.index if index is None else index
+    _device_at(_capsule_pointer(capsule, b"dltensor") + DEVICE_OFFSET).value = K_DL_EXT_DEV | number << ID_SHIFT
+    view = _from_dlpack(capsule)
+    allocations.add(view, number)
+    return view
 
 
 def empty(
@@ -56,7 +68,8 @@ def empty(
     if pin_memory:
         raise RuntimeError("Only dense CPU tensors can be pinned")
     return npu_view(
-        torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format)
+        torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format),
+        index_of(device),
     )
 
 
@@ -73,7 +86,7 @@ def empty_strided(
     _refuse_layout(layout)
     if pin_memory:
         raise RuntimeError("Only dense CPU tensors can be pinned")
-    return npu_view(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+    return npu_view(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), index_of(device))
 
 
 def _refuse_layout(layout: torch.layout | None) -> None:
@@ -86,7 +99,7 @@ def _side(tensor: Tensor) -> Tensor:
 
 
 def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """aten::_copy_from: between npu and CPU either way, or on the npu, with casts and broadcasting."""
+    """aten::_copy_from: between npu and CPU either way, between two npus or on one, with casts and broadcasting."""
     _side(target).copy_(_side(source))
     return target
 
@@ -116,7 +129,9 @@ def to_copy(
     copy = torch.ops.aten._to_copy.default(
         cpu_view(tensor), dtype=dtype, pin_memory=pin_memory, memory_format=memory_format
     )
-    return npu_view(copy) if device is None or device.type == "npu" else copy
+    if device is None:
+        return npu_view(copy, tensor.get_device())
+    return npu_view(copy, index_of(device)) if device.type == "npu" else copy
 
 
 def resize_(tensor: Tensor, size: list[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
@@ -131,7 +146,13 @@ def resize_(tensor: Tensor, size: list[int], *, memory_format: torch.memory_form
         old = cpu_view(tensor.as_strided([tensor.untyped_storage().nbytes() // tensor.element_size()], [1], 0))
         grown = torch.empty(needed // tensor.element_size(), dtype=tensor.dtype)
         grown[: old.numel()] = old
-        set_storage(tensor, npu_view(grown).untyped_storage(), tensor.storage_offset(), size, shape.stride())
+        set_storage(
+            tensor,
+            npu_view(grown, tensor.get_device()).untyped_storage(),
+            tensor.storage_offset(),
+            size,
+            shape.stride(),
+        )
     else:
         tensor.as_strided_(size, shape.stride())
     return tensor
@@ -152,12 +173,13 @@ def set_storage(tensor: Tensor, storage: Any, offset: int | torch.SymInt, size: 
 
 def set_nothing(tensor: Tensor) -> Tensor:
     """aten::set_ without a source: an empty tensor."""
-    return set_storage(tensor, npu_view(torch.empty(0, dtype=torch.uint8)).untyped_storage(), 0, [0], [1])
+    nothing = npu_view(torch.empty(0, dtype=torch.uint8), tensor.get_device())
+    return set_storage(tensor, nothing.untyped_storage(), 0, [0], [1])
 
 
 def efficient_zeros(size: list[int], **options: Any) -> Tensor:
     """aten::_efficientzerotensor, with memory: a saving that a simulation does not need."""
-    return npu_view(torch.zeros(size, dtype=options.get("dtype")))
+    return npu_view(torch.zeros(size, dtype=options.get("dtype")), index_of(options.get("device")))
 
 
 def has_compatible_shallow_copy_type(tensor: Tensor, other: Tensor) -> bool:

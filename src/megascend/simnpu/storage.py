@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from megascend.simnpu import allocations
 from megascend.simnpu.memory import cpu_view, npu_view
+from megascend.simnpu.visible import index_of
 
 POISON = 0xFF  # as floating point of every width: NaN; as signed integers: -1
 LOGICAL_SIZE = "_npu_logical_size"  # attribute of a resized storage; PyTorch keeps its Python object as long as itself
@@ -30,7 +32,8 @@ def install() -> None:
             return new(kind, *args, **kwargs)
         if len(args) > 1 or (args and not isinstance(args[0], int)):
             raise TypeError("an npu storage is created from a number of bytes")
-        return npu_view(torch.empty(args[0] if args else 0, dtype=torch.uint8)).untyped_storage()
+        memory = torch.empty(args[0] if args else 0, dtype=torch.uint8)
+        return npu_view(memory, index_of(torch.device(device))).untyped_storage()
 
     def resize_(self: Any, size: int) -> Any:
         return _resize(self, size, nbytes(self)) if self.device.type == "npu" else resize(self, size)
@@ -51,9 +54,10 @@ def _resize(storage: Any, size: int, capacity: int) -> Any:
     if size < storage.nbytes():
         _bytes_of(storage)[size:].fill_(POISON)
     setattr(storage, LOGICAL_SIZE, size)
+    allocations.resize(storage, size)
     return storage
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:
-    whole = npu_view(torch.empty(0, dtype=torch.uint8))
+    whole = npu_view(torch.empty(0, dtype=torch.uint8), storage.device.index)
     return cpu_view(whole.set_(storage))

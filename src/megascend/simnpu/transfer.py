@@ -60,7 +60,7 @@ def transfer() -> None:
     torch.Tensor.cuda = torch.Tensor.npu  # type: ignore[attr-defined]
     torch.Tensor.is_cuda = torch.Tensor.is_npu  # type: ignore[attr-defined]
     torch.nn.Module.cuda = torch.nn.Module.npu  # type: ignore[attr-defined]
-    torch.Generator = redirected_class(torch.Generator)  # type: ignore[misc]
+    torch.Generator.devices = ("npu", "cuda")  # type: ignore[attr-defined]  # see accelerator.Redirected
 
     transfer_distributed()
     torch.jit.script = unscripted  # type: ignore[assignment]
@@ -139,22 +139,6 @@ def redirected(function: Callable[..., Any], backends: bool = False) -> Callable
         return function(*map(positional, args), **{name: keyword(name, value) for name, value in kwargs.items()})
 
     return call
-
-
-class RedirectedMeta(type(torch.Generator)):
-    """Lets instances of the original class pass for instances of the redirected one."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.__mro__[1])
-
-
-def redirected_class(original: type) -> type:
-    """A subclass of ``original`` whose constructor reads ``cuda`` as ``npu``."""
-
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return redirected(original.__new__)(cls, *args, **kwargs)
-
-    return RedirectedMeta(original.__name__, (original,), {"__new__": new, "__module__": original.__module__})
 
 
 def unscripted(obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -92,7 +92,7 @@ from megascend.simnpu.npu.types import TYPES as _TYPES
 globals().update(_TYPES)
 get_soc_version = identity.soc_version
 
-default_generators: tuple[torch.Generator, ...] = (simulated.generator(),) * device_count()
+default_generators: tuple[torch.Generator, ...] = tuple(map(simulated.generator, range(device_count())))
 
 
 class SyncLaunchStream(Stream):

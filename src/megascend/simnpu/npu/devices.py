@@ -8,22 +8,8 @@ from types import TracebackType
 
 import torch
 
-from megascend.simnpu.environment import DEVICES_VARIABLE
-from megascend.simnpu.identity import chip, device_count, device_name
-
-
-class CurrentDevice:
-    """The device index that this process has set, and what waits for the first use of a device.
-
-    All indices are the same CPU memory: a script that calls ``set_device(local_rank)`` sees its own number back, as on
-    a node with that many cards.
-    """
-
-    def __init__(self) -> None:
-        self.index = 0
-
-
-CURRENT = CurrentDevice()
+from megascend.simnpu.identity import chip, device_name
+from megascend.simnpu.visible import CURRENT, device_count, existing
 
 
 @dataclass(frozen=True)
@@ -40,8 +26,8 @@ class DeviceProperties:
 
 
 def is_available() -> bool:
-    """There is always a simulated device."""
-    return True
+    """Whether a device is visible."""
+    return device_count() > 0
 
 
 def device_index(device: torch.device | str | int | None) -> int:
@@ -59,22 +45,29 @@ def device_index(device: torch.device | str | int | None) -> int:
         device = device.index
     if device is None:
         return CURRENT.index
-    if not 0 <= device < device_count():
-        raise RuntimeError(
-            f"Invalid device ID. Set device {device}: this host has {device_count()} simulated devices; "
-            f"{DEVICES_VARIABLE} sets their number"
-        )
-    return device
+    return existing(device)
 
 
 def current_device() -> int:
-    """Index of the device that this process has set (0 at first)."""
+    """Index of the device that this thread has set (0 at first)."""
     return CURRENT.index
 
 
 def set_device(device: torch.device | str | int) -> None:
-    """Use this device from now on. All of them are the same memory; the number is kept and reported."""
+    """Use this device in this thread from now on."""
     CURRENT.index = device_index(device)
+
+
+def exchange_device(device: int) -> int:
+    """Use this device from now on, unless its number is negative.
+
+    Returns:
+        the one in use before.
+    """
+    before = CURRENT.index
+    if device >= 0:
+        set_device(device)
+    return before
 
 
 class device:
@@ -122,7 +115,7 @@ def get_device_capability(device: torch.device | str | int | None = None) -> Non
 
 
 def can_device_access_peer(device: int, peer_device: int) -> bool:
-    """All simulated devices of a process are one memory."""
+    """All simulated devices of a process can copy to each other."""
     return device_index(device) != device_index(peer_device)
 
 

@@ -1,4 +1,5 @@
-"""Memory figures. The device is host memory, so they are the process's: a sign of a leak, not a size on a card."""
+"""Memory figures: the bytes of the tensors alive on each device. Of an allocator's waste, and of what operators need
+while they compute, they know nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import psutil
 import torch
 
+from megascend.simnpu import allocations
 from megascend.simnpu.npu.devices import device_index
 
 __all__ = [
@@ -40,48 +42,23 @@ __all__ = [
 Device = torch.device | str | int | None
 
 
-class Peak:
-    """The largest resident size seen at any question since the last reset."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def look(self) -> int:
-        used = process_bytes()
-        self.bytes = max(self.bytes, used)
-        return used
-
-
-PEAK = Peak()
-
-
-def process_bytes() -> int:
-    """Resident memory of this process, in bytes."""
-    return psutil.Process().memory_info().rss
-
-
 def host_memory():
     """Total and available memory of the host."""
     return psutil.virtual_memory()
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Resident memory of the process in bytes: weights and activations, but the interpreter too."""
-    device_index(device)
-    return PEAK.look()
+    """Bytes of the tensors alive on the device."""
+    return allocations.allocated(device_index(device))
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """The largest value of :func:`memory_allocated` at any call since the last reset; nothing watches in between."""
-    device_index(device)
-    PEAK.look()
-    return PEAK.bytes
+    """The largest value of :func:`memory_allocated` since the last reset."""
+    return allocations.peak(device_index(device))
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    device_index(device)
-    PEAK.bytes = 0
-    PEAK.look()
+    allocations.reset_peak(device_index(device))
 
 
 memory_reserved = memory_allocated
@@ -148,7 +125,7 @@ def get_allocator_backend() -> str:
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     used, peak = memory_allocated(device), max_memory_allocated(device)
-    return f"simulated NPU: process holds {used / 2**20:.0f} MiB, {peak / 2**20:.0f} MiB at most when asked"
+    return f"simulated NPU: tensors hold {used / 2**20:.0f} MiB, {peak / 2**20:.0f} MiB at most"
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:

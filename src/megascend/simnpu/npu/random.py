@@ -1,4 +1,4 @@
-"""Random states of the device. All device indices share one generator, as they share one memory."""
+"""Random states of the devices, each of which has its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from megascend.simnpu import device as simulated
-from megascend.simnpu.npu.devices import device_count, device_index
+from megascend.simnpu.npu.devices import device_index
+from megascend.simnpu.random import Generator as Generator
+from megascend.simnpu.random import generator
+from megascend.simnpu.visible import device_count
 
 __all__ = [
     "get_rng_state",
@@ -26,8 +28,7 @@ Device = torch.device | str | int
 
 def get_rng_state(device: Device = "npu") -> torch.Tensor:
     """State of the device's generator, a ByteTensor on the CPU."""
-    device_index(device)
-    return simulated.generator().get_state()
+    return generator(device_index(device)).get_state()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
@@ -35,8 +36,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = "npu") -> None:
-    device_index(device)
-    simulated.generator().set_state(new_state)
+    generator(device_index(device)).set_state(new_state)
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
@@ -45,21 +45,26 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def manual_seed(seed: int) -> None:
-    simulated.generator().manual_seed(int(seed))
+    """Seed the current device's generator."""
+    generator().manual_seed(int(seed))
 
 
 def manual_seed_all(seed: int) -> None:
-    manual_seed(seed)
+    """Seed every device's generator alike."""
+    for index in range(device_count()):
+        generator(index).manual_seed(int(seed))
 
 
 def seed() -> None:
-    """Seed the generator from the system's entropy."""
-    simulated.generator().seed()
+    """Seed the current device's generator from the system's entropy."""
+    generator().seed()
 
 
 def seed_all() -> None:
+    """The same for every device, with one number for all."""
     seed()
+    manual_seed_all(initial_seed())
 
 
 def initial_seed() -> int:
-    return simulated.generator().initial_seed()
+    return generator().initial_seed()

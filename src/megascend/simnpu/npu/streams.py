@@ -5,28 +5,32 @@ from __future__ import annotations
 import itertools
 import time
 from types import TracebackType
+from typing import Any
 
 import torch
 
-from megascend.simnpu.npu.devices import CURRENT, device_index
+from megascend.simnpu.npu.devices import device_index
+from megascend.simnpu.visible import CURRENT
 
 _numbers = itertools.count(1)
 
 
-class Stream:
+PRIVATE_USE_1 = 20  # c10::DeviceType
+
+
+class Stream(torch.Stream):
     """A queue of work that is always empty: an operator has finished when its call returns."""
 
-    def __init__(
-        self, device: torch.device | str | int | None = None, priority: int = 0, stream_id: int | None = None
-    ) -> None:
-        self.device_index = device_index(None if device == -1 else device)
-        self.priority = priority
-        self.stream_id = next(_numbers) if stream_id is None else stream_id
-        self.device_type = 20  # c10::DeviceType::PrivateUse1
+    def __new__(
+        cls, device: torch.device | str | int | None = None, priority: int = 0, stream_id: int | None = None, **_: Any
+    ) -> Stream:
+        number = next(_numbers) if stream_id is None else stream_id
+        index = device_index(None if device == -1 else device)
+        return super().__new__(cls, stream_id=number, device_index=index, device_type=PRIVATE_USE_1)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("npu", self.device_index)
+    def __init__(self, device: torch.device | str | int | None = None, priority: int = 0, **_: Any) -> None:
+        self.priority = priority
+        self._contexts: list[StreamContext] = []
 
     @property
     def npu_stream(self) -> int:
@@ -53,30 +57,40 @@ class Stream:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and (self.stream_id, self.device_index) == (
-            other.stream_id,
-            other.device_index,
-        )
+    def __enter__(self) -> Stream:
+        self._contexts.append(StreamContext(self))
+        self._contexts[-1].__enter__()
+        return self
 
-    def __hash__(self) -> int:
-        return hash((self.stream_id, self.device_index))
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._contexts.pop().__exit__(kind, value, traceback)
 
     def __repr__(self) -> str:
         return f"<torch_npu.npu.Stream device={self.device} npu_stream={self.stream_id:#x}>"
 
 
-class Event:
+class Event(torch.Event):
     """A point in a stream. Recording notes the time, so that ``elapsed_time`` is that of the host."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Event:
+        return super().__new__(cls, "cpu")
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
         self.enable_timing = enable_timing
         self.recorded_at: float | None = None
+        self._device_index = CURRENT.index
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("npu", self._device_index)
 
     def record(self, stream: Stream | None = None) -> None:
         self.recorded_at = time.perf_counter()
+        self._device_index = CURRENT.index if stream is None else stream.device_index
 
     def wait(self, stream: Stream | None = None) -> None:
         """Nothing to wait for."""
@@ -98,6 +112,11 @@ class Event:
         if self.recorded_at is None or end_event.recorded_at is None:
             raise RuntimeError("Event.elapsed_time: both events must be recorded first")
         return (end_event.recorded_at - self.recorded_at) * 1000.0
+
+
+def event_of_device(device: torch.device | str | int | None, *options: Any, **named: Any) -> Event:
+    """``torch.Event(device, ...)`` of the simulated device, which it takes from the stream that it is recorded in."""
+    return Event(*options, **named)
 
 
 class Streams:

@@ -125,7 +125,7 @@ def to_host(value: Any) -> Any:
 def to_device(value: Any, device: torch.device) -> Any:
     """``value`` with CPU tensors (alone or in a list) as NPU views, if ``device`` is an NPU."""
     if isinstance(value, torch.Tensor):
-        return npu_view(value) if device.type == "npu" else value
+        return npu_view(value, device.index) if device.type == "npu" else value
     if isinstance(value, (list, tuple)):
         return type(value)(to_device(item, device) for item in value)
     return value
@@ -137,10 +137,10 @@ def cpu_view(tensor: torch.Tensor) -> torch.Tensor:
     return device.cpu_view(tensor)
 
 
-def npu_view(tensor: torch.Tensor) -> torch.Tensor:
+def npu_view(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
     from megascend.simnpu import device
 
-    return device.npu_view(tensor)
+    return device.npu_view(tensor, index)
 
 
 def random_generator() -> torch.Generator:
