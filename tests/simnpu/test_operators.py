@@ -346,9 +346,11 @@ def test_ring_update_is_attention_over_both_parts(npu: Any) -> None:
 
 
 def test_an_operator_that_is_not_simulated_is_named(npu: Any) -> None:
-    with pytest.raises(NotSimulatedError, match=r"torch_npu\.npu_quant_matmul: this operator is not simulated"):
-        npu.npu_quant_matmul(1, 2)
-    assert not hasattr(npu, "npu_quant_matmul")
+    with pytest.raises(
+        NotSimulatedError, match=r"torch_npu\.npu_weight_quant_batchmatmul: this operator is not simulated"
+    ):
+        npu.npu_weight_quant_batchmatmul(1, 2)
+    assert not hasattr(npu, "npu_weight_quant_batchmatmul")
     with pytest.raises(NotSimulatedError, match="npu_grouped_matmul with scale is not simulated"):
         npu.npu_grouped_matmul([make(2, 2).npu()], [make(2, 2).npu()], scale=[make(2).npu()], group_type=-1)
 
