@@ -6,6 +6,7 @@ It changes torch for the whole process, so that tests which use it are skipped i
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +20,13 @@ def sim_npu() -> None:
     if not os.environ.get(ACTIVE_VARIABLE):
         pytest.skip(f"needs a process of its own: {ACTIVE_VARIABLE}=1 python -m pytest tests/simnpu")
     simnpu.activate()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that fork ranks come first: after a backward pass in this process, a forked one can run none."""
+    mine = [index for index, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    ordered = sorted(
+        (items[i] for i in mine), key=lambda item: not hasattr(getattr(item, "module", 0), "run_distributed")
+    )
+    for index, item in zip(mine, ordered, strict=True):
+        items[index] = item
