@@ -32,14 +32,14 @@ def _pinning(factory: Any) -> Any:
         created = factory(*args, **kwargs)
         if not created.is_cpu:
             raise RuntimeError("Only dense CPU tensors can be pinned")
-        return _marked(created)
+        return marked(created)
 
     return create
 
 
 def pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """aten::_pin_memory of a CPU tensor."""
-    return _marked(tensor.clone())
+    return marked(tensor.clone())
 
 
 def is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
@@ -47,7 +47,7 @@ def is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
     return hasattr(tensor.untyped_storage(), MARK)
 
 
-def _marked(tensor: Tensor) -> Tensor:
+def marked(tensor: Tensor) -> Tensor:
     setattr(tensor.untyped_storage(), MARK, True)
     return tensor
 

@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from megascend.simnpu import collectives, distributed, jit_operators, npu, operators, optim, profiler
+from megascend.simnpu import collectives, distributed, jit_operators, npu, operators, optim, profiler, reducer
 from megascend.simnpu import device as simulated
 from megascend.simnpu.environment import ACTIVE_VARIABLE
 from megascend.simnpu.environment import simulated_version as simulated_version
@@ -28,6 +28,7 @@ def install(package: str) -> None:
         del torch.npu  # type: ignore[attr-defined]
         torch._register_device_module("npu", npu)
     collectives.register()
+    reducer.install()
     accept_simulated_streams()
     alias(f"{package}.npu", npu)
     for name in (

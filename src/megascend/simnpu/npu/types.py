@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,11 +31,13 @@ class TensorTypeMeta(type):
 
 
 class TensorType(metaclass=TensorTypeMeta):
-    """A constructor for NPU tensors of one dtype, from sizes or from data."""
+    """A constructor for NPU tensors of one dtype, from sizes (also as ``size=``) or from data."""
 
     dtype = torch.float32
 
-    def __new__(cls, *args: Any) -> torch.Tensor:  # type: ignore[misc]
+    def __new__(cls, *args: Any, size: Sequence[int] | None = None) -> torch.Tensor:  # type: ignore[misc]
+        if size is not None:
+            return torch.empty(size, dtype=cls.dtype, device="npu")
         if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
             return torch.tensor(args[0], dtype=cls.dtype, device="npu")
         return torch.empty(*args or (0,), dtype=cls.dtype, device="npu")
