@@ -18,6 +18,7 @@ from megascend import (
     ConfigError,
     DataError,
     Lora,
+    LossFunctionError,
     Parallel,
     Sample,
     Schedule,
@@ -139,7 +140,7 @@ def loss_raises(backend):
         raise ZeroDivisionError("a tenant's own loss")
 
     before = {name: exact(adapter) for name, adapter in backend.adapters.items()}
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LossFunctionError, match="ZeroDivisionError: a tenant's own loss"):
         backend.forward_backward(samples_of(backend), broken)
     assert {name: exact(adapter) for name, adapter in backend.adapters.items()} == before
     healthy(backend)
