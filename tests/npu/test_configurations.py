@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megascend.config import Batching, Moe, Parallel, Recompute
+from megascend.config import Batching, Parallel, Recompute
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
@@ -104,7 +104,7 @@ def repatch_ten_times(experts):
     runtime.configure_topology(two)
     runtime.configure_topology(one)
     groups = initialize(one, runtime.platform, 30)
-    config = build_config(experts, one, "fp32", Recompute(), Moe(), runtime.platform, packing=True)
+    config = build_config(experts, one, "fp32", Recompute(), runtime.platform)
     levels = []
 
     def around():

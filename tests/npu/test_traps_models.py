@@ -13,7 +13,7 @@ import torch
 from megascend import Sample
 from megascend.bootstrap import current_runtime
 from megascend.bootstrap.versions import installed_versions, require_supported
-from megascend.config import Batching, Moe, Parallel, Recompute
+from megascend.config import Batching, Parallel, Recompute
 from megascend.errors import ConfigError
 from megascend.simnpu import call_log
 from megascend.testing import run_distributed
@@ -121,7 +121,7 @@ def refuse_gpt_oss(folder: Path) -> list[str]:
     runtime, topology = current_runtime("a test"), plan(Parallel(), 1)
     runtime.configure_topology(topology)
     initialize(topology, runtime.platform, 30)
-    config = build_config(folder, topology, "fp32", Recompute(), Moe(), runtime.platform, packing=True)
+    config = build_config(folder, topology, "fp32", Recompute(), runtime.platform)
     with pytest.raises(ConfigError) as window:
         runtime.configure_model(config, {})
     config.window_size = None
