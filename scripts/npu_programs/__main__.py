@@ -118,7 +118,7 @@ def swift(precision: str) -> Program:
     def command(python: str, run: Path) -> list[str]:
         start = "from swift.cli._megatron.main import cli_main; cli_main()"
         ids = ["--model", str(run / "models" / "qwen3"), "--dataset", str(run / "data" / "messages.jsonl")]
-        kind = ["--bf16", "true"] if precision == "bf16" else ["--fp16", "true"]
+        kind = {"bf16": ["--bf16", "true", "--torch_dtype", "bfloat16"], "fp16": ["--fp16", "true"]}[precision]
         return [
             python,
             "-c",
