@@ -27,6 +27,7 @@ from typing import Any
 
 LORA_LOGITS_BOUND = 2e-5
 WORKER_TIMEOUT_S = 180
+ADAPTERS_TIMEOUT_S = 300
 LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
 """For all cases when --precision asks for 16 bits; routing that flips makes MoE models the worst."""
 PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
@@ -43,6 +44,8 @@ def measure(
     tokens, chosen = token_lists(), cases(pattern, precision, platform_name, lora)
     # What forks a process is done before there are threads.
     checkpoints = {case.name: case_checkpoint(folder, case.arch, **case.overrides) for case in chosen}
+    if lora and not forks:
+        make_adapters(pattern, folder, platform_name, precision)
     adapters = {case.name: case_adapter(checkpoints[case.name], case) for case in chosen if lora}
 
     def row(case: Any) -> dict[str, Any]:
@@ -77,6 +80,24 @@ def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = 
     if precision is None:
         return chosen
     return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
+
+
+def make_adapters(pattern: str, folder: Path, platform_name: str, precision: str | None) -> None:
+    """Make the adapters that the cases start from, all in one process on the CPU: there ranks are forked, which is fast."""
+    command = [sys.executable, __file__, "--make-adapters", str(folder), "--only", pattern, "--platform", platform_name]
+    command += ["--precision", precision] if precision else []
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=ADAPTERS_TIMEOUT_S, env={**os.environ, **hidden})
+
+
+def adapter_maker(pattern: str, folder: Path, platform_name: str, precision: str | None) -> None:
+    """What the process of :func:`make_adapters` does."""
+    from megascend.testing.lora_parity import case_adapter
+    from megascend.testing.parity import case_checkpoint
+
+    prepare("cpu")
+    for case in cases(pattern, precision, platform_name, lora=True):
+        case_adapter(case_checkpoint(folder, case.arch, **case.overrides), case)
 
 
 def prepare(platform_name: str) -> bool:
@@ -165,8 +186,12 @@ def main() -> int:
     parser.add_argument("--platform", choices=("cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
     parser.add_argument("--jobs", type=int, default=1, help="CUDA: cases side by side; they share the GPUs")
+    parser.add_argument("--make-adapters", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "CHECKPOINT", "RESULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.make_adapters:
+        adapter_maker(arguments.only, arguments.make_adapters, arguments.platform, arguments.precision)
+        return 0
     if arguments.worker:
         name, checkpoint, result = arguments.worker
         worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.precision, arguments.lora)
