@@ -25,7 +25,7 @@ from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples
 
 TIMEOUT_S = 4.0
-DIAGNOSIS_S = 6.0  # three seconds of watching, and what two busy cores add
+DIAGNOSIS_S = 30.0  # three seconds of watching; the rest is what a busy machine adds (14 s were seen)
 KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
 
 
@@ -78,7 +78,10 @@ def run(fault, world, work, *arguments):
     """What the surviving ranks caught, by rank."""
     with faults.inject(fault):
         results = run_distributed(work, world, *arguments, init=False, timeout_s=60, expect_lost={fault.rank})
-    assert results[fault.rank] == KILLED[fault.action]
+    ends = [KILLED[fault.action]]
+    if fault.action == "hang":  # one that hangs long enough, on a busy machine, learns that the others have given up
+        ends.append(Lost(EXIT_PEER_LOST))
+    assert results[fault.rank] in ends
     return {rank: result for rank, result in enumerate(results) if rank != fault.rank}
 
 
