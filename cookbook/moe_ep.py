@@ -43,8 +43,8 @@ def main() -> None:
     megascend.bootstrap()
     from transformers import AutoTokenizer
 
-    from megascend.train.data import batches, read_documents
-    from megascend.train.tokenize import build_samples
+    from megascend.app.data import batches, read_documents
+    from megascend.app.tokenize import build_samples
 
     backend = megascend.MegatronBackend(
         model=arguments.model,

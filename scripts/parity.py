@@ -37,8 +37,8 @@ def measure(
     pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool, jobs: int
 ) -> list[dict[str, Any]]:
     """One row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
-    from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_oracle
-    from megascend.testing.parity import case_checkpoint, differences, oracle, token_lists
+    from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_reference
+    from megascend.testing.parity import case_checkpoint, differences, hf_reference, token_lists
 
     forks = prepare(platform_name)
     tokens, chosen = token_lists(), cases(pattern, precision, platform_name, lora)
@@ -53,9 +53,9 @@ def measure(
         if lora:
             adapter = adapters[case.name]
             mine = run(case, checkpoint, tokens, platform_name, precision, forks, adapter)
-            found: Any = adapter_differences(mine, peft_oracle(folder, checkpoint, adapter, tokens))
+            found: Any = adapter_differences(mine, peft_reference(folder, checkpoint, adapter, tokens))
         else:
-            reference = oracle(folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula)
+            reference = hf_reference(folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula)
             found = differences(run(case, checkpoint, tokens, platform_name, precision, forks), reference)
         within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound
         if case.precision == "fp32" and found.logits is not None:
@@ -103,7 +103,7 @@ def adapter_maker(pattern: str, folder: Path, platform_name: str, precision: str
 def prepare(platform_name: str) -> bool:
     """Whether ranks are forked from this process, where devices are CPU memory; Megatron is imported for them then."""
     import megascend
-    from megascend import simnpu
+    import simnpu
 
     forks = platform_name == "cpu" or simnpu.is_active()
     if forks:

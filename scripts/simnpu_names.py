@@ -67,7 +67,7 @@ def main() -> None:
     checkout = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MEGASCEND_TORCH_NPU", ""))
     if not (checkout / "torch_npu" / "npu" / "__init__.py").is_file():
         raise SystemExit(f"no checkout of torch_npu at {str(checkout)!r}: name one, or set MEGASCEND_TORCH_NPU")
-    from megascend import simnpu
+    import simnpu
 
     simnpu.activate()
     sections = [section(module, published(checkout / file)) for module, file in PACKAGES.items()]

@@ -137,8 +137,8 @@ def test_an_impossible_layout_names_the_setting_and_what_would_fit(checkpoint, w
 
 
 def test_a_topology_for_another_world_is_refused(megatron_imported):
-    from megascend.parallel.process_groups import initialize
-    from megascend.parallel.topology import plan
+    from megascend.distributed.process_groups import initialize
+    from megascend.topology.topology import plan
 
     def attempt():
         initialize(plan(Parallel(), 4), megatron_imported.platform, timeout_s=5)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.mindspeed.refusals import NEEDS_MEGATRON_TRAINING
+from megascend.bootstrap.mindspeed.unsupported import NEEDS_MEGATRON_TRAINING
 from megascend.bootstrap.versions import STACKS
 
 ROOT = Path(__file__).resolve().parent.parent

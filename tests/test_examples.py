@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megascend.app.data import read_documents
 from megascend.config import load_config
-from megascend.train.data import read_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "examples").rglob("*.yaml"))

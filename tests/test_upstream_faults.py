@@ -18,7 +18,6 @@ from packaging.version import Version
 
 from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
-from megascend.parallel.topology import ModelShape, plan
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,
@@ -26,10 +25,11 @@ from megascend.testing.parity import (
     case_checkpoint,
     causal_samples,
     differences,
-    oracle,
+    hf_reference,
     token_lists,
     train_case,
 )
+from megascend.topology.topology import ModelShape, plan
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")
@@ -41,7 +41,7 @@ def compare(case: Case, parity_folder: Path, steps: int = 10, lengths: tuple[int
     """``case`` against the reference over ``steps`` steps."""
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists(lengths=lengths) if lengths else token_lists()
-    reference = oracle(
+    reference = hf_reference(
         parity_folder, checkpoint, tokens, steps=steps, aux_loss=case.aux_loss, aux_formula=case.aux_formula
     )
     return differences(train_case(case, checkpoint, tokens, steps=steps), reference)
@@ -67,7 +67,7 @@ def build(checkpoint, parallel: Parallel | None = None, **options):
 def test_1_the_norm_counts_every_shard_of_embedding_and_output(parity_folder, monkeypatch, tied):
     case = Case("TP2", 2, Parallel(tensor=2), overrides={"tie_word_embeddings": tied})
     assert_equal(compare(case, parity_folder, steps=3), case)
-    monkeypatch.setattr("megascend.model.build.mark_tensor_parallel", lambda chunk: None)
+    monkeypatch.setattr("megascend.engines.megatron.build.mark_tensor_parallel", lambda chunk: None)
     found = compare(case, parity_folder, steps=3)
     assert found.loss < 1e-2  # the loss hides it: only clipping tells
     assert found.grad_norm > 1e-1
@@ -91,7 +91,7 @@ def test_2_experts_that_tp_would_replicate_unsummed_are_refused(parity_folder, m
             build(checkpoint, parallel)
 
     run_distributed(on_rank, 2, init=False)
-    monkeypatch.setattr("megascend.parallel.topology.check_grid", lambda *args: None)
+    monkeypatch.setattr("megascend.topology.topology.check_grid", lambda *args: None)
     found = compare(case, parity_folder)
     assert found.loss > 1e-2
     assert found.grad_norm > 1e-2
@@ -108,7 +108,7 @@ def test_2_the_settings_that_the_refusal_names_are_right(parity_folder, parallel
 
 @pytest.mark.nightly
 def test_3_interleaved_pipelines_overlap_their_messages(parity_folder, monkeypatch):
-    from megascend.model import build as module
+    from megascend.engines.megatron import build as module
 
     case = Case("PP2 x VPP2", 2, Parallel(pipeline=2, virtual_pipeline=2), loss_bound=3e-5)
     lengths = (33,) * 8  # micro batches of one length: with several, messages of the wrong length would give it away
@@ -125,15 +125,15 @@ def test_3_interleaved_pipelines_overlap_their_messages(parity_folder, monkeypat
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["padded", "CP2"])
 def test_4_megatrons_own_auxiliary_loss_counts_padding(parity_folder, monkeypatch, layout):
-    """What is ours instead is compared with the same reference in ``tests/model/test_routers.py``."""
-    from megascend.model import build as module
+    """What is ours instead is compared with the same reference in ``tests/engines/megatron/test_routers.py``."""
+    from megascend.engines.megatron import build as module
 
     padded, coefficient = layout == "padded", 0.5
     world_size, parallel = (1, Parallel()) if padded else (2, Parallel(context=2))
     case = Case(layout, world_size, parallel, arch="qwen3_moe", packing=not padded, micro_batch_tokens=WHOLE_BATCH)
     lengths = (20, 34, 9, 27, 17, 40, 26, 11)  # odd after the shift
     checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists(lengths=lengths)
-    reference = oracle(parity_folder, checkpoint, tokens, steps=1, aux_loss=coefficient)
+    reference = hf_reference(parity_folder, checkpoint, tokens, steps=1, aux_loss=coefficient)
     theirs = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
     monkeypatch.setattr(module, "ROUTING", module.ROUTING | theirs)
     assert differences(train_case(case, checkpoint, tokens, steps=1), reference).grad_norm > 1e-3
@@ -144,7 +144,7 @@ def test_4_megatrons_own_auxiliary_loss_counts_padding(parity_folder, monkeypatc
 
 def with_dropout(monkeypatch, hidden: float, attention: float, check: bool = True) -> None:
     """Let mcore-bridge read these probabilities from any checkpoint."""
-    from megascend.model import build as module
+    from megascend.engines.megatron import build as module
 
     upstream = module.hf_to_mcore_config
     changed = {"hidden_dropout": hidden, "attention_dropout": attention}
@@ -236,7 +236,7 @@ def test_6_hugging_face_models_made_later_in_the_process_are_right(parity_folder
 
 
 def test_6_without_restoring_the_table_they_break(parity_folder, monkeypatch):
-    monkeypatch.setattr("megascend.model.build.preserved_rope_functions", contextlib.nullcontext)
+    monkeypatch.setattr("megascend.engines.megatron.build.preserved_rope_functions", contextlib.nullcontext)
     arguments = (case_checkpoint(parity_folder, "qwen3"), token_lists()[:3])
     if STACK_0_16:
         with pytest.raises(DistributedTestError, match="rope_theta"):
@@ -250,7 +250,7 @@ def test_6_without_restoring_the_table_they_break(parity_folder, monkeypatch):
 
 
 def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(parity_folder, monkeypatch):
-    from megascend.model import build as module
+    from megascend.engines.megatron import build as module
 
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
 
@@ -273,7 +273,7 @@ def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(parity_folder,
 
 
 def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(parity_folder, monkeypatch):
-    from megascend.strategy import step as module
+    from megascend.step import step as module
 
     case = Case("CP2 packed", 2, Parallel(context=2))
     assert_equal(compare(case, parity_folder, steps=3), case)
@@ -299,7 +299,7 @@ def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(parity_fo
 
 
 def test_10_gradient_buffers_of_every_chunk_are_zeroed(parity_folder, monkeypatch):
-    from megascend.strategy.optimizer import Optimizer
+    from megascend.engines.megatron.optimizer import Optimizer
 
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
@@ -374,7 +374,7 @@ def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monk
 
 def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_parallel_ranks(parity_folder, monkeypatch):
     """megatron-core's ``_reduce`` leaves a tensor that is not contiguous as it was: the loss is right, gradients are not."""
-    from megascend.bootstrap import upstream_fixes
+    from megascend.bootstrap import patches as upstream_fixes
 
     case = Case("TP2, padded", 2, Parallel(tensor=2), packing=False, micro_batch_tokens=WHOLE_BATCH)
     assert_equal(compare(case, parity_folder, steps=3), case)
@@ -389,4 +389,4 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
     monkeypatch.setattr(upstreams_module, "_reduce", upstreams)
     found = compare(case, parity_folder, steps=1)
     assert found.loss <= case.loss_bound
-    assert found.grad_norm > 1.0, "upstream has mended _reduce: drop megascend.bootstrap.upstream_fixes.reduce"
+    assert found.grad_norm > 1.0, "upstream has mended _reduce: drop megascend.bootstrap.patches.reduce"

@@ -57,9 +57,9 @@ def main() -> None:
     megascend.bootstrap(arguments.platform, parallel)
     from transformers import AutoTokenizer
 
-    from megascend.parallel.objects import gather_objects
-    from megascend.train.data import read_documents
-    from megascend.train.tokenize import build_samples
+    from megascend.app.data import read_documents
+    from megascend.app.tokenize import build_samples
+    from megascend.distributed.objects import gather_objects
 
     backend = megascend.MegatronBackend(
         model=arguments.model,

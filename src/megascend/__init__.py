@@ -19,18 +19,18 @@ _PUBLIC = {
     "bootstrap": "megascend.bootstrap",
     "Runtime": "megascend.bootstrap",
     "MegatronBackend": "megascend.backend",
-    "ForwardBackwardResult": "megascend.train.results",
-    "ForwardResult": "megascend.train.results",
-    "StepResult": "megascend.train.results",
-    "Sample": "megascend.train.sample",
-    "Loss": "megascend.train.losses",
+    "ForwardBackwardResult": "megascend.batch.results",
+    "ForwardResult": "megascend.batch.results",
+    "StepResult": "megascend.batch.results",
+    "Sample": "megascend.batch.sample",
+    "Loss": "megascend.batch.losses",
     "Parallel": "megascend.config",
     "Adam": "megascend.config",
     "Schedule": "megascend.config",
     "Recompute": "megascend.config",
     "Moe": "megascend.config",
     "Batching": "megascend.config",
-    "AdapterLoss": "megascend.train.results",
+    "AdapterLoss": "megascend.batch.results",
     "AdapterQueue": "megascend.lora.queue",
     "AdapterFuture": "megascend.lora.queue",
     "Lora": "megascend.config",
@@ -60,6 +60,9 @@ __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from megascend.backend import MegatronBackend
+    from megascend.batch.losses import Loss
+    from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
+    from megascend.batch.sample import Sample
     from megascend.bootstrap import Runtime, bootstrap
     from megascend.config import (
         Adam,
@@ -94,9 +97,6 @@ if TYPE_CHECKING:
         VersionError,
     )
     from megascend.lora.queue import AdapterFuture, AdapterQueue
-    from megascend.train.losses import Loss
-    from megascend.train.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
-    from megascend.train.sample import Sample
 
 
 def __getattr__(name: str) -> Any:

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.bootstrap import bootstrap
 from megascend.config import Adam, Adapters, Batching, Lora, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
+from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, LossFunctionError, MegascendError
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.parallel.launch import Launch
-from megascend.parallel.topology import Topology, plan
+from megascend.topology.topology import Topology, plan
 
 if TYPE_CHECKING:
+    from megascend.batch.losses import Loss, LossFunction
+    from megascend.batch.results import ForwardBackwardResult, ForwardResult, StepResult
+    from megascend.batch.sample import Sample
     from megascend.checkpoint.saver import PendingSave
+    from megascend.distributed.process_groups import ProcessGroups
     from megascend.lora.adapter import Adapter
-    from megascend.lora.host import AdapterHost
-    from megascend.parallel.process_groups import ProcessGroups
+    from megascend.lora.manager import AdapterManager
     from megascend.platforms.base import Platform
     from megascend.selfcheck.verdict import Verdict
-    from megascend.train.losses import Loss, LossFunction
-    from megascend.train.results import ForwardBackwardResult, ForwardResult, StepResult
-    from megascend.train.sample import Sample
 
 T = TypeVar("T")
 
@@ -93,10 +93,10 @@ class MegatronBackend:
         self._runtime.load_megatron()
 
         from megascend.checkpoint.saver import Saver
-        from megascend.model.architecture import check_architecture
-        from megascend.parallel import process_groups
-        from megascend.strategy.megatron import MegatronStrategy
-        from megascend.strategy.step import Step
+        from megascend.distributed import process_groups
+        from megascend.engines.megatron.architecture import check_architecture
+        from megascend.engines.megatron.engine import MegatronStrategy
+        from megascend.step.step import Step
 
         check_architecture(self._model_dir)
         process_groups.require_none_alive()  # before anything is patched under a backend that is in use
@@ -106,7 +106,7 @@ class MegatronBackend:
         try:
             if precision == "fp32" and not self._runtime.tf32:
                 self.platform.check_products()
-            with self.groups.watch.phase("build"):
+            with self.groups.monitor.phase("build"):
                 self._strategy = MegatronStrategy(
                     self._runtime,
                     self.topology,
@@ -183,7 +183,7 @@ class MegatronBackend:
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:
         """This data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""
-        from megascend.train.packing import shard
+        from megascend.batch.packing import shard
 
         shares = shard([len(s) for s in samples], [s.pair for s in samples], self.topology.data)
         return [samples[index] for index in shares[self.topology.coordinates(self.rank).data]]
@@ -194,7 +194,7 @@ class MegatronBackend:
 
     def gather_by_data_rank(self, obj: T) -> list[T]:
         """A Python object of every data parallel rank, in their order, on every rank. Travels over Gloo."""
-        from megascend.parallel.objects import gather_objects
+        from megascend.distributed.objects import gather_objects
 
         if self.topology.data < self.world_size:
             self._together("gather_by_data_rank()")
@@ -202,7 +202,7 @@ class MegatronBackend:
 
     def from_rank_0(self, produce: Callable[[], T]) -> T:
         """What ``produce`` returns or raises on rank 0, on every rank. Travels over Gloo."""
-        from megascend.parallel.objects import broadcast_object
+        from megascend.distributed.objects import broadcast_object
 
         made: tuple[T | None, MegascendError | None] | None = None
         if self.rank == 0:
@@ -217,7 +217,7 @@ class MegatronBackend:
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank; the same answer on every rank. Travels over Gloo."""
-        from megascend.parallel.objects import all_reduce_numbers
+        from megascend.distributed.objects import all_reduce_numbers
 
         numbers = [float(flag) for flag in flags]
         return [value > 0 for value in all_reduce_numbers(numbers, "world", self.groups, "max", "any_rank()")]
@@ -247,7 +247,7 @@ class MegatronBackend:
                 of earlier calls, the model itself has lost those accumulated since the last :meth:`optimizer_step`.
             ConfigError: the loss is unknown, or gradients were reduced already (``overlap_grad_reduce``).
         """
-        from megascend.parallel.objects import agree
+        from megascend.distributed.objects import agree
 
         try:
             resolved = self._resolved(loss)
@@ -266,7 +266,7 @@ class MegatronBackend:
         return result
 
     def _resolved(self, loss: str | Loss | LossFunction) -> Loss:
-        from megascend.train.losses import resolve
+        from megascend.batch.losses import resolve
 
         if self._reduced:
             raise ConfigError(
@@ -294,10 +294,10 @@ class MegatronBackend:
             reduced, self._reduced, self._accumulated = self._reduced, False, False
             result = self._strategy.optimizer.step(reduced)
         else:
-            from megascend.train.results import StepResult
+            from megascend.batch.results import StepResult
 
             result = StepResult.of(host.optimizer.step(chosen))
-        self.groups.watch.step += 1
+        self.groups.monitor.step += 1
         return result
 
     def _to_step(self, adapters: str | Sequence[str] | None) -> list[Adapter]:
@@ -331,7 +331,7 @@ class MegatronBackend:
         Raises:
             OutOfStepError: on every rank: they are in different calls.
         """
-        from megascend.parallel.objects import agree
+        from megascend.distributed.objects import agree
 
         try:
             found = check()
@@ -408,7 +408,7 @@ class MegatronBackend:
                     f"save_adapter: call optimizer_step({name!r}) first; accumulated gradients are not saved"
                 )
 
-        with self.groups.watch.phase("save adapter"):
+        with self.groups.monitor.phase("save adapter"):
             self._together(f"save_adapter({name!r}, {str(path)!r}, {optimizer=})", check)
             self._host().save(name, Path(path), str(self._model_dir), optimizer=optimizer)
 
@@ -423,11 +423,11 @@ class MegatronBackend:
             ConfigError: as :meth:`add_adapter`.
             CheckpointError: on every rank; nothing has been added then.
         """
-        with self.groups.watch.phase("load adapter"):
+        with self.groups.monitor.phase("load adapter"):
             self._together(f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=})", self._host)
             self._host().load(name, Path(path), optimizer=optimizer, lora=lora)
 
-    def _host(self) -> AdapterHost:
+    def _host(self) -> AdapterManager:
         if self._strategy.adapters is None:
             raise ConfigError(
                 "this backend trains the model itself; to train adapters, construct "
@@ -444,13 +444,13 @@ class MegatronBackend:
             adapter: merge this adapter into what is written, ``W + scaling * B A`` in float32; the model in memory stays as
                 it is.
         """
-        with self.groups.watch.phase("export"):
+        with self.groups.monitor.phase("export"):
             call = f"export_hf({str(path)!r}, {adapter=})"
             self._together(call, lambda: None if adapter is None else self._host().named(adapter))
             self._export(Path(path), adapter)
 
     def _export(self, path: Path, adapter: str | None = None) -> None:
-        from megascend.model import weights
+        from megascend.engines.megatron import weights
 
         self._strategy.finish_param_gather()
         dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self._precision]
@@ -497,7 +497,7 @@ class MegatronBackend:
         """
         from megascend.checkpoint import contents
 
-        with self.groups.watch.phase("save"):
+        with self.groups.monitor.phase("save"):
             self._together(f"save({str(path)!r}, {hf=}, {wait=})", lambda: self._require_no_gradients("save"))
             taken = contents.describe(self._strategy, self.step_count, progress, config)
             write_more = (lambda directory: self._export(directory / "hf")) if hf else None
@@ -530,7 +530,7 @@ class MegatronBackend:
         """
         from megascend.checkpoint import contents, loader
 
-        with self.groups.watch.phase("load"):
+        with self.groups.monitor.phase("load"):
             self._together(f"load({str(path)!r})")
             self._saver.finish()
             directory = Path(path)
@@ -539,13 +539,13 @@ class MegatronBackend:
             loader.check_fits(found, mine, directory)
             loader.load(self._strategy, directory, found, mine)
         self._accumulated = self._reduced = False
-        self.groups.watch.step = found.step + 1
+        self.groups.monitor.step = found.step + 1
         return found.progress
 
     @property
     def step_count(self) -> int:
         """Calls of :meth:`optimizer_step` so far, skipped steps and those before a checkpoint included."""
-        return self.groups.watch.step - 1
+        return self.groups.monitor.step - 1
 
     def _require_no_gradients(self, what: str) -> None:
         adapters = [name for name, adapter in self.adapters.items() if adapter.accumulated]

@@ -85,7 +85,13 @@ print('unchanged')
 
 
 @pytest.mark.parametrize(
-    "module", ["megascend.model", "megascend.model.build", "megascend.strategy.megatron", "megascend.strategy.step"]
+    "module",
+    [
+        "megascend.engines.megatron",
+        "megascend.engines.megatron.build",
+        "megascend.engines.megatron.engine",
+        "megascend.step.step",
+    ],
 )
 def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
     last = run(f"import {module}").stderr.strip().splitlines()[-1]
@@ -94,7 +100,7 @@ def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["megascend", "megascend.backend", "megascend.config", "megascend.parallel.topology"]
+    "module", ["megascend", "megascend.backend", "megascend.config", "megascend.topology.topology"]
 )
 def test_parts_that_do_not_need_megatron_can_come_first(module):
     program = f"""

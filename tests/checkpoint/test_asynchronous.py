@@ -16,8 +16,8 @@ from small_runs import exact_state, files_of, make_backend, small_model, train
 
 from megascend import CheckpointError, ConfigError
 from megascend.checkpoint import manifest
+from megascend.distributed.objects import gather_objects
 from megascend.errors import MegascendError
-from megascend.parallel.objects import gather_objects
 from megascend.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from small_runs import damages, exact_state, files_of, make_backend, restore, small_model, train
 
 from megascend import Adapters, CheckpointError, Lora
+from megascend.app.event_log import EventLog
+from megascend.app.resume import load_first_good
 from megascend.checkpoint import manifest
-from megascend.checkpoint.series import Series
-from megascend.parallel.objects import gather_objects
+from megascend.checkpoint.retention import Retention
+from megascend.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
-from megascend.train.journal import Journal
-from megascend.train.resume import load_first_good
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -30,7 +30,7 @@ def checkpoint(parity_folder):
 
 def two_checkpoints(backend, output, hf=False, adapters=()):
     """Of steps 1 and 2, as a run writes them; the model is at step 3. The states at each step."""
-    series, states = Series(output / "checkpoints"), {}
+    series, states = Retention(output / "checkpoints"), {}
     for name in adapters:
         backend.add_adapter(name, Lora(rank=4, seed=len(name)))
     for step in (1, 2):
@@ -69,7 +69,7 @@ def in_backend(kind, checkpoint, output, body):
         settings = {"adapters": Adapters(max_count=2)} if "adapters" in options else {}
         with make_backend(checkpoint, **settings) as backend:
             series, states = two_checkpoints(backend, output, **options)
-            return body(backend, series, states, Journal(output, backend.groups.launch))
+            return body(backend, series, states, EventLog(output, backend.groups.launch))
 
     return run_distributed(work, 2, init=False, timeout_s=120)[0]
 

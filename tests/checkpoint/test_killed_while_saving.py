@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from small_runs import exact_state, make_backend, small_model, train
 
+from megascend.app.event_log import EventLog
+from megascend.app.resume import load_first_good
 from megascend.checkpoint import manifest
-from megascend.checkpoint.series import Series
+from megascend.checkpoint.retention import Retention
 from megascend.errors import CheckpointError, DistributedTestError, MegascendError
 from megascend.huggingface import files
 from megascend.testing import Lost, faults, run_distributed
-from megascend.train.journal import Journal
-from megascend.train.resume import load_first_good
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -71,7 +71,7 @@ def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoi
     """Copies of the directory before every change to it are what SIGKILL would have left: each of them is gone on from."""
 
     def work():
-        series, points, states = Series(tmp_path / "series", keep_last=2), [], {}
+        series, points, states = Retention(tmp_path / "series", keep_last=2), [], {}
         with make_backend(checkpoint) as backend:
 
             def save(series):
@@ -98,7 +98,7 @@ def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoi
             complete[0] = 0  # no copies any more
 
             for folder, last, name in points:
-                left = Series(folder, keep_last=2)
+                left = Retention(folder, keep_last=2)
                 # Every name in the series is a whole checkpoint, and `latest` is one of them.
                 assert all(whole(left.path(step)) for step in left.steps()), (folder, name)
                 assert left.candidates()[0] == left.path(left.latest())
@@ -194,10 +194,10 @@ def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
         dies: (rank, n): that rank kills itself before its n-th call of :data:`CALLS`.
     """
     backend = make_backend(checkpoint, timeout_s=20)
-    series = Series(output / "checkpoints", keep_last=2)
+    series = Retention(output / "checkpoints", keep_last=2)
     candidates = tuple(series.candidates())
     if candidates:
-        load_first_good(backend, candidates, Journal(output, backend.groups.launch))
+        load_first_good(backend, candidates, EventLog(output, backend.groups.launch))
         assert series.path(backend.step_count) == candidates[0]
     resumed = backend.step_count
     if dies is not None and backend.rank == dies[0]:
@@ -249,7 +249,7 @@ def reached(output):
 
     The newest is not the one to go on from yet if the kill fell between its renaming and that of ``latest``.
     """
-    series = Series(output / "checkpoints")
+    series = Retention(output / "checkpoints")
     assert all(whole(path) for path in series.candidates())
     steps, latest = series.steps(), series.latest()
     assert latest in steps[-2:] if latest is not None else len(steps) <= 1

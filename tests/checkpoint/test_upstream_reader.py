@@ -11,7 +11,7 @@ import torch
 from small_runs import files_of, make_backend, small_model, train
 
 from megascend import Adam
-from megascend.parallel.objects import gather_objects
+from megascend.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -26,7 +26,7 @@ def checkpoint(parity_folder):
 def live(backend):
     """Whole parameters and optimizer state by name, put together from what each rank holds; copies.
 
-    Runs of a distributed optimizer are laid end to end: no arithmetic of boxes.
+    Runs of a distributed optimizer are laid end to end: no arithmetic of chunks.
     """
     strategy = backend._strategy
     names = {id(p): name for chunk in strategy.bare_chunks for name, p in chunk.named_parameters()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend import simnpu
+import simnpu
 from megascend.cli import checks
 from megascend.cli.checks import Check, check_shared_memory, check_threads, explain_import_failure, run_python
 from megascend.cli.doctor import render_json, render_table

@@ -21,39 +21,39 @@ def inputs(dtype=torch.float32):
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
     targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    upstream = torch.randn(2, TOKENS, generator=generator)
-    return hidden, weight, targets, upstream
+    loss_grad = torch.randn(2, TOKENS, generator=generator)
+    return hidden, weight, targets, loss_grad
 
 
-def reference(hidden, weight, targets, upstream):
+def reference(hidden, weight, targets, loss_grad):
     """Values and gradients by autograd through a plain log-softmax, in float64."""
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     log_p = (hidden @ weight.t()).log_softmax(-1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
-    (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+    (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
 def test_values_and_gradients_equal_a_plain_log_softmax():
-    hidden, weight, targets, upstream = inputs()
-    expected = reference(hidden, weight, targets, upstream)
+    hidden, weight, targets, loss_grad = inputs()
+    expected = reference(hidden, weight, targets, loss_grad)
     hidden.requires_grad_()
     weight.requires_grad_()
     logprobs, entropy = linear_logprobs(hidden, weight, targets, VocabShard(0, VOCABULARY), entropy=True)
-    (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+    (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
     for found, wanted in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
 def test_cross_entropy_forms_the_same_gradient_in_the_forward_pass():
-    hidden, weight, targets, upstream = inputs()
-    coefficients = upstream[0].abs()
+    hidden, weight, targets, loss_grad = inputs()
+    coefficients = loss_grad[0].abs()
     _, _, grad_hidden, grad_weight = reference(hidden, weight, targets, torch.stack([-coefficients, coefficients * 0]))
     hidden.requires_grad_()
     weight.requires_grad_()
     total, logprobs = linear_cross_entropy(
-        hidden, weight, targets, coefficients, VocabShard(0, VOCABULARY), upstream=3.0
+        hidden, weight, targets, coefficients, VocabShard(0, VOCABULARY), loss_grad=3.0
     )
     (total * 3).backward()
     expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none")
@@ -66,8 +66,8 @@ def test_cross_entropy_forms_the_same_gradient_in_the_forward_pass():
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
     """37 rows over 2 or 4 ranks: the last rank has padding rows, filled with large values that must not count."""
-    hidden, weight, targets, upstream = inputs()
-    expected = reference(hidden, weight, targets, upstream)
+    hidden, weight, targets, loss_grad = inputs()
+    expected = reference(hidden, weight, targets, loss_grad)
     per_rank = -(-VOCABULARY // world_size)
     padded = torch.cat([weight, torch.full((per_rank * world_size - VOCABULARY, HIDDEN), 9.0)])
 
@@ -77,9 +77,9 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
         shard = VocabShard.of_rank(VOCABULARY, per_rank, rank, dist.group.WORLD)
         states = hidden.clone().requires_grad_()
         logprobs, entropy = linear_logprobs(states, mine, targets, shard, entropy=True)
-        (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+        (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
         fused_weight, fused_states = mine.detach().clone().requires_grad_(), hidden.clone().requires_grad_()
-        total, fused = linear_cross_entropy(fused_states, fused_weight, targets, upstream[0].abs(), shard)
+        total, fused = linear_cross_entropy(fused_states, fused_weight, targets, loss_grad[0].abs(), shard)
         total.backward()
         assert torch.allclose(fused, logprobs.detach(), atol=1e-5)
         return logprobs.detach(), entropy.detach(), states.grad, mine.grad, fused_states.grad, fused_weight.grad
@@ -94,7 +94,7 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
     torch.testing.assert_close(grad_weight[:VOCABULARY], expected[3], atol=2e-5, rtol=2e-5)
     assert (grad_weight[VOCABULARY:] == 0).all()
     _, _, fused_hidden, fused_weight = reference(
-        hidden, weight, targets, torch.stack([-upstream[0].abs(), upstream[1] * 0])
+        hidden, weight, targets, torch.stack([-loss_grad[0].abs(), loss_grad[1] * 0])
     )
     torch.testing.assert_close(sum(rank[4].double() for rank in ranks), fused_hidden, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(
@@ -119,9 +119,11 @@ def test_a_rank_with_padding_rows_only_takes_part():
 
 
 def test_the_expected_upstream_gradient_is_checked():
-    hidden, weight, targets, upstream = inputs()
+    hidden, weight, targets, loss_grad = inputs()
     hidden.requires_grad_()
-    total, _ = linear_cross_entropy(hidden, weight, targets, upstream[0].abs(), VocabShard(0, VOCABULARY), upstream=1.0)
+    total, _ = linear_cross_entropy(
+        hidden, weight, targets, loss_grad[0].abs(), VocabShard(0, VOCABULARY), loss_grad=1.0
+    )
     with pytest.raises(RuntimeError, match=r"told to expect gradient 1\.0, received 2\.0"):
         (2 * total).backward()
 
@@ -129,10 +131,10 @@ def test_the_expected_upstream_gradient_is_checked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weight_gradient_is_added_to_the_main_buffer(dtype):
     """What main_grad held stays, the padding rows are left alone, and autograd gets nothing."""
-    hidden, weight, targets, upstream = inputs(dtype)
+    hidden, weight, targets, loss_grad = inputs(dtype)
     weight = torch.cat([weight, torch.full((3, HIDDEN), 9.0, dtype=dtype)]).requires_grad_()
     weight.main_grad = torch.ones(len(weight), HIDDEN)
-    coefficients = upstream[0].abs()
+    coefficients = loss_grad[0].abs()
     zeros = coefficients * 0
     _, _, _, expected = reference(hidden, weight.detach()[:VOCABULARY], targets, torch.stack([-coefficients, zeros]))
     total, _ = linear_cross_entropy(
@@ -168,20 +170,22 @@ def test_adapters_add_to_the_logits_of_their_runs(fused):
 
     padded = torch.cat([weight, torch.full((3, HIDDEN), 9.0)])
     grads = torch.ones_like(up)  # of an earlier micro batch
-    addition = LowRank(up, grads, RUNS)
+    lora_delta = LowRank(up, grads, RUNS)
     mine = [tensor.clone().requires_grad_() for tensor in (hidden, down)]
     shard = VocabShard(0, VOCABULARY)
     if fused:
-        total, _ = linear_cross_entropy(mine[0], padded, targets, coefficients, shard, down=mine[1], addition=addition)
+        total, _ = linear_cross_entropy(
+            mine[0], padded, targets, coefficients, shard, down=mine[1], lora_delta=lora_delta
+        )
     else:
-        logprobs, _ = linear_logprobs(mine[0], padded, targets, shard, down=mine[1], addition=addition)
+        logprobs, _ = linear_logprobs(mine[0], padded, targets, shard, down=mine[1], lora_delta=lora_delta)
         total = (logprobs * -coefficients).sum()
     total.backward()
     found = (
         mine[0].grad,
         mine[1].grad,
         grads - 1,
-        gather_logits(hidden, padded, shard, down, addition)[:, :VOCABULARY],
+        gather_logits(hidden, padded, shard, down, lora_delta)[:, :VOCABULARY],
     )
     wanted = (*(leaf.grad for leaf in leaves), logits.detach())
     for one, other in zip(found, wanted, strict=True):

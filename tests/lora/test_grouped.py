@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megascend.lora.grouped import GroupedLinear, Groups, accumulate, product
-from megascend.lora.routing import cut, route, run_lengths
+from megascend.lora.segments import cut, route, run_lengths
 
 CPU = torch.device("cpu")
 
@@ -84,16 +84,16 @@ def test_run_lengths():
 @pytest.mark.parametrize("counts", [[4, 0, 6, 2], [12], [0, 12, 0], [1] * 12])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_cut_and_route_agree_with_counting(counts, ranks):
-    slots = torch.tensor([slot for slot, count in enumerate(counts) for _ in range(count)])
-    size = len(slots) // ranks
+    adapter_index = torch.tensor([slot for slot, count in enumerate(counts) for _ in range(count)])
+    size = len(adapter_index) // ranks
     for rank in range(ranks):
-        mine = slots[rank * size : (rank + 1) * size]
+        mine = adapter_index[rank * size : (rank + 1) * size]
         expected = [int((mine == slot).sum()) for slot in range(len(counts))]
         assert cut(counts, rank * size, (rank + 1) * size) == expected
-        routing = route(slots, counts, None, (rank, ranks), CPU)
-        assert torch.equal(routing.slots[routing.mine], mine)
+        routing = route(adapter_index, counts, None, (rank, ranks), CPU)
+        assert torch.equal(routing.adapter_index[routing.mine], mine)
         if len(counts) - counts.count(0) == 1:
-            assert routing.single == int(slots[0])
+            assert routing.single == int(adapter_index[0])
             assert routing.whole is None
             assert routing.local is None
         else:

@@ -9,7 +9,7 @@ import torch
 
 from megascend.lora.layout import KINDS, families, flat_layout
 from megascend.lora.optimizer import reductions
-from megascend.lora.projections import Part, Site
+from megascend.lora.target_modules import Part, Site
 
 
 def site(split, parts, in_features, out_features, layer, experts=1, expert_total=None):

@@ -6,7 +6,7 @@ from megascend.testing.lora_parity import (
     adapter_differences,
     case_adapter,
     lora_matrix,
-    peft_oracle,
+    peft_reference,
     train_adapter,
 )
 from megascend.testing.parity import Case, case_checkpoint, token_lists
@@ -50,7 +50,7 @@ def test_trajectory_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     adapter = case_adapter(checkpoint, case)
     mine = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
-    found = adapter_differences(mine, peft_oracle(parity_folder, checkpoint, adapter, token_lists()))
+    found = adapter_differences(mine, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
     assert found.loss <= case.loss_bound, found
     assert found.grad_norm <= case.norm_bound, found
     if case.precision == "fp32":

@@ -20,7 +20,7 @@ from megascend.errors import CheckpointError
 from megascend.lora import peft_format, peft_settings, peft_tensors
 from megascend.lora.base_weights import check_base_weights
 from megascend.lora.factors import Factors
-from megascend.testing.lora_parity import peft_oracle
+from megascend.testing.lora_parity import peft_reference
 from megascend.testing.parity import PROMPT, case_checkpoint, token_lists
 from megascend.testing.reference import run_reference
 
@@ -37,7 +37,7 @@ import json, sys, torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from megascend.testing.peft_oracle import load
+from megascend.testing.peft_reference import load
 
 torch.set_num_threads(1)
 job, result = json.load(sys.stdin), {}
@@ -362,7 +362,7 @@ def test_the_reference_trains_the_adapter_alone(peft: Peft, parity_folder: Path)
     rates, decay = [4e-3, 0.0], 0.5
 
     def train() -> Any:
-        return peft_oracle(peft.folder, checkpoint, adapter, TOKENS, 2, weight_decay=decay, learning_rates=rates)
+        return peft_reference(peft.folder, checkpoint, adapter, TOKENS, 2, weight_decay=decay, learning_rates=rates)
 
     found = train()
     assert len(found.grad_norms) == 2

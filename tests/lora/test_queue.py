@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megascend.batch.losses import resolve
+from megascend.batch.packing import shard
+from megascend.batch.results import AdapterLoss, ForwardResult, StepResult
+from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError, MegascendError, QueueFullError
 from megascend.lora.queue import AdapterQueue
-from megascend.train.losses import resolve
-from megascend.train.packing import shard
-from megascend.train.results import AdapterLoss, ForwardResult, StepResult
-from megascend.train.sample import Sample
 
 VOCABULARY = 100
 

@@ -8,8 +8,8 @@ import torch
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.layout import families
-from megascend.lora.projections import Part, Site, restrict
 from megascend.lora.registry import AdapterRegistry, check_name
+from megascend.lora.target_modules import Part, Site, restrict
 
 ODD_NAMES = [
     "", "../x", "..", ".", "a/b", "a\\b", ".hidden", "a..b", "x.", "-x", "_x", "a b", "a\n", "a\0b", "ä", "名", "x²",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend import simnpu
+import simnpu
 from megascend.bootstrap.runtime import Runtime, bootstrap
 
 DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
@@ -68,7 +68,7 @@ def npu() -> Runtime:
         sys.path.insert(0, str(mindspeed_folder()))
     runtime = bootstrap("npu")
     runtime.load_megatron()
-    for module in ("megascend.backend", "megascend.strategy.megatron", "megascend.strategy.step"):
+    for module in ("megascend.backend", "megascend.engines.megatron.engine", "megascend.step.step"):
         import_module(module)
     from megascend.testing.self_checks import warm_tiny_models
 

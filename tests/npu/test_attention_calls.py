@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megascend.config import Batching, Parallel
-from megascend.simnpu import call_log
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from simnpu import call_log
 
 pytestmark = pytest.mark.usefixtures("npu")
 

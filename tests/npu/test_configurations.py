@@ -94,9 +94,9 @@ WATCHED = (
 
 def repatch_ten_times(experts):
     from megascend.bootstrap import current_runtime
-    from megascend.model.build import build_config
-    from megascend.parallel.process_groups import initialize
-    from megascend.parallel.topology import plan
+    from megascend.distributed.process_groups import initialize
+    from megascend.engines.megatron.build import build_config
+    from megascend.topology.topology import plan
 
     runtime = current_runtime("a test")
     provider = runtime.platform.provider

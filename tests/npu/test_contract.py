@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from megascend import simnpu
+import simnpu
 from megascend.bootstrap.versions import installed_versions
 
 HERE = Path(__file__).resolve().parent

@@ -20,9 +20,9 @@ import torch
 from packaging.version import Version
 from safetensors.torch import load_file
 
-from megascend import simnpu
+import simnpu
 from megascend.bootstrap.versions import installed_versions
-from megascend.testing import hf_oracle, write_tiny_checkpoint
+from megascend.testing import hf_reference, write_tiny_checkpoint
 
 HERE = Path(__file__).resolve().parent
 TOKENS = [(7 * place * place + 3 * place) % 311 + 5 for place in range(33)]
@@ -44,7 +44,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
         job |= {"lr": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
         (folder / "job.json").write_text(json.dumps(job))
         result = folder / "result.safetensors"
-        oracle = [sys.executable, str(hf_oracle.__file__), str(folder / "job.json"), str(result)]
+        oracle = [sys.executable, str(hf_reference.__file__), str(folder / "job.json"), str(result)]
         subprocess.run(oracle, check=True, timeout=DEADLINE_S, capture_output=True)
         return checkpoint, load_file(result)
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("npu")
 def kernel_seeds(checkpoint, parallel):
     """Seeds that the simulated kernel drew in one forward and backward pass."""
     from megascend.backend import MegatronBackend
-    from megascend.simnpu.operators import attention
+    from simnpu.operators import attention
 
     seeds, draw = [], attention.draw_seed
 

@@ -9,7 +9,7 @@ from megascend.testing.lora_parity import (
     adapter_differences,
     case_adapter,
     lora_matrix,
-    peft_oracle,
+    peft_reference,
     run_mixed,
     share_of,
     train_adapter,
@@ -48,7 +48,7 @@ def test_sixteen_bit_products_use_the_grouped_kernel_and_are_right():
     import torch
 
     from megascend.lora.grouped import Groups, accumulate, product
-    from megascend.simnpu import call_log
+    from simnpu import call_log
 
     generator = torch.Generator().manual_seed(0)
     counts = [5, 0, 11, 8]
@@ -84,7 +84,7 @@ def test_one_adapter_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     adapter = case_adapter(checkpoint, case)
     mine = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
-    check(case, mine, peft_oracle(parity_folder, checkpoint, adapter, token_lists()))
+    check(case, mine, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -95,4 +95,4 @@ def test_two_adapters_in_one_batch_equal_two_runs_of_peft(case: Case, parity_fol
         run_mixed, case.world_size, case, checkpoint, adapters, STEPS, tmp_path, init=False, timeout_s=120
     )
     for number, adapter in enumerate(adapters):
-        check(case, ranks[0][number], peft_oracle(parity_folder, checkpoint, adapter, share_of(number, 2)))
+        check(case, ranks[0][number], peft_reference(parity_folder, checkpoint, adapter, share_of(number, 2)))

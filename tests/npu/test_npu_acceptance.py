@@ -55,8 +55,8 @@ def wrong_load(module):
     module.MegatronBackend.load = load
 
 PATCHES = {
-    "operator": ("megascend.simnpu.operators", wrong_swiglu),
-    "norm": ("megascend.simnpu.operators", wrong_norm),
+    "operator": ("simnpu.operators", wrong_swiglu),
+    "norm": ("simnpu.operators", wrong_norm),
     "collective": ("torch.distributed", wrong_all_reduce),
     "resume": ("megascend.backend", wrong_load),
 }

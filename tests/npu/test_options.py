@@ -18,8 +18,8 @@ from megascend.testing.parity import (
     case_checkpoint,
     causal_samples,
     differences,
+    hf_reference,
     matrix,
-    oracle,
     token_lists,
 )
 
@@ -44,7 +44,7 @@ class Run:
 def train(case: Case, checkpoint, options: dict[str, Any]) -> Run:
     def on_rank() -> Run:
         from megascend.backend import MegatronBackend
-        from megascend.simnpu import call_log
+        from simnpu import call_log
 
         with call_log.recording() as calls:
             backend = MegatronBackend(
@@ -100,7 +100,7 @@ def test_a_supported_option_does_something_and_computes_the_same(name, value, pa
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     plain, with_option = train(case, checkpoint, {}), train(case, checkpoint, {name: value})
     effect(plain, with_option)
-    found = differences(with_option.trajectory, oracle(parity_folder, checkpoint, token_lists(), steps=STEPS))
+    found = differences(with_option.trajectory, hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS))
     assert found.loss <= case.loss_bound, found
     assert found.grad_norm <= case.norm_bound, found
     assert found.logits is not None

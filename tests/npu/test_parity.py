@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megascend.testing.parity import Case, case_checkpoint, differences, matrix, oracle, token_lists, train_case
+from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
 
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 
@@ -36,7 +36,7 @@ def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     tokens = token_lists()
     found = differences(
         train_case(case, checkpoint, tokens),
-        oracle(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula),
+        hf_reference(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula),
     )
     assert found.loss <= case.loss_bound, found
     assert found.grad_norm <= case.norm_bound, found

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megascend.bootstrap import Runtime
 from megascend.config import Parallel
-from megascend.parallel.topology import plan
 from megascend.testing import run_distributed
+from megascend.topology.topology import plan
 
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
 

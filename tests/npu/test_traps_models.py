@@ -15,9 +15,9 @@ from megascend.bootstrap import current_runtime
 from megascend.bootstrap.versions import installed_versions, require_supported
 from megascend.config import Batching, Parallel, Recompute
 from megascend.errors import ConfigError
-from megascend.simnpu import call_log
 from megascend.testing import run_distributed
-from megascend.testing.parity import case_checkpoint, causal_samples, oracle, token_lists
+from megascend.testing.parity import case_checkpoint, causal_samples, hf_reference, token_lists
+from simnpu import call_log
 
 pytestmark = pytest.mark.usefixtures("npu")
 
@@ -114,9 +114,9 @@ def test_options_of_mindspeeds_reach_the_configuration_that_its_layers_read(pari
 
 def refuse_gpt_oss(folder: Path) -> list[str]:
     """Its windows and learnt sinks come from ``config.json``, through mcore-bridge, to the refusal."""
-    from megascend.model.build import build_config
-    from megascend.parallel.process_groups import initialize
-    from megascend.parallel.topology import plan
+    from megascend.distributed.process_groups import initialize
+    from megascend.engines.megatron.build import build_config
+    from megascend.topology.topology import plan
 
     runtime, topology = current_runtime("a test"), plan(Parallel(), 1)
     runtime.configure_topology(topology)
@@ -156,14 +156,14 @@ def norm_and_marks(checkpoint: Path) -> tuple[float, dict[str, bool]]:
 
 def test_the_norm_counts_every_shard_of_embeddings_linears_and_experts(parity_folder, monkeypatch) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
-    expected = oracle(parity_folder, checkpoint, token_lists()).grad_norms[0]
+    expected = hf_reference(parity_folder, checkpoint, token_lists()).grad_norms[0]
     norm, marks = run_distributed(norm_and_marks, 2, checkpoint, init=False, timeout_s=120)[0]
     assert norm == pytest.approx(expected, abs=1e-4)
     whole = {name for name in marks if "norm" in name or "router" in name}
     assert {name for name, marked in marks.items() if not marked} == whole
     for part in ("word_embeddings", "linear_qkv", "linear_proj", "experts.linear_fc1", "experts.linear_fc2", "output"):
         assert any(part in name for name in marks), part
-    monkeypatch.setattr("megascend.model.build.mark_tensor_parallel", lambda chunk: None)
+    monkeypatch.setattr("megascend.engines.megatron.build.mark_tensor_parallel", lambda chunk: None)
     unmarked, _ = run_distributed(norm_and_marks, 2, checkpoint, init=False, timeout_s=120)[0]
     assert unmarked < expected - 0.1
 
@@ -275,7 +275,7 @@ def queries(checkpoint: Path, algorithm: str) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
 def test_sequences_are_padded_to_twice_the_context_parallel_size(algorithm: str, parity_folder) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    expected = oracle(parity_folder, checkpoint, token_lists(lengths=ODD), steps=0).logits
+    expected = hf_reference(parity_folder, checkpoint, token_lists(lengths=ODD), steps=0).logits
     longest = -(-(max(ODD) - 1) // 4) * 4  # 18 targets become 20: 2 chunks of 5 on either rank
     for lengths, sums in run_distributed(queries, 2, checkpoint, algorithm, init=False, timeout_s=120):
         assert set(lengths) <= {longest // 2, longest // 4}

@@ -18,7 +18,7 @@ import torch
 import torch_npu
 
 import megascend
-from megascend import simnpu
+import simnpu
 from megascend.bootstrap.versions import installed_versions, require_supported
 from megascend.testing import run_distributed
 

@@ -35,7 +35,7 @@ MEGATRON = f"""
 import sys, torch
 import torch.distributed as dist
 from megascend import reference_te
-from megascend.bootstrap.missing_leaves import install_missing_leaves
+from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.platforms import cuda_redirect
 reference_te.install()
 cuda_redirect.install()

@@ -19,11 +19,11 @@ import yaml
 
 from megascend import Adam, Adapters, Batching, CheckpointError, Lora
 from megascend.checkpoint import manifest
-from megascend.checkpoint.series import Series
+from megascend.checkpoint.retention import Retention
 from megascend.config import RunConfig
+from megascend.distributed.launch import Launch
+from megascend.distributed.objects import gather_objects
 from megascend.errors import PlatformError
-from megascend.parallel.launch import Launch
-from megascend.parallel.objects import gather_objects
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
@@ -98,14 +98,14 @@ def together(backend, call):
 
 def test_a_full_disk_at_any_point_of_a_save(checkpoint, disk):
     """Room for nothing, for a part of a file, for some files, for all but the last: an error, and all that was there is there."""
-    series = Series(disk / "checkpoints")
+    retention = Retention(disk / "checkpoints")
 
     def work():
         with make_backend(checkpoint) as backend:
             train(backend)
-            backend.save(series.path(1), after=series.committed, wait=True)
+            backend.save(retention.path(1), after=retention.committed, wait=True)
             before = parameters(backend)
-            size = sum(path.stat().st_size for path in series.path(1).rglob("*") if path.is_file())
+            size = sum(path.stat().st_size for path in retention.path(1).rglob("*") if path.is_file())
             train(backend)
             present, failed = parameters(backend), []
             on_rank_0(lambda: leave(disk, 0))
@@ -113,37 +113,37 @@ def test_a_full_disk_at_any_point_of_a_save(checkpoint, disk):
             for room in rooms:
                 on_rank_0(lambda room=room: leave(disk, room // 4096 * 4096))
                 left = free(disk)
-                message = together(backend, lambda: backend.save(series.path(2), after=series.committed).wait())
+                message = together(backend, lambda: backend.save(retention.path(2), after=retention.committed).wait())
                 failed.append(message is not None)
                 if message is None:
                     break
                 assert "No space left on device" in message, message
                 assert "step-00000002" in message
                 dist.barrier()
-                if series.path(2).exists():  # no room for the few bytes of `latest`
+                if retention.path(2).exists():  # no room for the few bytes of `latest`
                     assert "could not be put in place" in message
-                    assert manifest.problems(series.path(2), f := manifest.read(series.path(2)).files, f) == []
-                    on_rank_0(lambda: shutil.rmtree(series.path(2)))
+                    assert manifest.problems(retention.path(2), f := manifest.read(retention.path(2)).files, f) == []
+                    on_rank_0(lambda: shutil.rmtree(retention.path(2)))
                 assert abs(free(disk) - left) <= 8192  # but for the file of `latest` and directories
                 dist.barrier()
-                assert [path.name for path in series.candidates()][:1] == ["step-00000001"]
-                assert manifest.problems(series.path(1), f := manifest.read(series.path(1)).files, f) == []
-                backend.load(series.candidates()[0])
+                assert [path.name for path in retention.candidates()][:1] == ["step-00000001"]
+                assert manifest.problems(retention.path(1), f := manifest.read(retention.path(1)).files, f) == []
+                backend.load(retention.candidates()[0])
                 assert parameters(backend) == before
                 train(backend)
                 assert parameters(backend) == present
                 dist.barrier()
             on_rank_0((disk / "filler").unlink)
-            backend.save(series.path(2), after=series.committed, wait=True)
+            backend.save(retention.path(2), after=retention.committed, wait=True)
             train(backend)
-            backend.load(series.candidates()[0])
+            backend.load(retention.candidates()[0])
             assert parameters(backend) == present
             return failed
 
     failed, _ = run_distributed(work, 2, init=False, timeout_s=90)
     assert failed[:6] == [True] * 6
     assert not failed[-1]  # the last was enough
-    assert series.latest() == 2
+    assert retention.latest() == 2
     assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
@@ -194,13 +194,13 @@ def contents_of(folder):
 
 
 def test_a_read_only_disk(checkpoint, tmp_path):
-    series = Series(tmp_path / "run" / "checkpoints")
+    retention = Retention(tmp_path / "run" / "checkpoints")
 
     def work():
         with make_backend(checkpoint, adapters=Adapters(max_count=1)) as backend:
             backend.add_adapter("a", Lora(rank=4))
             train(backend, "a")
-            backend.save(series.path(1), after=series.committed, wait=True)
+            backend.save(retention.path(1), after=retention.committed, wait=True)
             state = backend.adapters["a"].values.detach().clone()
             train(backend, "a")
             dist.barrier()
@@ -215,7 +215,7 @@ def test_a_read_only_disk(checkpoint, tmp_path):
             seen, why = gather_objects((seen, why), "world", backend.groups)[0]
             if seen is None:
                 return why
-            there = Series(seen / "checkpoints")
+            there = Retention(seen / "checkpoints")
             try:
                 for call in (
                     lambda: backend.save(there.path(2), after=there.committed).wait(),
@@ -235,13 +235,13 @@ def test_a_read_only_disk(checkpoint, tmp_path):
                     keeper.__exit__(None, None, None)
                 dist.barrier()
             assert contents_of(tmp_path) == before
-            backend.save(series.path(2), after=series.committed, wait=True)
+            backend.save(retention.path(2), after=retention.committed, wait=True)
             return None
 
     reasons = run_distributed(work, 2, init=False, timeout_s=60)
     if reasons[0] is not None:
         pytest.skip(f"nothing can be mounted read-only here: {reasons[0]}")
-    assert series.candidates() == [series.path(2), series.path(1)]
+    assert retention.candidates() == [retention.path(2), retention.path(1)]
 
 
 # --- a run ---
@@ -292,7 +292,7 @@ def events(output):
 
 def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(prepared, disk):
     """The disk fills up under it, with metrics and all, and is cleared while it goes on."""
-    from megascend.train.loop import train as train_run
+    from megascend.app.loop import train as train_run
 
     output, stop = disk / "run", threading.Event()
 
@@ -320,17 +320,17 @@ def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(pr
     assert kinds[0] == kinds[-1] == "saved"
     assert kinds.index("save_failed") < len(kinds) - 1
     assert all("No space left" in event["problem"] for event in events(output) if event["event"] == "save_failed")
-    series = Series(output / "checkpoints")
-    assert series.candidates() == [series.path(40)]
-    assert manifest.problems(series.path(40), f := manifest.read(series.path(40)).files, f) == []
-    assert sorted(path.name for path in series.directory.iterdir()) == ["latest", "step-00000040"]
+    retention = Retention(output / "checkpoints")
+    assert retention.candidates() == [retention.path(40)]
+    assert manifest.problems(retention.path(40), f := manifest.read(retention.path(40)).files, f) == []
+    assert sorted(path.name for path in retention.directory.iterdir()) == ["latest", "step-00000040"]
     rows = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 41))
 
 
 def test_a_run_that_is_stopped_while_there_is_no_room_says_so(prepared, disk, tmp_path):
     """It may go on without checkpoints, but must not end as if there were one of its last step."""
-    from megascend.train.loop import train as train_run
+    from megascend.app.loop import train as train_run
 
     output, stop = disk / "run", threading.Event()
 
@@ -356,19 +356,21 @@ def test_a_run_that_is_stopped_while_there_is_no_room_says_so(prepared, disk, tm
         watcher.join(10)
     pattern = r"stopped by (SIGTERM|a signal on another rank) after step \d+, without a checkpoint: .*No space left"
     assert all(re.match(pattern, message) for message in messages), messages
-    assert manifest.read(Series(output / "checkpoints").candidates()[0]).step > 0
+    assert manifest.read(Retention(output / "checkpoints").candidates()[0]).step > 0
 
 
 def test_the_last_step_is_saved_again_if_its_checkpoint_failed(prepared, checkpoint, disk):
-    from megascend.train.journal import Journal
-    from megascend.train.saves import Saves
+    from megascend.app.checkpoint_policy import CheckpointPolicy
+    from megascend.app.event_log import EventLog
 
     config = RunConfig(**settings(prepared, disk / "run", on_failure="continue"))
-    series, last = Series(disk / "run" / "checkpoints"), config.checkpoint.every
+    retention, last = Retention(disk / "run" / "checkpoints"), config.checkpoint.every
 
     def work():
         with make_backend(checkpoint) as backend:
-            saves = Saves(backend, config, Journal(config.output, Launch.from_environment(), active=True), dict)
+            saves = CheckpointPolicy(
+                backend, config, EventLog(config.output, Launch.from_environment(), active=True), dict
+            )
             train(backend)
             on_rank_0(lambda: leave(disk, 0))
             saves.after_step(last, stop=False)
@@ -377,7 +379,7 @@ def test_the_last_step_is_saved_again_if_its_checkpoint_failed(prepared, checkpo
             problem = saves.problem
             on_rank_0(lambda: leave(disk, 8 * MIB))
             saves.finish(last)
-            return problem, saves.problem, series.steps()
+            return problem, saves.problem, retention.steps()
 
     for problem, afterwards, steps in run_distributed(work, 2, init=False, timeout_s=60):
         assert "No space left" in problem
@@ -399,18 +401,20 @@ def test_a_run_stops_with_exit_code_2_and_can_be_resumed(prepared, disk):
     assert done.returncode == 2, done.stderr
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
-    series = Series(output / "checkpoints")
-    steps = series.steps()
+    retention = Retention(output / "checkpoints")
+    steps = retention.steps()
     assert steps
-    assert series.latest() == steps[-1] < 40
-    assert all(manifest.problems(series.path(s), f := manifest.read(series.path(s)).files, f) == [] for s in steps)
-    assert not [path for path in series.directory.iterdir() if path.name.startswith(".step")]
-    shutil.rmtree(series.path(steps[0]))  # make room
+    assert retention.latest() == steps[-1] < 40
+    assert all(
+        manifest.problems(retention.path(s), f := manifest.read(retention.path(s)).files, f) == [] for s in steps
+    )
+    assert not [path for path in retention.directory.iterdir() if path.name.startswith(".step")]
+    shutil.rmtree(retention.path(steps[0]))  # make room
     arguments = ("--resume", "auto", "--set", "checkpoint.keep_last=1", "--set", f"steps={steps[-1] + 2}")
     done = command("train", prepared / "stop.yaml", "--nproc", "2", *arguments)
     assert done.returncode == 0, done.stderr
-    assert f"resumed from {series.path(steps[-1])} after step {steps[-1]}" in done.stdout
-    assert series.steps() == [steps[-1] + 2]
+    assert f"resumed from {retention.path(steps[-1])} after step {steps[-1]}" in done.stdout
+    assert retention.steps() == [steps[-1] + 2]
 
 
 # --- slow ---

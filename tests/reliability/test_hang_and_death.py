@@ -10,6 +10,9 @@ import pytest
 
 from megascend.backend import GRACE_S
 from megascend.config import Parallel
+from megascend.diagnostics.hang_monitor import EXIT_PEER_LOST
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import initialize
 from megascend.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -17,12 +20,9 @@ from megascend.errors import (
     MegascendError,
     PeerLostError,
 )
-from megascend.parallel.objects import gather_objects
-from megascend.parallel.process_groups import initialize
-from megascend.parallel.topology import plan
-from megascend.parallel.watch import EXIT_PEER_LOST
 from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples
+from megascend.topology.topology import plan
 
 TIMEOUT_S = 4.0
 DIAGNOSIS_S = 30.0  # three seconds of watching; the rest is what a busy machine adds (14 s were seen)
@@ -68,7 +68,7 @@ def meet(runtime, world):
         for name in ("first", "second"):
             began[0] = time.monotonic()
             gather_objects(name, "world", groups)
-            groups.watch.step += 1
+            groups.monitor.step += 1
         groups.destroy()
 
     return caught(gather)

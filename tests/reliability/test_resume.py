@@ -83,7 +83,7 @@ def outcome(result, output):
 @pytest.fixture(scope="module")
 def uninterrupted(models):
     """What each layout's run ends with."""
-    from megascend.train.loop import train
+    from megascend.app.loop import train
 
     found = {}
     for layout, (world_size, *_) in LAYOUTS.items():
@@ -98,7 +98,7 @@ def uninterrupted(models):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layout, seed):
-    from megascend.train.loop import train
+    from megascend.app.loop import train
 
     world_size, output = LAYOUTS[layout][0], tmp_path / "run"
     settings = config(models, layout, output)
@@ -110,7 +110,7 @@ def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layou
 
 
 def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, tmp_path, monkeypatch):
-    from megascend.train import loop
+    from megascend.app import loop
 
     frozen, make_backend = [], loop.make_backend
 
@@ -134,9 +134,9 @@ def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, t
 def tenants(checkpoint, folder, results):
     """Train two adapters on mixed batches, going on from the newest checkpoint in ``folder``; leaves them in ``results``."""
     from megascend.backend import MegatronBackend
-    from megascend.checkpoint.series import Series
+    from megascend.checkpoint.retention import Retention
 
-    series = Series(folder)
+    retention = Retention(folder)
     with MegatronBackend(
         model=checkpoint,
         precision="fp32",
@@ -145,7 +145,7 @@ def tenants(checkpoint, folder, results):
         adapters=Adapters(),
         timeout_s=20,
     ) as backend:
-        candidates = backend.from_rank_0(series.candidates)
+        candidates = backend.from_rank_0(retention.candidates)
         if candidates:
             backend.load(candidates[0])
         else:
@@ -161,7 +161,7 @@ def tenants(checkpoint, folder, results):
             step = backend.optimizer_step()
             figures.append({name: (result.adapters[name].loss, step.adapters[name].grad_norm) for name in "ab"})
             if backend.step_count % EVERY == 0:
-                backend.save(series.path(backend.step_count), after=series.committed)
+                backend.save(retention.path(backend.step_count), after=retention.committed)
         for name in "ab":
             backend.save_adapter(name, results / name)
     return figures

@@ -15,16 +15,16 @@ import os, sys, time
 from megascend.bootstrap.runtime import bootstrap
 runtime = bootstrap("cpu")
 from megascend.config import Parallel
-from megascend.parallel.objects import gather_objects
-from megascend.parallel.process_groups import initialize
-from megascend.parallel.topology import plan
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import initialize
+from megascend.topology.topology import plan
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if attempt == 0 and os.environ["RANK"] == "1":
     time.sleep(1)
     sys.exit(3)  # before it has touched the store, which rank 0 has
 groups = initialize(plan(Parallel(), 2), runtime.platform, 20)
-for groups.watch.step in (1, 2):
+for groups.monitor.step in (1, 2):
     line = f"attempt {attempt} gathered {gather_objects(groups.rank, 'world', groups)}\\n"
     os.write(1, line.encode())  # at once: the other rank writes to the same pipe
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megascend import simnpu
-from megascend.simnpu.environment import ACTIVE_VARIABLE
+import simnpu
+from simnpu.environment import ACTIVE_VARIABLE
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megascend.errors import DistributedTestError
-from megascend.simnpu import collectives, device
 from megascend.testing.distributed import run_distributed
+from simnpu import collectives, device
 
 pytestmark = [
     pytest.mark.skipif(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 BEGIN = """
 import torch
-from megascend.simnpu import device
+from simnpu import device
 device.register()
 """
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from megascend.simnpu import collectives, device
 from megascend.testing.distributed import run_distributed
+from simnpu import collectives, device
 
 pytestmark = [
     pytest.mark.skipif(

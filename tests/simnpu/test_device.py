@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascend.simnpu import device
 from megascend.testing.distributed import run_distributed
+from simnpu import device
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("MEGASCEND_SIMNPU") != "1",

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascend.errors import ConfigError
-from megascend.simnpu import device
 from megascend.testing.distributed import run_distributed
+from simnpu import device
+from simnpu.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("MEGASCEND_SIMNPU") != "1",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megascend.simnpu import device
 from megascend.testing.distributed import run_distributed
+from simnpu import device
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("MEGASCEND_SIMNPU") != "1", reason="registers a device: set MEGASCEND_SIMNPU=1"

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascend.simnpu import collectives, device
 from megascend.testing.distributed import run_distributed
+from simnpu import collectives, device
 
 pytestmark = [
     pytest.mark.skipif(

@@ -51,7 +51,7 @@ def test_gather_before_and_scatter_and_reduce_behind() -> None:
             torch.full((N,), 0.5, dtype=torch.bfloat16).npu(),
         )
         gathered = torch_npu.npu_all_gather_base_mm(x1, x2, hcom, WORLD)
-        from megascend.simnpu.operators.mc2 import npu_mm_all_reduce_add_rms_norm
+        from simnpu.operators.mc2 import npu_mm_all_reduce_add_rms_norm
 
         results = [
             *gathered,

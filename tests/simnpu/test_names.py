@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.errors import ConfigError
-from megascend.simnpu.environment import NAME_VARIABLE
-from megascend.simnpu.missing import NotSimulatedError
+from simnpu.environment import NAME_VARIABLE
+from simnpu.errors import ConfigError
+from simnpu.missing import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 
@@ -29,7 +29,7 @@ def test_the_device_can_be_named_after_a_chip(torch_npu: Any, monkeypatch: pytes
     import acl
 
     monkeypatch.delenv(NAME_VARIABLE, raising=False)
-    assert torch_npu.npu.get_device_name() == "Simulated Ascend (CPU memory, megascend.simnpu)"
+    assert torch_npu.npu.get_device_name() == "Simulated Ascend (CPU memory, simnpu)"
     assert (acl.get_soc_name(), torch_npu.npu.get_soc_version()) == ("Ascend910B1", 220)
     assert torch_npu.npu.get_device_properties().cube_core_num == 0  # nothing says which chip
     for given in ("Ascend910B3", "910B3"):
@@ -46,7 +46,7 @@ def test_the_device_can_be_named_after_a_chip(torch_npu: Any, monkeypatch: pytes
 
 
 def test_operators_are_found_in_torchs_dispatcher(torch_npu: Any) -> None:
-    from megascend.simnpu.operators import OPERATORS
+    from simnpu.operators import OPERATORS
 
     assert all(hasattr(torch.ops.npu, name) for name in OPERATORS)
     x = torch.tensor([[3.0, 4.0]]).npu().requires_grad_()

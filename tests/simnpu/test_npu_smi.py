@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megascend import simnpu
-from megascend.simnpu.environment import PROGRAMS
+import simnpu
+from simnpu.environment import PROGRAMS
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -42,7 +42,7 @@ def test_bus_ids_as_twinkle_reads_them() -> None:
 def test_names_and_memory_as_monitors_read_them() -> None:
     """Two lines a device between rules of ``=``: id and name, health; then used and total memory in MB."""
     text = npu_smi("info", MEGASCEND_SIMNPU_DEVICE_NAME="Ascend910B3")
-    assert "SIMULATED by megascend.simnpu" in text
+    assert "SIMULATED by simnpu" in text
     assert len({len(line) for line in text.splitlines()}) == 1  # a table with straight edges
     first = re.findall(r"^\|\s+(\d+)\s+(910\w+)\s+\|\s+(\w+)\s+\|", text, re.MULTILINE)
     assert first == [(str(device), "910B3", "OK") for device in range(4)]

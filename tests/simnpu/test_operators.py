@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megascend.simnpu import call_log
-from megascend.simnpu.missing import NotSimulatedError
+from simnpu import call_log
+from simnpu.missing import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.simnpu.missing import NotSimulatedError
+from simnpu.missing import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 

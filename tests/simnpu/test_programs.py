@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascend import simnpu
+import simnpu
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts" / "npu_programs"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend import simnpu
+import simnpu
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PATHS = [entry for entry in sys.path if entry and "simnpu" not in entry]
@@ -37,7 +37,7 @@ def run_python(code: str, env: Mapping[str, str] | None = None, check: bool = Tr
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    code = "import sys; from megascend import simnpu; print(simnpu.is_active(), 'torch' in sys.modules)"
+    code = "import sys; import simnpu; print(simnpu.is_active(), 'torch' in sys.modules)"
     assert run_python(code, plain_environment()).stdout.split() == ["False", "False"]
 
 
@@ -67,8 +67,8 @@ assert torch_npu.npu is torch.npu and sys.modules["torch_npu.npu.amp"] is torch.
 release = torch.__version__.split("+")[0]
 assert torch_npu.__version__ == importlib.metadata.version("torch_npu") == release + "+simnpu", torch_npu.__version__
 assert (torch.ones(2, device="npu") + 1).tolist() == [2.0, 2.0]
-assert torch.npu.get_device_name() == "Simulated Ascend (CPU memory, megascend.simnpu)"
-from megascend import simnpu
+assert torch.npu.get_device_name() == "Simulated Ascend (CPU memory, simnpu)"
+import simnpu
 assert simnpu.is_active()
 simnpu.activate()
 """
@@ -87,7 +87,7 @@ def test_activation_in_the_running_process() -> None:
     code = """
 import os, torch
 assert not hasattr(torch, "npu")
-from megascend import simnpu
+import simnpu
 simnpu.activate(); simnpu.activate()
 assert simnpu.is_active() and torch.npu.is_available() and os.environ["MEGASCEND_SIMNPU"] == "1"
 assert os.path.isdir(os.environ["ASCEND_HOME_PATH"])
@@ -101,20 +101,17 @@ from transformers.integrations.npu_flash_attention import npu_fusion_attention
 
 @pytest.mark.parametrize("early", ["megatron", "mindspeed", "mcore_bridge", "torch_npu"])
 def test_activation_after_what_it_must_precede_is_refused(early: str) -> None:
-    code = (
-        f"import sys, types; sys.modules['{early}'] = types.ModuleType('{early}')\n"
-        "from megascend import simnpu; simnpu.activate()"
-    )
+    code = f"import sys, types; sys.modules['{early}'] = types.ModuleType('{early}')\nimport simnpu; simnpu.activate()"
     done = run_python(code, plain_environment(), check=False)
     assert done.returncode == 1
-    assert f"ImportOrderError: megascend.simnpu.activate() must come before {early} (already imported)" in done.stderr
+    assert f"ImportOrderError: simnpu.activate() must come before {early} (already imported)" in done.stderr
 
 
 @pytest.mark.parametrize("call", ["environment", "activate"])
 def test_beside_a_torch_npu_that_works_both_refuse(tmp_path: Path, call: str) -> None:
     (tmp_path / "torch_npu.py").write_text("__version__ = '2.9.0'\n")
     env = plain_environment(PYTHONPATH=os.pathsep.join([str(tmp_path), *PATHS]))
-    done = run_python(f"from megascend import simnpu; simnpu.{call}()", env, check=False)
+    done = run_python(f"import simnpu; simnpu.{call}()", env, check=False)
     assert done.returncode == 1
     assert f"PlatformError: a real torch_npu is installed and works ({tmp_path / 'torch_npu.py'})" in done.stderr
 
@@ -123,7 +120,7 @@ def test_a_torch_npu_without_cann_is_shadowed_and_said_so(tmp_path: Path) -> Non
     reason = "libhccl.so: cannot open shared object file: No such file or directory"
     (tmp_path / "torch_npu.py").write_text(f"raise ImportError({reason!r})\n")
     env = plain_environment(PYTHONPATH=os.pathsep.join([str(tmp_path), *PATHS]))
-    code = "from megascend import simnpu; simnpu.activate(); import torch_npu; print(torch_npu.__version__)"
+    code = "import simnpu; simnpu.activate(); import torch_npu; print(torch_npu.__version__)"
     done = run_python(code, env)
     assert done.stdout.strip().endswith("+simnpu")
     assert f"({tmp_path / 'torch_npu.py'}) cannot be imported and is shadowed: ImportError: {reason}" in done.stderr
@@ -131,9 +128,9 @@ def test_a_torch_npu_without_cann_is_shadowed_and_said_so(tmp_path: Path) -> Non
 
 def test_metadata_that_cannot_be_written_is_an_error_with_a_cure(tmp_path: Path) -> None:
     (tmp_path / "megascend").write_text("a file where a folder should be")
-    code = "from megascend import simnpu; simnpu.environment()"
+    code = "import simnpu; simnpu.environment()"
     done = run_python(code, plain_environment(XDG_CACHE_HOME=str(tmp_path)), check=False)
-    assert "PlatformError: megascend.simnpu cannot write its package metadata" in done.stderr
+    assert "PlatformError: simnpu cannot write its package metadata" in done.stderr
     assert "set XDG_CACHE_HOME" in done.stderr
 
 

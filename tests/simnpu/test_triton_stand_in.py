@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from megascend import simnpu
+import simnpu
 
 PATHS = [entry for entry in sys.path if entry and "simnpu" not in entry]
 

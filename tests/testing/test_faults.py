@@ -12,34 +12,34 @@ from pathlib import Path
 
 import pytest
 
+from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.errors import ConfigError, DistributedTestError, PlatformError
-from megascend.parallel.watch import Watch
 from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.faults import Fault
 
 
-def armed(*of: Fault, rank: int = 0, attempt: int = 0) -> Watch:
+def armed(*of: Fault, rank: int = 0, attempt: int = 0) -> HangMonitor:
     with faults.inject(*of):
-        return Watch(rank, 1, 10.0, attempt=attempt)
+        return HangMonitor(rank, 1, 10.0, attempt=attempt)
 
 
 def test_a_fault_fires_once_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     with faults.inject(Fault("raise", 0, "update", step=2)):
-        watch = Watch(0, 1, 10.0)
+        monitor = HangMonitor(0, 1, 10.0)
         assert (
             "rank 0: FAULTS ARE ARMED (MEGASCEND_FAULTS): raise in update of step 2 on rank 0"
             in capsys.readouterr().err
         )
-        with watch.phase("update"), watch.phase("forward"):
+        with monitor.phase("update"), monitor.phase("forward"):
             pass
-        watch.step = 2
-        with watch.phase("forward"):
+        monitor.step = 2
+        with monitor.phase("forward"):
             pass
-        with pytest.raises(RuntimeError, match="injected fault: raise in update of step 2"), watch.phase("update"):
+        with pytest.raises(RuntimeError, match="injected fault: raise in update of step 2"), monitor.phase("update"):
             pytest.fail("the body ran")
-        with watch.phase("update"):
+        with monitor.phase("update"):
             pass
-        again = Watch(0, 1, 10.0)  # made anew in the same process
+        again = HangMonitor(0, 1, 10.0)  # made anew in the same process
         again.step = 2
         with again.phase("update"):
             pass
@@ -49,13 +49,13 @@ def test_a_fault_fires_once_at_its_place(capsys: pytest.CaptureFixture[str]) -> 
 def test_of_several_faults_each_rank_and_attempt_takes_its_own() -> None:
     several = [Fault("raise", 1, "update"), Fault("skip", 1, "grad reduce"), Fault("raise", 1, "update", attempt=1)]
     assert armed(*several, rank=0)._faults is None
-    watch = armed(*several, rank=1)
+    monitor = armed(*several, rank=1)
     ran = []
-    watch.call("grad reduce", ran.append, 1)
-    watch.call("grad reduce", ran.append, 2)
+    monitor.call("grad reduce", ran.append, 1)
+    monitor.call("grad reduce", ran.append, 2)
     assert ran == [2]
     with pytest.raises(RuntimeError, match="injected fault"):
-        watch.call("update", ran.append, 3)
+        monitor.call("update", ran.append, 3)
     assert str(armed(*several, rank=1, attempt=1)._faults) == "raise in update on rank 1"
 
 
@@ -65,8 +65,8 @@ def test_a_fault_that_never_fires_is_told(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_phase_whose_result_is_needed_cannot_be_skipped() -> None:
-    watch = armed(Fault("skip", 0, "forward"))
-    with pytest.raises(ConfigError, match="the phase 'forward' cannot be skipped"), watch.phase("forward"):
+    monitor = armed(Fault("skip", 0, "forward"))
+    with pytest.raises(ConfigError, match="the phase 'forward' cannot be skipped"), monitor.phase("forward"):
         pytest.fail("the body ran")
 
 
@@ -87,7 +87,7 @@ def test_a_phase_whose_result_is_needed_cannot_be_skipped() -> None:
 def test_what_cannot_be_read_is_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, text)
     with pytest.raises(ConfigError) as caught:
-        Watch(0, 1, 10.0)
+        HangMonitor(0, 1, 10.0)
     assert message in str(caught.value)
 
 
@@ -103,8 +103,8 @@ def test_the_variable_holds_what_was_armed_and_comes_back(monkeypatch: pytest.Mo
 def test_without_faults_the_module_is_not_imported() -> None:
     code = """
 import sys
-from megascend.parallel.watch import Watch
-Watch(0, 1, 1.0)
+from megascend.diagnostics.hang_monitor import HangMonitor
+HangMonitor(0, 1, 1.0)
 print("megascend.testing.faults" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
@@ -115,8 +115,8 @@ print("megascend.testing.faults" in sys.modules)
 def test_ranks_that_are_lost(action: faults.Action, status: int | None) -> None:
     def work() -> str:
         rank = int(os.environ["RANK"])
-        watch = Watch(rank, 1, 10.0)
-        with watch.phase("work"):
+        monitor = HangMonitor(rank, 1, 10.0)
+        with monitor.phase("work"):
             time.sleep(0.5)
         return f"rank {rank} is through"
 

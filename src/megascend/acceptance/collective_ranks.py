@@ -22,10 +22,10 @@ def main(argument: str) -> None:
     """Run every check; rank 0 writes what all ranks found, check by check."""
     job = read_job(argument)
     runtime = megascend.bootstrap("npu")
-    from megascend.parallel.launch import Launch
-    from megascend.parallel.objects import gather_objects
-    from megascend.parallel.process_groups import initialize
-    from megascend.parallel.topology import plan
+    from megascend.distributed.launch import Launch
+    from megascend.distributed.objects import gather_objects
+    from megascend.distributed.process_groups import initialize
+    from megascend.topology.topology import plan
 
     launch = Launch.from_environment()
     topology = plan(megascend.Parallel(), launch.world_size)

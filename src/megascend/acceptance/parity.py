@@ -10,7 +10,7 @@ from megascend.acceptance.layouts import cases
 from megascend.acceptance.ranks import last_error, run_ranks
 from megascend.acceptance.records import Measurement, Results, at_most, failed, left_out
 from megascend.acceptance.settings import Settings
-from megascend.testing.parity import STEPS, Case, Trajectory, case_checkpoint, differences, oracle, token_lists
+from megascend.testing.parity import STEPS, Case, Trajectory, case_checkpoint, differences, hf_reference, token_lists
 
 START_S, CASE_S = 180, 90
 """Seconds that the ranks may take to start, and for a layout."""
@@ -75,7 +75,7 @@ def compare(case: Case, folder: Path, checkpoint: Path) -> list[Measurement]:
     tokens = token_lists()
     logits = load_file(logits_file(folder, case)) if logits_file(folder, case).is_file() else {}
     mine = Trajectory(found[0]["losses"], found[0]["grad_norms"], [logits[str(index)] for index in range(len(logits))])
-    apart = differences(mine, oracle(folder, checkpoint, tokens, STEPS, case.aux_loss))
+    apart = differences(mine, hf_reference(folder, checkpoint, tokens, STEPS, case.aux_loss))
     measured = [
         at_most(f"{case.name}, loss", apart.loss, case.loss_bound),
         at_most(f"{case.name}, gradient norm", apart.grad_norm, case.norm_bound),

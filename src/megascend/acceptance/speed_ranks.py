@@ -18,7 +18,7 @@ def main(argument: str) -> None:
     megascend.bootstrap("npu", parallel)
     import torch
 
-    from megascend.parallel.objects import gather_objects
+    from megascend.distributed.objects import gather_objects
 
     backend = megascend.MegatronBackend(
         model=job["model"],

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from megascend.parallel.topology import Topology
+    from megascend.topology.topology import Topology
 
 
 class PatchProvider(ABC):

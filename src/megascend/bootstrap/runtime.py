@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megascend.bootstrap import upstream_fixes
+from megascend.bootstrap import patches as upstream_fixes
 from megascend.bootstrap.import_order import require_clean
-from megascend.bootstrap.missing_leaves import install_missing_leaves
+from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
 from megascend.errors import ConfigError, ImportOrderError
 
 if TYPE_CHECKING:
     from megascend.config import Parallel
-    from megascend.parallel.topology import Topology
     from megascend.platforms.base import Platform
+    from megascend.topology.topology import Topology
 
 
 QUIET_MODULES = (r"megatron\.core", r"mcore_bridge", r"torch\.distributed")
@@ -126,7 +126,7 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None, tf32: bo
     What it changes in the process (also in ``Runtime.changes``):
 
     - all: a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
-      :mod:`megascend.bootstrap.missing_leaves`).
+      :mod:`megascend.bootstrap.stub_modules`).
     - ``cpu``: ``transformer_engine`` in ``sys.modules`` becomes :mod:`megascend.reference_te`; ``torch.cuda`` names that
       Megatron-Core calls act on the CPU (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``;
       ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable is
@@ -134,7 +134,7 @@ def bootstrap(platform: str = "auto", parallel: Parallel | None = None, tf32: bo
     - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on);
       ``NVIDIA_TF32_OVERRIDE=0``, or with ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`).
     - all, once Megatron is loaded: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous (see :mod:`megascend.bootstrap.upstream_fixes`); a warnings filter for the modules in
+      contiguous (see :mod:`megascend.bootstrap.patches`); a warnings filter for the modules in
       ``QUIET_MODULES``, and mcore-bridge's logger set to warnings.
     - ``cuda`` with ``MEGASCEND_REFERENCE_TE=1``: the reference Transformer Engine instead of the real one.
     - ``npu``: MindSpeed's adaptor is imported with arguments of the bootstrap's, and patches megatron.core and parts of

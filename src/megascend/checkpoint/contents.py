@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.random_state import random_state
-from megascend.checkpoint.saver import Contents
+from megascend.checkpoint.saver import CheckpointState
 from megascend.checkpoint.state import model_state, optimizer_state
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megascend.strategy.megatron import MegatronStrategy
+    from megascend.engines.megatron.engine import MegatronStrategy
 
 PACKAGES = ("megascend", "torch", "megatron-core", "mcore-bridge", "transformers")
 AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")
@@ -68,13 +68,13 @@ def state_of(strategy: MegatronStrategy) -> dict[str, Any]:
 
 def collect(
     strategy: MegatronStrategy, manifest: Manifest, base_model: str, write_more: Callable[[Path], None] | None
-) -> Contents:
+) -> CheckpointState:
     """Everything that a checkpoint holds. Collective: adapters are brought together on rank 0."""
     host = strategy.adapters
     state = state_of(strategy)
     state[f"random/{strategy.groups.rank}"] = random_state()
     whole = {} if host is None else {name: host.collect_whole(name, optimizer=True) for name in manifest.adapters}
-    return Contents(
+    return CheckpointState(
         state,
         manifest,
         {name: saved for name, saved in whole.items() if saved is not None},

@@ -15,13 +15,13 @@ from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.random_state import set_random_state
 from megascend.checkpoint.shards import LoadPlanner, Shards
 from megascend.checkpoint.state import model_state, optimizer_state
+from megascend.distributed.objects import gather_objects
 from megascend.errors import CheckpointError
-from megascend.parallel.objects import gather_objects
 
 if TYPE_CHECKING:
-    from megascend.lora.host import AdapterHost
-    from megascend.parallel.process_groups import ProcessGroups
-    from megascend.strategy.megatron import MegatronStrategy
+    from megascend.distributed.process_groups import ProcessGroups
+    from megascend.engines.megatron.engine import MegatronStrategy
+    from megascend.lora.manager import AdapterManager
 
 
 def verified(directory: Path, groups: ProcessGroups) -> Manifest:
@@ -104,7 +104,7 @@ def load(strategy: MegatronStrategy, directory: Path, found: Manifest, mine: Man
         optimizer.zero_grad()
 
 
-def _load_adapters(host: AdapterHost, directory: Path, found: Manifest) -> None:
+def _load_adapters(host: AdapterManager, directory: Path, found: Manifest) -> None:
     """Have exactly the adapters of a checkpoint, or, if one does not fit, those from before."""
     before = dict(host.registry)
     for name in before:

@@ -1,7 +1,7 @@
 """Boxes of tensors. Pure arithmetic.
 
 A distributed optimizer gives every data parallel rank a run of a parameter's numbers, wherever rows begin and end. Checkpoint
-formats know boxes only; any run is a few of them.
+formats know chunks only; any run is a few of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Box:
-    """A box of a contiguous tensor.
+class Chunk:
+    """A chunk of a contiguous tensor.
 
     Attributes:
         offsets, sizes: along each dimension.
-        start: where it begins, counted in elements of the flattened tensor. A box's elements follow one another there.
+        start: where it begins, counted in elements of the flattened tensor. A chunk's elements follow one another there.
     """
 
     offsets: tuple[int, ...]
@@ -30,8 +30,8 @@ class Box:
         return self.start + math.prod(self.sizes)
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that elements ``[start, stop)`` of a flattened tensor of ``shape`` consist of, in their order.
+def chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
+    """The chunks that elements ``[start, stop)`` of a flattened tensor of ``shape`` consist of, in their order.
 
     At most ``2 * len(shape) - 1`` of them: the last part of a row, whole rows, the first part of a row, and so on in each
     dimension.
@@ -39,7 +39,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     if start >= stop:
         return
     if not shape:
-        yield Box((), (), 0)
+        yield Chunk((), (), 0)
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner  # whole rows
@@ -49,11 +49,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     yield from _inside(shape, first - 1, start, first * inner)
     if first < last:
         rest = tuple(shape[1:])
-        yield Box((first, *(0 for _ in rest)), (last - first, *rest), first * inner)
+        yield Chunk((first, *(0 for _ in rest)), (last - first, *rest), first * inner)
     yield from _inside(shape, last, last * inner, stop)
 
 
-def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Chunk]:
     begin = row * math.prod(shape[1:])
-    for box in boxes(shape[1:], start - begin, stop - begin):
-        yield Box((row, *box.offsets), (1, *box.sizes), begin + box.start)
+    for chunk in chunks(shape[1:], start - begin, stop - begin):
+        yield Chunk((row, *chunk.offsets), (1, *chunk.sizes), begin + chunk.start)

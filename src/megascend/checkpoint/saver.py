@@ -30,14 +30,14 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.shards import SavePlanner
 from megascend.checkpoint.staging import Staging
+from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import replace_directory
-from megascend.parallel.objects import broadcast_object, gather_objects
 
 if TYPE_CHECKING:
-    from megascend.lora.store import Saved
-    from megascend.parallel.process_groups import ProcessGroups
-    from megascend.parallel.watch import Watch
+    from megascend.diagnostics.hang_monitor import HangMonitor
+    from megascend.distributed.process_groups import ProcessGroups
+    from megascend.lora.adapter_io import Saved
 
 MEGATRON_CONFIG = {
     "sharded_backend": "torch_dist",
@@ -61,7 +61,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointState:
     """What goes into a checkpoint.
 
     Attributes:
@@ -90,9 +90,9 @@ class PendingSave:
         stall_s: seconds that training stood still for it on this rank, waiting for the checkpoint before it included.
     """
 
-    def __init__(self, path: Path, step: int, patience_s: float, watch: Watch) -> None:
+    def __init__(self, path: Path, step: int, patience_s: float, monitor: HangMonitor) -> None:
         self.path, self.step = path, step
-        self._patience_s, self._watch = patience_s, watch
+        self._patience_s, self._monitor = patience_s, monitor
         self.stall_s = 0.0
         self._finished = threading.Event()
         self._problem: str | None = None
@@ -131,8 +131,8 @@ class PendingSave:
         return self._problem
 
     def _wait(self, seconds: float) -> bool:
-        # In a phase: if another rank is lost, the watch ends what would else be waited for in vain.
-        with self._watch.phase("save", f"waiting for {self.path.name}"):
+        # In a phase: if another rank is lost, the monitor ends what would else be waited for in vain.
+        with self._monitor.phase("save", f"waiting for {self.path.name}"):
             return self._finished.wait(seconds)
 
     @property
@@ -166,7 +166,9 @@ class Saver:
         """Take the host memory for saving ``state`` in the background, so that the first save need not wait for it."""
         self._staging.prepare(state)
 
-    def save(self, path: Path, collect: Callable[[], Contents], after: Callable[[Path], None] | None) -> PendingSave:
+    def save(
+        self, path: Path, collect: Callable[[], CheckpointState], after: Callable[[Path], None] | None
+    ) -> PendingSave:
         """Begin to write a checkpoint, after the one before is complete.
 
         Args:
@@ -195,7 +197,7 @@ class Saver:
             if self._groups.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._pending = pending = PendingSave(path, contents.manifest.step, self._patience_s, self._groups.watch)
+        self._pending = pending = PendingSave(path, contents.manifest.step, self._patience_s, self._groups.monitor)
         threading.Thread(
             target=self._write, args=(pending, target, temporary, contents, after), name="megascend-save", daemon=True
         ).start()
@@ -281,14 +283,14 @@ class Saver:
         pending: PendingSave,
         target: Path,
         temporary: Path,
-        contents: Contents,
+        contents: CheckpointState,
         after: Callable[[Path], None] | None,
     ) -> None:
         problem: str | None = (
             f"save: {pending.path} could not be written (rank {self._groups.rank}): its thread was ended"
         )
         try:
-            with self._groups.watch.phase("write"):
+            with self._groups.monitor.phase("write"):
                 written = self._write_files(temporary, contents)
                 problem = self._commit(pending.path, target, temporary, contents, after, *written)
         except Exception as error:  # noqa: BLE001  a thread has nobody to raise to: whoever waits raises it
@@ -296,7 +298,7 @@ class Saver:
         finally:
             pending.finish(problem)
 
-    def _write_files(self, temporary: Path, contents: Contents) -> tuple[dict[str, dict[str, Any]], str | None]:
+    def _write_files(self, temporary: Path, contents: CheckpointState) -> tuple[dict[str, dict[str, Any]], str | None]:
         """This rank's files and their digests, or why they could not be written."""
         rank = self._groups.rank
         try:
@@ -315,10 +317,10 @@ class Saver:
         except (Exception, CheckpointException) as error:  # noqa: BLE001  told to all ranks, which then raise together
             return {}, f"rank {rank}: {_reason(error)}"
 
-    def _write_adapters(self, temporary: Path, contents: Contents) -> None:
+    def _write_adapters(self, temporary: Path, contents: CheckpointState) -> None:
         if not contents.adapters:
             return
-        from megascend.lora import store
+        from megascend.lora import adapter_io as store
 
         for name, saved in contents.adapters.items():
             store.write(temporary / "adapters" / name, saved, contents.base_model, contents.projections)
@@ -328,7 +330,7 @@ class Saver:
         path: Path,
         target: Path,
         temporary: Path,
-        contents: Contents,
+        contents: CheckpointState,
         after: Callable[[Path], None] | None,
         files: dict[str, dict[str, Any]],
         problem: str | None,

@@ -3,7 +3,7 @@
 Names and places come from Megatron-Core (``sharded_state_dict``, as its own ``dist_checkpointing`` takes it), so that a
 checkpoint fits every layout. Optimizer state is named like the ``fully_reshardable`` format of Megatron's distributed
 optimizer; that format is made by gathering whole tensors on every save, while here each rank names its own run of numbers
-as boxes.
+as chunks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megascend.checkpoint.regions import boxes
+from megascend.checkpoint.regions import chunks
 from megascend.checkpoint.shards import Shards
 from megascend.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from megascend.strategy.megatron import MegatronStrategy
+    from megascend.engines.megatron.engine import MegatronStrategy
 
 OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -121,10 +121,10 @@ def _add_run(shards: Shards, piece: Piece, start: int, values: Tensor) -> None:
     low, high = max(start, piece.start), min(start + values.numel(), piece.start + data.numel())
     leading = piece.tensor.prepend_axis_num
     flat = values.view(-1)
-    for box in boxes(data.shape, low - piece.start, high - piece.start):
-        begin = box.start + piece.start - start
-        part = flat[begin : begin + box.stop - box.start].view((1,) * leading + box.sizes)
-        local = (0,) * leading + box.offsets
+    for chunk in chunks(data.shape, low - piece.start, high - piece.start):
+        begin = chunk.start + piece.start - start
+        part = flat[begin : begin + chunk.stop - chunk.start].view((1,) * leading + chunk.sizes)
+        local = (0,) * leading + chunk.offsets
         shards.add([a + b for a, b in zip(piece.tensor.global_offset, local, strict=True)], part)
 
 

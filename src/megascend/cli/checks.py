@@ -165,7 +165,7 @@ def check_npu(timeout: float) -> list[Check]:
     code = (
         "import json, sys\n"
         "from dataclasses import asdict\n"
-        "from megascend import simnpu\n"
+        "import simnpu\n"
         "from megascend.bootstrap.mindspeed.prerequisites import findings\n"
         "from megascend.bootstrap.versions import installed_versions, nearest_stack\n"
         f"tell = lambda name: print({LOOKING_AT!r} + name, file=sys.stderr, flush=True)\n"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megascend.config import RunConfig
-    from megascend.parallel.topology import Topology
+    from megascend.topology.topology import Topology
 
 
 def check_topology(config: RunConfig, world_size: int) -> Topology:
@@ -17,7 +17,7 @@ def check_topology(config: RunConfig, world_size: int) -> Topology:
         CheckpointError: the model is missing, incomplete or damaged, as far as file headers tell.
     """
     from megascend.huggingface.info import inspect_checkpoint
-    from megascend.parallel.topology import plan
+    from megascend.topology.topology import plan
 
     return plan(config.parallel, world_size, inspect_checkpoint(config.model).shape)
 
@@ -28,10 +28,10 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     Raises:
         MegascendError: whatever the first rank would have raised a few seconds later.
     """
-    from megascend.parallel.launch import Launch
-    from megascend.train.data import read_documents
-    from megascend.train.loop import check_lora, check_packages
-    from megascend.train.resume import check_start
+    from megascend.app.data import read_documents
+    from megascend.app.loop import check_lora, check_packages
+    from megascend.app.resume import check_start
+    from megascend.distributed.launch import Launch
 
     check_start(config.output, overwrite, resume, Launch())
     check_packages(config)

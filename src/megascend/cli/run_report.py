@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megascend.app.event_log import ERRORS, EVENTS, read_lines
+from megascend.app.resume import CHECKPOINTS
 from megascend.checkpoint import manifest
-from megascend.checkpoint.series import NAME, Series
+from megascend.checkpoint.retention import NAME, Retention
 from megascend.errors import CheckpointError, ConfigError
-from megascend.train.journal import ERRORS, EVENTS, read_lines
-from megascend.train.resume import CHECKPOINTS
 
 Outcome = Literal["finished", "stopped", "interrupted", "error", "lost", "no end"]
 SECONDARY = ("PeerLostError", "CollectiveTimeoutError", "ProcessGroupError", "DistBackendError")
@@ -88,7 +88,7 @@ class CheckpointState:
 
 
 @dataclass(frozen=True)
-class Saves:
+class CheckpointPolicy:
     """How the saves of all attempts went. ``stall_s``: seconds that training stood still for each, on rank 0."""
 
     begun: int
@@ -121,7 +121,7 @@ class RunReport:
     latest: str | None
     verified: bool
     unfinished: tuple[str, ...]
-    saves: Saves
+    saves: CheckpointPolicy
     bad_batches: tuple[str, ...]
     exported: tuple[str, ...]
     free_bytes: int
@@ -136,7 +136,7 @@ class RunReport:
     def last_good(self) -> CheckpointState | None:
         """The checkpoint that ``--resume auto`` will go on from, as far as was looked."""
         whole = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
-        for path in Series(self.directory / CHECKPOINTS).candidates():
+        for path in Retention(self.directory / CHECKPOINTS).candidates():
             match = NAME.fullmatch(path.name)
             if match and int(match[1]) in whole:
                 return whole[int(match[1])]
@@ -184,7 +184,7 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
 
 
 def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any]]) -> list[Attempt]:
-    """The attempts, in the order of their beginning, from the lines of the journal and the errors of the ranks. Pure."""
+    """The attempts, in the order of their beginning, from the lines of the event_log and the errors of the ranks. Pure."""
     parts: list[list[dict[str, Any]]] = []
     for event in events:
         if event.get("event") == "start":
@@ -287,10 +287,10 @@ def blame(
     return "error", tuple(ordered), tuple(silent)
 
 
-def saves_of(events: Sequence[dict[str, Any]]) -> Saves:
-    """The saves of all attempts, from the lines of the journal. Pure."""
+def saves_of(events: Sequence[dict[str, Any]]) -> CheckpointPolicy:
+    """The saves of all attempts, from the lines of the event_log. Pure."""
     kinds = [event.get("event") for event in events]
-    return Saves(
+    return CheckpointPolicy(
         begun=kinds.count("save"),
         completed=kinds.count("saved"),
         failures=tuple(str(event.get("problem")) for event in events if event.get("event") == "save_failed"),

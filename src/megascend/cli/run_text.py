@@ -71,7 +71,7 @@ def wrapped(text: str) -> list[str]:
 def headline(report: RunReport) -> str:
     """How the run stands, in a line."""
     if not report.attempts:
-        return "it began, but its journal (events.jsonl) is missing"
+        return "it began, but its event_log (events.jsonl) is missing"
     last = report.attempts[-1]
     of = f" of {report.steps}" if report.steps is not None else ""
     if last.started is None:

@@ -20,7 +20,7 @@ def simnpu_command(
     """
     from megascend.bootstrap.versions import installed_versions, require_package
     from megascend.errors import ConfigError
-    from megascend.simnpu import environment
+    from simnpu import environment
 
     require_package("torch", installed_versions())  # torch loads the device by itself, and would fail without naming it
     try:

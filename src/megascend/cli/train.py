@@ -70,8 +70,8 @@ def train_rank(config: Path, overrides: list[str] | None, overwrite: bool, resum
     """
     import warnings
 
+    from megascend.app.loop import train
     from megascend.config import load_config
-    from megascend.train.loop import train
 
     # Deprecations inside these packages are nothing that a user of this command could act on.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")

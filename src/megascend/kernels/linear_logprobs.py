@@ -39,7 +39,7 @@ def chunk_size(rows: int, element_size: int) -> int:
 
 
 def chunks(
-    hidden: Tensor, rows: Tensor, down: Tensor | None = None, addition: LowRank | None = None
+    hidden: Tensor, rows: Tensor, down: Tensor | None = None, lora_delta: LowRank | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Every chunk of ``hidden`` [n, h] with its logits [chunk, rows]; one buffer serves them all."""
     size = min(chunk_size(len(rows), hidden.element_size()), len(hidden))
@@ -48,8 +48,8 @@ def chunks(
         part = slice(start, min(start + size, len(hidden)))
         logits = buffer[: part.stop - part.start]
         torch.mm(hidden[part], rows.t(), out=logits)
-        if addition is not None and down is not None:
-            addition.add_(logits, down, part)
+        if lora_delta is not None and down is not None:
+            lora_delta.add_(logits, down, part)
         yield part, logits
 
 
@@ -94,9 +94,9 @@ class _Gradients:
         down: Tensor | None,
         shard: VocabShard,
         direct: bool,
-        addition: LowRank | None,
+        lora_delta: LowRank | None,
     ) -> None:
-        self._states, self._rows, self._down, self._addition = hidden, weight[: shard.rows], down, addition
+        self._states, self._rows, self._down, self._addition = hidden, weight[: shard.rows], down, lora_delta
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self._weight = _WeightGradient(weight, shard, direct) if needed[1] else None
         self.down = torch.zeros_like(down) if down is not None and needed[2] else None
@@ -126,16 +126,16 @@ class _LinearLogprobs(torch.autograd.Function):
         shard: VocabShard,
         entropy: bool,
         direct: bool,
-        addition: LowRank | None,
+        lora_delta: LowRank | None,
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
-        every = chunks(hidden, rows, down, addition)
+        every = chunks(hidden, rows, down, lora_delta)
         parts = [statistics(logits, local_targets[part], shard, entropy) for part, logits in every]
         log_sum, target = (torch.cat([getattr(s, name) for s in parts]) for name in ("log_sum", "target"))
         entropies = torch.cat([s.entropy for s in parts if s.entropy is not None]) if entropy else None
         ctx.save_for_backward(hidden, weight, down, local_targets, log_sum, target, entropies)
-        ctx.shard, ctx.direct, ctx.addition = shard, direct, addition
+        ctx.shard, ctx.direct, ctx.lora_delta = shard, direct, lora_delta
         return target - log_sum, entropies
 
     @staticmethod
@@ -143,9 +143,9 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         hidden, weight, down, local_targets, log_sum, target, entropies = ctx.saved_tensors
         rows = weight[: ctx.shard.rows]
-        found = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.addition)
+        found = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.lora_delta)
         scale = torch.zeros_like(log_sum) if grad_logprobs is None else -grad_logprobs
-        for part, logits in chunks(hidden, rows, down, ctx.addition):
+        for part, logits in chunks(hidden, rows, down, ctx.lora_delta):
             of_part = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
             entropy_scale = None if grad_entropy is None else grad_entropy[part]
             gradient_(logits, local_targets[part], of_part, scale[part], entropy_scale)
@@ -162,22 +162,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         down: Tensor | None,
         targets: Tensor,
         coefficients: Tensor,
-        upstream: float,
+        loss_grad: float,
         shard: VocabShard,
         direct: bool,
-        addition: LowRank | None,
+        lora_delta: LowRank | None,
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, addition)
-        scale = coefficients * upstream
-        for part, logits in chunks(hidden, rows, down, addition):
+        gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, lora_delta)
+        scale = coefficients * loss_grad
+        for part, logits in chunks(hidden, rows, down, lora_delta):
             found = statistics(logits, local_targets[part], shard, entropy=False)
             logprobs[part] = found.logprobs
             gradient_(logits, local_targets[part], found, scale[part], None)
             gradients.add(logits, part)
-        ctx.upstream = upstream
+        ctx.loss_grad = loss_grad
         ctx.gradients = gradients.for_autograd()
         ctx.mark_non_differentiable(logprobs)
         return -torch.where(coefficients > 0, logprobs * coefficients, 0.0).sum(), logprobs
@@ -187,9 +187,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Elsewhere the comparison would make the host wait for the device.
         if grads[0] is not None and grads[0].device.type == "cpu":
             received = float(grads[0])
-            if abs(received - ctx.upstream) > 1e-5 * abs(ctx.upstream):
+            if abs(received - ctx.loss_grad) > 1e-5 * abs(ctx.loss_grad):
                 raise RuntimeError(
-                    f"linear_cross_entropy was told to expect gradient {ctx.upstream}, received {received}"
+                    f"linear_cross_entropy was told to expect gradient {ctx.loss_grad}, received {received}"
                 )
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients, None, None, None, None, None, None
@@ -203,7 +203,7 @@ def linear_logprobs(
     entropy: bool = False,
     direct_weight_gradient: bool = False,
     down: Tensor | None = None,
-    addition: LowRank | None = None,
+    lora_delta: LowRank | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy of each distribution if asked for.
 
@@ -216,12 +216,12 @@ def linear_logprobs(
         entropy: also return the entropy in nats.
         direct_weight_gradient: add the weight's gradient to ``weight.main_grad`` instead of returning it to autograd.
         down: [n, r], equal on all ranks of the group like ``hidden``; its gradient is this rank's part, too.
-        addition: what ``down`` adds to the logits; both or neither.
+        lora_delta: what ``down`` adds to the logits; both or neither.
 
     Returns:
         fp32 [n], and fp32 [n] or None.
     """
-    return _LinearLogprobs.apply(hidden, weight, down, targets, shard, entropy, direct_weight_gradient, addition)
+    return _LinearLogprobs.apply(hidden, weight, down, targets, shard, entropy, direct_weight_gradient, lora_delta)
 
 
 def linear_cross_entropy(
@@ -230,36 +230,36 @@ def linear_cross_entropy(
     targets: Tensor,
     coefficients: Tensor,
     shard: VocabShard,
-    upstream: float = 1.0,
+    loss_grad: float = 1.0,
     direct_weight_gradient: bool = False,
     down: Tensor | None = None,
-    addition: LowRank | None = None,
+    lora_delta: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sum(-coefficients * logprobs)`` with its gradient formed in the forward pass.
 
     Args:
-        hidden, weight, targets, shard, direct_weight_gradient, down, addition: as for :func:`linear_logprobs`.
+        hidden, weight, targets, shard, direct_weight_gradient, down, lora_delta: as for :func:`linear_logprobs`.
         coefficients: fp32 [n], not negative: the factor of each token's negative log-likelihood.
-        upstream: the gradient that this sum will receive in the backward pass, which has to be known now.
+        loss_grad: the gradient that this sum will receive in the backward pass, which has to be known now.
 
     Returns:
         The fp32 sum, and the log-probabilities fp32 [n] without a gradient.
 
     Raises:
-        RuntimeError: in the backward pass on the CPU, if the sum receives another gradient than ``upstream``.
+        RuntimeError: in the backward pass on the CPU, if the sum receives another gradient than ``loss_grad``.
     """
     return _LinearCrossEntropy.apply(
-        hidden, weight, down, targets, coefficients, upstream, shard, direct_weight_gradient, addition
+        hidden, weight, down, targets, coefficients, loss_grad, shard, direct_weight_gradient, lora_delta
     )
 
 
 @torch.no_grad()
 def gather_logits(
-    hidden: Tensor, weight: Tensor, shard: VocabShard, down: Tensor | None = None, addition: LowRank | None = None
+    hidden: Tensor, weight: Tensor, shard: VocabShard, down: Tensor | None = None, lora_delta: LowRank | None = None
 ) -> Tensor:
     """Logits over the whole vocabulary, for those who ask for them: fp32 [n, padded vocabulary] on the CPU."""
     parts = []
-    for _, logits in chunks(hidden, weight, down, addition):
+    for _, logits in chunks(hidden, weight, down, lora_delta):
         whole = logits
         if shard.group is not None:
             shards = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]

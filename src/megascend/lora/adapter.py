@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megascend.batch.results import StepResult
 from megascend.config import Adam, Lora, Schedule
+from megascend.config.learning_rate import learning_rate
 from megascend.lora.layout import FlatLayout, Span
-from megascend.strategy.schedule import learning_rate
-from megascend.train.results import StepResult
 
 if TYPE_CHECKING:
-    from megascend.lora.store import Saved
+    from megascend.lora.adapter_io import Saved
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000

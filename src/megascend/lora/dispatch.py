@@ -26,24 +26,24 @@ class ExpertRows:
     """The adapters of the rows that one layer's experts of this rank compute at the moment."""
 
     def __init__(self) -> None:
-        self.slots: Tensor | None = None
+        self.adapter_index: Tensor | None = None
         self._grouped: tuple[Tensor | None, Groups] | None = None
 
-    def take(self, slots: Tensor | None) -> None:
+    def take(self, adapter_index: Tensor | None) -> None:
         """Remember the rows' adapters (None: all have the same)."""
-        self.slots, self._grouped = slots, None
+        self.adapter_index, self._grouped = adapter_index, None
 
     def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> tuple[Tensor | None, Groups]:
         """The order that sorts the rows by (adapter, expert), None if they are sorted, and the runs in that order."""
         if self._grouped is not None:
             return self._grouped
         rows = [int(count) for count in counts]
-        if self.slots is None:
+        if self.adapter_index is None:
             self._grouped = None, Groups.of(rows, device)
             return self._grouped
         repeats = to_device(torch.tensor(rows), device)
         expert = torch.arange(experts, device=device).repeat_interleave(repeats, output_size=sum(rows))
-        key = self.slots * experts + expert
+        key = self.adapter_index * experts + expert
         order = torch.argsort(key, stable=True)
         ends = torch.bincount(key, minlength=adapters * experts).cumsum(0).int()
         self._grouped = order, Groups(ends)
@@ -67,14 +67,14 @@ def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
         mixed = layers.stage is not None and len(layers.stage.adapters) > 1
         permuted[0] = None
         if mixed and layers.routing is not None:
-            mine = layers.routing.slots[layers.routing.mine]
+            mine = layers.routing.adapter_index[layers.routing.mine]
             permuted[0] = mine[dispatcher.reversed_local_input_permutation_mapping]
         return result
 
     def dispatch_postprocess(*args: Any, **options: Any) -> Any:
         result = postprocess(*args, **options)
-        slots, permuted[0] = permuted[0], None
-        rows.take(None if slots is None else exchange(dispatcher, slots))
+        adapter_index, permuted[0] = permuted[0], None
+        rows.take(None if adapter_index is None else exchange(dispatcher, adapter_index))
         return result
 
     dispatcher.dispatch_preprocess = dispatch_preprocess
@@ -82,9 +82,9 @@ def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
     return rows
 
 
-def exchange(dispatcher: MoEAlltoAllTokenDispatcher, slots: Tensor) -> Tensor:
+def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> Tensor:
     """What the dispatcher has just done to the permuted tokens, done to their adapters' numbers [rows]."""
-    column = slots[:, None].float()  # numbers small enough to be exact
+    column = adapter_index[:, None].float()  # numbers small enough to be exact
     if dispatcher.ep_size > 1:
         column = all_to_all(dispatcher.ep_group, column, dispatcher.output_splits, dispatcher.input_splits)
     if dispatcher.tp_size > 1:

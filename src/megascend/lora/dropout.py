@@ -11,9 +11,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from megascend.lora.projections import Site
-from megascend.lora.routing import Routing
-from megascend.lora.stage import Stage
+from megascend.lora.segments import Routing
+from megascend.lora.stacked_adapters import Stage
+from megascend.lora.target_modules import Site
 
 
 def token_keys(seed: int, step: int, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def drop(x: Tensor, stage: Stage, routing: Routing, site: Site, *, local: bool) 
     if routing.keys is None or not site.module.training:
         return x
     which = routing.mine if local else slice(None)
-    rate = stage.dropouts[routing.slots[which]][:, None]
+    rate = stage.dropouts[routing.adapter_index[which]][:, None]
     layer = zlib.crc32(site.parts[0].name.encode())
     columns = mix(torch.arange(site.in_start, site.in_start + x.shape[-1], device=x.device) + layer)
     drawn = mix(routing.keys[which][:, None] ^ columns)

@@ -26,12 +26,12 @@ from megascend.errors import PlatformError
 from megascend.kernels.low_rank import LowRank
 from megascend.lora.dispatch import ExpertRows, follow
 from megascend.lora.dropout import drop
-from megascend.lora.ends import LookUp, adapted_runs
+from megascend.lora.embedding_and_head import LookUp, adapted_runs
 from megascend.lora.grouped import GroupedLinear
 from megascend.lora.layout import Family
-from megascend.lora.projections import Site
-from megascend.lora.routing import Routing
-from megascend.lora.stage import Factors4, Stage
+from megascend.lora.segments import Routing
+from megascend.lora.stacked_adapters import Factors4, Stage
+from megascend.lora.target_modules import Site
 
 
 class AdapterLayers:
@@ -96,7 +96,7 @@ class AdapterLayers:
             return self._experts(site, x, inputs[1], out, self.stage.factors(family, layer, None)), bias
         return self._dense(site, x, out, self.stage.factors(family, layer, self.routing.single)), bias
 
-    def addition(self, routing: Routing | None) -> LowRank | None:
+    def lora_delta(self, routing: Routing | None) -> LowRank | None:
         """What the adapters of a micro batch's tokens add to their logits; None if none acts on the output layer."""
         if self.stage is None or self._output is None:
             return None
@@ -109,8 +109,8 @@ class AdapterLayers:
         return LowRank(up, grads, runs)
 
     def _after_output(self, family: int, site: Site, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Append ``A x`` to the hidden states that go to the output head, which finds B by :meth:`addition`."""
-        if self.addition(self.routing) is None:
+        """Append ``A x`` to the hidden states that go to the output head, which finds B by :meth:`lora_delta`."""
+        if self.lora_delta(self.routing) is None:
             return output
         assert self.stage is not None
         assert self.routing is not None
@@ -129,8 +129,8 @@ class AdapterLayers:
         if not adapted_runs(stage, routing, site):
             return out
         a, a_grads, b, b_grads = stage.factors(family, 0, routing.single)
-        slots = None if routing.single is not None else routing.slots
-        down = LookUp.apply(self._root, inputs[0], slots, site.in_start, a, a_grads)
+        adapter_index = None if routing.single is not None else routing.adapter_index
+        down = LookUp.apply(self._root, inputs[0], adapter_index, site.in_start, a, a_grads)
         if self._sequence_parallel:
             down = down.transpose(0, 1).contiguous()
         down, runs = self._exchange(down, site), routing.local

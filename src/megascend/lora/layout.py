@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megascend.lora.projections import Site
+from megascend.lora.target_modules import Site
 
 Kind = Literal["copied", "split", "expert_copied", "expert_split"]
 KINDS: tuple[Kind, ...] = ("copied", "split", "expert_copied", "expert_split")

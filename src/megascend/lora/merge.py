@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascend.config import Lora
 from megascend.lora.factors import Factors
-from megascend.lora.projections import is_embedding
+from megascend.lora.target_modules import is_embedding
 
 OF_ONE_EXPERT = re.compile(
     r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|gate_up_proj)\.weight$"

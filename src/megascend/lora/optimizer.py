@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megascend.batch.results import StepResult
+from megascend.distributed.process_groups import ProcessGroups
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import KINDS, Kind
 from megascend.lora.transfer import leads
-from megascend.parallel.process_groups import ProcessGroups
-from megascend.parallel.topology import Topology
-from megascend.train.results import StepResult
+from megascend.topology.topology import Topology
 
 
 class AdapterOptimizer:
@@ -27,8 +27,8 @@ class AdapterOptimizer:
 
         Collective over the world, whose ranks pass the same adapters. Waits for the device once.
         """
-        self._groups.watch.call("grad reduce", self._reduce_all, adapters)
-        with self._groups.watch.phase("update"):
+        self._groups.monitor.call("grad reduce", self._reduce_all, adapters)
+        with self._groups.monitor.phase("update"):
             squares = torch.stack([self._square_norm(adapter) for adapter in adapters])
             if self._topology.world_size > 1:
                 dist.all_reduce(squares)

@@ -9,7 +9,7 @@ from typing import Any
 from megascend.config import Lora
 from megascend.errors import CheckpointError
 from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, is_expert_parameter
-from megascend.lora.projections import matches
+from megascend.lora.target_modules import matches
 
 _RENAMED_BY_PEFT = ("gate_proj", "up_proj", "down_proj", "gate")
 """Modules that PEFT takes for experts of an old checkpoint, wherever they are, if the model has fused experts."""

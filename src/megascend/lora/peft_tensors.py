@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megascend.errors import CheckpointError
 from megascend.lora.factors import Factors
-from megascend.lora.projections import EMBEDDING, OUTPUT, is_embedding, matches
+from megascend.lora.target_modules import EMBEDDING, OUTPUT, is_embedding, matches
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")

@@ -10,11 +10,11 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
+from megascend.batch.losses import Loss, LossFunction, resolve
+from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
+from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError, MegascendError, QueueFullError
 from megascend.lora.fairness import Kind, Ledger, Request, next_unit
-from megascend.train.losses import Loss, LossFunction, resolve
-from megascend.train.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
-from megascend.train.sample import Sample
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import Family, flat_layout
-from megascend.lora.projections import Part, Site, matches
+from megascend.lora.target_modules import Part, Site, matches
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

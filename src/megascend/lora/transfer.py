@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megascend.distributed.objects import collect_objects
+from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.lora.adapter import Adapter
 from megascend.lora.factors import Factors
 from megascend.lora.layout import Family, Kind
-from megascend.lora.projections import Part, Site, matches
-from megascend.parallel.objects import collect_objects
-from megascend.parallel.process_groups import ProcessGroups
-from megascend.parallel.topology import Coordinates
+from megascend.lora.target_modules import Part, Site, matches
+from megascend.topology.topology import Coordinates
 
 
 @dataclass(frozen=True)

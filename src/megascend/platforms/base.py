@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from megascend.bootstrap.versions import Stack
     from megascend.config import Batching, Parallel
-    from megascend.parallel.topology import Topology
+    from megascend.topology.topology import Topology
 
 
 @dataclass(frozen=True)

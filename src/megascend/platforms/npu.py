@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megascend.bootstrap.providers import PatchProvider
     from megascend.bootstrap.versions import Stack
     from megascend.config import Batching, Parallel
-    from megascend.parallel.topology import Topology
+    from megascend.topology.topology import Topology
 
 HCCL_PORTS = 64
 """Ports that the ranks of one host may take, counted from the base port (16 devices, a few each)."""
@@ -66,7 +66,7 @@ class NpuPlatform(Platform):
         return self.provider.after_megatron()
 
     def check_batching(self, topology: Topology, batching: Batching) -> None:
-        from megascend.bootstrap.mindspeed.refusals import check_batching
+        from megascend.bootstrap.mindspeed.unsupported import check_batching
 
         check_batching(topology.context, batching.packing)
 
@@ -112,8 +112,8 @@ def _torch_npu() -> Any:
 
 def refuse_objects_on_simulated_hccl(environment: Any) -> list[str]:
     """HCCL carries Python objects; megascend sends them over Gloo only, and the simulated HCCL can hold it to that."""
-    from megascend import simnpu
-    from megascend.simnpu.environment import OBJECTS_VARIABLE
+    import simnpu
+    from simnpu.environment import OBJECTS_VARIABLE
 
     if not simnpu.is_active():
         return []

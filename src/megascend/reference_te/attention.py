@@ -16,7 +16,7 @@ from megascend.errors import ConfigError, DataError
 from megascend.reference_te.attention_core import Rule, Window, attend, chunk_starts, unzigzag
 from megascend.reference_te.base import ReferenceModule, TrackerGetter
 from megascend.reference_te.collectives import gather_from_ranks
-from megascend.reference_te.refusals import refuse
+from megascend.reference_te.unsupported import refuse
 
 MASK_TYPES = (
     "no_mask",

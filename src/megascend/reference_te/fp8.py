@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megascend.reference_te.refusals import refuse
+from megascend.reference_te.unsupported import refuse
 
 REMEDY = "unset fp8 / fp4 in the model config, or run on CUDA with transformer-engine"
 

@@ -19,7 +19,7 @@ from megascend.reference_te.base import (
     default_init,
     mark_tensor_parallel,
 )
-from megascend.reference_te.refusals import refuse, refuse_settings
+from megascend.reference_te.unsupported import refuse, refuse_settings
 
 
 class GroupedLinear(ReferenceModule):

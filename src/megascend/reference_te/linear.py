@@ -21,7 +21,7 @@ from megascend.reference_te.base import (
 )
 from megascend.reference_te.collectives import copy_to_ranks, gather_from_ranks, sum_and_scatter, sum_over_ranks
 from megascend.reference_te.norms import layer_norm, rms_norm
-from megascend.reference_te.refusals import refuse, refuse_settings
+from megascend.reference_te.unsupported import refuse, refuse_settings
 
 PARALLEL_MODES = (None, "column", "row")
 # megatron-core hides the mode 'duplicated' from Transformer Engine, but asks it for this tracker only then.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_te.refusals import refuse_settings
+from megascend.reference_te.unsupported import refuse_settings
 
 MEGATRON_NAMES = {
     "master_weights": "use_precision_aware_optimizer",

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megascend.reference_te.refusals import unavailable, unavailable_class
+from megascend.reference_te.unsupported import unavailable, unavailable_class
 
 VERSION = "2.8.0"  # passes megatron-core's gates; no distribution metadata goes with it
 ROOT = "transformer_engine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megascend.reference_te.refusals import refuse
+from megascend.reference_te.unsupported import refuse
 
 
 class CudaRNGStatesTracker:

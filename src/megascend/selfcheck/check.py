@@ -14,16 +14,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascend.distributed import once
+from megascend.distributed.objects import broadcast_object
 from megascend.errors import MegascendError, PlatformError
-from megascend.parallel import once
-from megascend.parallel.objects import broadcast_object
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import Finding, Trial
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_about
 
 if TYPE_CHECKING:
-    from megascend.parallel.process_groups import ProcessGroups
+    from megascend.distributed.process_groups import ProcessGroups
 
 CACHE_VARIABLE = "MEGASCEND_CACHE"
 PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
@@ -50,7 +50,7 @@ def require_agreement(
         SelfCheckError: on every rank: transformers and Megatron disagree.
     """
     raw = json.loads((model_dir / "config.json").read_text())
-    with groups.watch.phase("self-check"):
+    with groups.monitor.phase("self-check"):
         verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force), groups)
     if verdict.status == "differs":
         raise objection(verdict, full, sides())

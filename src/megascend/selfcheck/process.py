@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megascend.distributed.plain_process import plain_environment
 from megascend.errors import PlatformError
-from megascend.parallel.plain_process import plain_environment
 
 BOUND = 2e-5
 """Largest difference, over the largest logit, that counts as agreement.

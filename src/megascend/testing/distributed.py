@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megascend import simnpu
+import simnpu
 from megascend.errors import DistributedTestError, ProcessGroupError
 from megascend.testing._rank import Outcome, RankFiles, run_rank
 
@@ -53,7 +53,7 @@ def run_distributed(
         backend: of the default process group.
         init: create the default process group. With False, ``fn`` creates it itself; the environment variable
             ``MEGASCEND_STORE`` then holds the path for a ``torch.distributed.FileStore``, as
-            :func:`megascend.parallel.process_groups.initialize` expects.
+            :func:`megascend.distributed.process_groups.initialize` expects.
         expect_lost: ranks that are to die, stop or hang. They are not waited for and no failure; in place of a result
             stands a :class:`Lost`. One that returns or raises after all is a failure.
 

@@ -5,7 +5,7 @@
     with faults.inject(faults.Fault("die", rank=1, phase="grad reduce", step=3)):
         results = run_distributed(train, 2, init=False, expect_lost={1})
 
-A rank fires its fault when it enters the phase. Phases are those of :meth:`megascend.parallel.watch.Watch.phase`:
+A rank fires its fault when it enters the phase. Phases are those of :meth:`megascend.diagnostics.hang_monitor.Watch.phase`:
 ``start-up``, ``build``, ``forward and backward`` and in it ``forward`` (every micro batch), ``forward only``,
 ``object gather``, ``grad reduce``, ``update``, ``save``, ``write``, ``load``, ``export``, ``save adapter``, ``load adapter``, and
 those that a trainer marks itself.
@@ -110,7 +110,7 @@ def read(text: str) -> list[Fault]:
 
 
 class Armed:
-    """The faults of this rank, for the watch."""
+    """The faults of this rank, for the monitor."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.waiting = faults

@@ -1,6 +1,6 @@
 """Are adapters right? Train one with megascend and with Hugging Face + peft; train many mixed and each alone; compare.
 
-The reference of the first is :mod:`megascend.testing.peft_oracle`, in a process of its own as in
+The reference of the first is :mod:`megascend.testing.peft_reference`, in a process of its own as in
 :mod:`megascend.testing.parity`.
 """
 
@@ -17,7 +17,7 @@ from megascend.config import Adam, Adapters, Batching, Lora, Parallel
 from megascend.errors import DistributedTestError
 from megascend.lora.peft_settings import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, to_factors
-from megascend.testing.once import made_once
+from megascend.testing.cached import cached
 from megascend.testing.parity import (
     LR,
     MAX_GRAD_NORM,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.backend import MegatronBackend
+    from megascend.batch.sample import Sample
     from megascend.lora.factors import Factors
-    from megascend.train.sample import Sample
 
 RANK, ALPHA, SEED = 8, 12.0, 7
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
@@ -72,7 +72,7 @@ class PeftTrajectory:
     factors: dict[str, Factors]
 
 
-def peft_oracle(
+def peft_reference(
     folder: Path,
     checkpoint: Path,
     adapter: Path,
@@ -113,7 +113,7 @@ def peft_oracle(
         "max_grad_norm": max_grad_norm,
         "learning_rates": None if learning_rates is None else list(learning_rates),
     }
-    tensors = load_file(reference(folder, "peft_oracle.py", job))
+    tensors = load_file(reference(folder, "peft_reference.py", job))
     config = json.loads((adapter / CONFIG).read_text())
     trained = {key.removeprefix("adapter."): value for key, value in tensors.items() if key.startswith("adapter.")}
     return PeftTrajectory(
@@ -147,7 +147,7 @@ def case_adapter(checkpoint: Path, case: Case, seed: int = SEED) -> Path:
 
         run_distributed(make_adapter, 1, checkpoint, path, seed, case.targets, init=False, timeout_s=120)
 
-    return made_once(checkpoint.parent / name, make)
+    return cached(checkpoint.parent / name, make)
 
 
 def make_adapter(
@@ -284,7 +284,7 @@ def tenant_samples(tenant: int, step: int) -> list[Sample]:
     """Three samples of one tenant for one step, of lengths that differ between tenants and steps."""
     import torch
 
-    from megascend.train.sample import Sample
+    from megascend.batch.sample import Sample
 
     generator = torch.Generator().manual_seed(1000 * tenant + step)
     lengths = [int(torch.randint(8, 32, (1,), generator=generator)) for _ in range(3)]

@@ -1,6 +1,6 @@
 """Is a layout right? Train the same tiny model with megascend and with Hugging Face + torch AdamW, and compare.
 
-The reference is :mod:`megascend.testing.hf_oracle`, run in a process of its own: it shares no code with megascend, and
+The reference is :mod:`megascend.testing.hf_reference`, run in a process of its own: it shares no code with megascend, and
 mcore-bridge changes transformers in the process that builds its models.
 """
 
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
-from megascend.testing.once import made_once
+from megascend.testing.cached import cached
 from megascend.testing.reference import run_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.backend import MegatronBackend
-    from megascend.train.sample import Sample
+    from megascend.batch.sample import Sample
 
 
 class Reported(Protocol):
@@ -40,7 +40,7 @@ LENGTHS = (20, 33, 9, 28, 17, 40, 25, 12)
 PROMPT = 3
 STEPS = 10
 LR, WEIGHT_DECAY, MAX_GRAD_NORM = 5e-3, 0.01, 1.0
-ORACLE_TIMEOUT_S = 240.0
+REFERENCE_TIMEOUT_S = 240.0
 TINY_VOCABULARY = 300
 
 
@@ -230,7 +230,7 @@ def token_lists(vocabulary: int = TINY_VOCABULARY, lengths: tuple[int, ...] = LE
 
 def causal_samples(tokens: list[list[int]]) -> list[Sample]:
     """``tokens`` as samples whose first PROMPT tokens are not trained."""
-    from megascend.train.sample import Sample
+    from megascend.batch.sample import Sample
 
     return [Sample.causal(ids, prompt_length=PROMPT) for ids in tokens]
 
@@ -256,11 +256,11 @@ def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
     def make(written: Path) -> None:
         path = result.with_suffix(".json")
         path.write_text(text)
-        done = run_reference(Path(__file__).with_name(script), path, written, timeout_s=ORACLE_TIMEOUT_S)
+        done = run_reference(Path(__file__).with_name(script), path, written, timeout_s=REFERENCE_TIMEOUT_S)
         if done.returncode:
             raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
 
-    return made_once(result, make)
+    return cached(result, make)
 
 
 def first_of_equals(name: str, ranks: Sequence[T]) -> T:
@@ -271,7 +271,7 @@ def first_of_equals(name: str, ranks: Sequence[T]) -> T:
     return ranks[0]
 
 
-def oracle(
+def hf_reference(
     folder: Path,
     checkpoint: Path,
     tokens: list[list[int]],
@@ -305,7 +305,7 @@ def oracle(
         "aux_formula": aux_formula,
         "micro_batches": micro_batches or [list(range(len(tokens)))],
     }
-    tensors = load_file(reference(folder, "hf_oracle.py", job))
+    tensors = load_file(reference(folder, "hf_reference.py", job))
     return Trajectory(
         tensors["losses"].tolist() if steps else [],
         tensors["grad_norms"].tolist() if steps else [],

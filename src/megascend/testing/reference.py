@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megascend.parallel.plain_process import plain_environment
+from megascend.distributed.plain_process import plain_environment
 
 PRELUDE = """
 import atexit, gc

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megascend.distributed import once
 from megascend.errors import DistributedTestError
-from megascend.parallel import once
 from megascend.selfcheck import check, process
 from megascend.selfcheck.process import Trial
 from megascend.selfcheck.slicing import Slice, slice_model

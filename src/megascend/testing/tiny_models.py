@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
-from megascend.testing.once import alone, replace
+from megascend.testing.cached import alone, replace
 from megascend.testing.reference import run_reference
 
 _CLASSES = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.bootstrap.mindspeed import refusals
+from megascend.bootstrap.mindspeed import unsupported
 from megascend.errors import ConfigError
 
 ALGORITHMS = {"ring": "megatron_cp_algo", "all_gather": "kvallgather_cp_algo", "ulysses": "ulysses_cp_algo"}
@@ -146,7 +146,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
             if not any(value is each or (isinstance(each, str) and value == each) for each in values):
                 raise ConfigError(f"mindspeed.{name}={value!r}: tried with megascend: {', '.join(map(repr, values))}")
         else:
-            refusals.check_model({name: value, "context_parallel_size": 2})  # what is known of this one
+            unsupported.check_model({name: value, "context_parallel_size": 2})  # what is known of this one
             raise ConfigError(
                 f"mindspeed.{name} is not among the options that were tried with megascend "
                 f"({', '.join(SUPPORTED_OPTIONS)}); most of the others have no effect without Megatron's training script, "

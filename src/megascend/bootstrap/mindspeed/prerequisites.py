@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megascend import simnpu
+import simnpu
 from megascend.bootstrap.mindspeed import tree
 from megascend.bootstrap.versions import STACKS, Stack, installed_versions
 from megascend.errors import PlatformError, VersionError

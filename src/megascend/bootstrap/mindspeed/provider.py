@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, refusals, tree, verification
+from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, tree, unsupported, verification
 from megascend.bootstrap.providers import PatchProvider
 from megascend.bootstrap.versions import Stack
 
 if TYPE_CHECKING:
-    from megascend.parallel.topology import Topology
+    from megascend.topology.topology import Topology
 
 LATE = ("context_parallel_algo", "use_flash_attn", "attention_mask_type", "optimization_level")
 """Arguments that are fields of a ModelConfig and may be decided only after it was made."""
@@ -81,7 +81,7 @@ class MindSpeed(PatchProvider):
         wanted = arguments.from_config(
             self._defaults, config, self._algorithm, options, levels, fields=self._fields[kind]
         )
-        refusals.check_model(wanted)
+        unsupported.check_model(wanted)
         adaptor.set_arguments(wanted)
         self._tell(config, wanted, options)
         signature = arguments.signature(wanted)

@@ -1,0 +1,1 @@
+"""The application behind ``megascend train``: loop, data, run log, checkpoints, resume."""

@@ -1,0 +1,117 @@
+"""The checkpoints that a run takes: when, and what happens when one fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.app.resume import CHECKPOINTS
+from megascend.checkpoint.retention import Retention
+from megascend.config import RunConfig
+from megascend.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megascend.app.event_log import EventLog
+    from megascend.backend import MegatronBackend
+    from megascend.checkpoint.saver import PendingSave
+
+
+class CheckpointPolicy:
+    """CheckpointPolicy a run's checkpoints by its settings. All ranks call the same methods in the same order.
+
+    Attributes:
+        stall_s: seconds that training has stood still for checkpoints so far, on this rank.
+        problem: why the last checkpoint could not be written, as far as that is known.
+    """
+
+    def __init__(
+        self, backend: MegatronBackend, config: RunConfig, event_log: EventLog, progress: Callable[[], dict[str, Any]]
+    ) -> None:
+        """
+        Args:
+            progress: what the loop needs to go on, as JSON; asked for at every save.
+        """
+        self._backend, self._config, self._settings = backend, config, config.checkpoint
+        self._journal, self._progress = event_log, progress
+        self._series = Retention(
+            config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
+        )
+        self._pending: PendingSave | None = None
+        self._last = backend.step_count  # of 0 steps there is nothing to save
+        self.stall_s = 0.0
+        self.problem: str | None = None
+        if self._settings.every and self._settings.asynchronous:
+            backend.prepare_saves()
+
+    def after_step(self, step: int, stop: bool) -> bool:
+        """Save if it is time to; True if any rank was told to stop. Once a step.
+
+        Args:
+            stop: this rank was told to stop after this step.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written, and ``on_failure`` says to stop then.
+        """
+        running = self._pending is not None and not self._pending.done
+        stopping, running = self._backend.any_rank(stop, running)
+        if not running:
+            self._settle()
+        if stopping or (self._settings.every and step % self._settings.every == 0):
+            self._save(step)
+        return stopping
+
+    def finish(self, step: int) -> None:
+        """See the last checkpoint complete; without one of the last step, take it if checkpoints are taken at all.
+
+        Raises:
+            CheckpointError: as :meth:`after_step`.
+        """
+        if self._settings.every and self._last != step:
+            self._save(step)
+        self._settle()
+
+    def _save(self, step: int) -> None:
+        start = time.perf_counter()
+        self._settle()
+        self._last, self.problem = step, None
+        try:
+            self._pending = self._backend.save(
+                self._series.path(step),
+                progress=self._progress(),
+                config=self._config.model_dump(mode="json"),
+                hf=self._settings.hf,
+                after=self._committed,
+            )
+            if not self._settings.asynchronous:
+                self._pending.wait()
+            stall_s = time.perf_counter() - start
+            self.stall_s += stall_s
+            self._journal.event("save", step=step, stall_s=round(stall_s, 3))
+        except CheckpointError as error:
+            self._failed(str(error))
+
+    def _committed(self, path: Path) -> None:
+        self._series.committed(path)
+        self._journal.event("saved", checkpoint=path.name)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint under way, if there is one, and take note of how it has ended: alike on every rank."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        problem = pending.settle()
+        # Each rank has a clock of its own: one may have lost patience where another has just seen the end.
+        (failed,) = self._backend.any_rank(problem is not None)
+        if failed:
+            self._failed(problem or f"save: {pending.path} was not complete in time on another rank")
+
+    def _failed(self, problem: str) -> None:
+        self._pending, self.problem = None, problem
+        self._last = -1  # there is no checkpoint of that step: finish() tries once more
+        self._journal.event("save_failed", problem=problem)
+        if self._settings.on_failure == "stop":
+            raise CheckpointError(problem)
+        if self._backend.rank == 0:
+            print(f"{problem}; going on (checkpoint.on_failure: continue)", flush=True)

@@ -1,0 +1,147 @@
+"""What happened to a run, for people and for ``megascend doctor --run``.
+
+OUTPUT/events.jsonl                        rank 0: a line for every start, save, stop...
+OUTPUT/errors/attempt-0-rank-3.json        the error that ended a rank, in its own words
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megascend.distributed.launch import Launch
+
+EVENTS = "events.jsonl"
+ERRORS = "errors"
+
+
+class EventLog:
+    """Appends to the files of a run. A full disk must not end a run that trains: what cannot be written is dropped, and said so.
+
+    Attributes:
+        active: False while the directory is not, or not yet, this run's: nothing is written.
+        started: True once this run's ``start`` event is due; errors before it happened on the way to the first step.
+    """
+
+    def __init__(self, output: Path, launch: Launch, *, active: bool = True) -> None:
+        self._output, self._launch = output, launch
+        self._agent = agent()  # of an orphan it would be another one
+        self.active = active
+        self.started = False
+        self._failed = False
+        self._kept: BaseException | None = None
+
+    def start(self, **values: Any) -> None:
+        """Note that this run begins; from now on the directory is its own. On every rank."""
+        self.active = self.started = True
+        where = {"world_size": self._launch.world_size, "agent": self._agent, "command": command(self._launch)}
+        self.event("start", **where, directory=os.getcwd(), **values)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Add a line on rank 0; ``values`` are JSON."""
+        if self._launch.rank == 0:
+            self._write(self._output / EVENTS, {"event": kind, **values}, append=True)
+
+    @contextlib.contextmanager
+    def keeping_errors(self, step: Callable[[], int]) -> Iterator[None]:
+        """Keep the error that leaves the block, unless an inner block has; ``step`` tells which step was being worked on."""
+        try:
+            yield
+        except BaseException as error:
+            if error is not self._kept:
+                self._kept = error
+                self.error(error, step())
+            raise
+
+    def error(self, error: BaseException, step: int) -> None:
+        """Keep the error that ends this rank.
+
+        Args:
+            step: the step that was being worked on, from 1; 0: none yet.
+        """
+        where = self._output / ERRORS / f"attempt-{self._launch.attempt}-rank-{self._launch.rank}.json"
+        values = {
+            "rank": self._launch.rank,
+            "world_size": self._launch.world_size,
+            "started": self.started,
+            "agent": self._agent,
+            "step": step,
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        self._write(where, values, append=False)
+
+    def _write(self, path: Path, values: dict[str, Any], *, append: bool) -> None:
+        if not self.active:
+            return
+        stamp = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid()}
+        line = json.dumps(values | stamp | {"attempt": self._launch.attempt}) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a" if append else "w", encoding="utf-8") as file:
+                # A line that a crash cut off must not swallow this one.
+                file.write(("\n" if append and _cut_off(path) else "") + line)
+        except OSError as problem:
+            if not self._failed:
+                self._failed = True
+                print(f"rank {self._launch.rank}: {path} cannot be written: {problem}", flush=True)
+
+
+def agent() -> str:
+    """The process that started this one: the same for all attempts of a run under torchrun."""
+    return f"{socket.gethostname()}:{os.getppid()}"
+
+
+def command(launch: Launch) -> list[str]:
+    """The command line that started the run: that of the launcher, if there is one."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process()
+        above = process.parent()
+        line = above.cmdline() if above is not None else []
+        launched = launch.world_size > 1 or any("torchrun" in part or "torch.distributed.run" in part for part in line)
+        return line if launched else process.cmdline()
+    return []
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The JSON objects in a file of one a line, and what is to be said about the rest of it. A missing file has none."""
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [f"{path} cannot be read: {error}"]
+    found, bad = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        else:
+            bad.append(str(number))
+    remark = f"{path}: not JSON, perhaps cut off by a crash: line{'s' if len(bad) > 1 else ''} {', '.join(bad)}"
+    return found, [remark] if bad else []
+
+
+def _cut_off(path: Path) -> bool:
+    """True if a file does not end with a line break."""
+    size = path.stat().st_size
+    if not size:
+        return False
+    with path.open("rb") as file:
+        file.seek(size - 1)
+        return file.read(1) != b"\n"

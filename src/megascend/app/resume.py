@@ -1,0 +1,176 @@
+"""Where a run begins: at the beginning, or from a checkpoint. Decided by rank 0, carried out by all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
+from megascend.checkpoint import manifest
+from megascend.checkpoint.retention import Retention
+from megascend.config import RunConfig
+from megascend.distributed.launch import Launch
+from megascend.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from megascend.app.event_log import EventLog
+    from megascend.backend import MegatronBackend
+
+CHECKPOINTS = "checkpoints"
+RUN_FILES = (
+    "metrics.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard", CHECKPOINTS, EVENTS, ERRORS, "non_finite",
+)  # fmt: skip
+"""Everything a run writes into its output directory."""
+JOURNAL = (EVENTS, ERRORS)
+"""What of it tells how earlier attempts have ended."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        candidates: checkpoints to go on from, the best first; empty: at the beginning.
+        clear: which files of an earlier run to remove first.
+        said: what the user should know about the choice.
+    """
+
+    candidates: tuple[Path, ...] = ()
+    clear: tuple[str, ...] = ()
+    said: str = ""
+
+
+def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> None:
+    """Refuse early, on every rank, what :func:`decide` would refuse for certain.
+
+    Raises:
+        ConfigError: the directory holds a run that is neither to be resumed nor overwritten, or is not a directory.
+        CheckpointError: there is nothing at ``resume``.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output: {output} exists and is not a directory")
+    # Of a restarted run, only rank 0 is sure to be beside the launcher that it began with.
+    first = launch.attempt == 0 or (launch.rank == 0 and not restarts(output))
+    if first and resume is None and not overwrite:
+        refuse_earlier_run(output)
+    if resume is not None and str(resume) != "auto" and not Path(resume).is_dir():
+        raise CheckpointError(f"--resume {resume}: there is no such directory")
+
+
+def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> Start:
+    """How the run in ``output`` begins. Reads files, changes none.
+
+    A launcher that restarts a run (``torchrun --max-restarts``) goes on from its last checkpoint, whatever it was started with.
+
+    Raises:
+        ConfigError: there is an earlier run that is neither to be resumed nor overwritten.
+        CheckpointError: there is no checkpoint at ``resume``.
+    """
+    own = tuple(Retention(output / CHECKPOINTS).candidates())
+    if launch.attempt > 0 and restarts(output):
+        if own:
+            return Start(own, said=f"attempt {launch.attempt}: going on from the last checkpoint")
+        if resume is None or str(resume) == "auto":
+            results = tuple(name for name in RUN_FILES if name not in JOURNAL)
+            return Start(clear=results, said=f"attempt {launch.attempt}: no checkpoint yet, starting again at step 1")
+    if resume is None:
+        if not overwrite:
+            refuse_earlier_run(output)
+        return Start(clear=RUN_FILES)
+    if str(resume) != "auto":
+        found = checkpoints_at(Path(resume))
+        if not found:
+            raise CheckpointError(f"--resume {resume}: no complete checkpoint there")
+        return Start(tuple(found))
+    if own:
+        return Start(own)
+    if not overwrite and run_files(output):
+        raise ConfigError(
+            f"--resume auto: {output} holds a run but no complete checkpoint of it; start over with --overwrite, or choose "
+            "another directory with --set output=PATH"
+        )
+    return Start(clear=RUN_FILES, said=f"--resume auto: no checkpoint in {output / CHECKPOINTS}, starting at step 1")
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Checkpoints at a path that is one, holds some, or is the directory of a run; the best first."""
+    if (path / manifest.NAME).exists():
+        return [path]
+    return Retention(path / CHECKPOINTS).candidates() or Retention(path).candidates()
+
+
+def refuse_earlier_run(output: Path) -> None:
+    """Raise ConfigError if a directory holds a run."""
+    held = run_files(output)
+    if held:
+        advice = "go on with --resume auto, " if Retention(output / CHECKPOINTS).steps() else ""
+        raise ConfigError(
+            f"output: {output} holds an earlier run ({', '.join(held)}); {advice}choose another with --set output=PATH, or "
+            "replace it with --overwrite"
+        )
+
+
+def run_files(output: Path) -> list[str]:
+    """What a run has left in ``output``. Errors alone are no run: none of those attempts got as far as the first step."""
+    held = [name for name in RUN_FILES if (output / name).exists()]
+    return [] if held == [ERRORS] else held
+
+
+def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:
+    """Whether a run that :func:`check_start` let pass may write to ``output`` before its first step.
+
+    Not where it is to overwrite an earlier run: that stays as it is until the new one begins.
+    """
+    return resume is not None or not run_files(output) or (launch.attempt > 0 and restarts(output))
+
+
+def restarts(output: Path) -> bool:
+    """True if the last run in ``output`` was started by the same launcher as this process."""
+    events, _ = read_lines(output / EVENTS)
+    starts = [event for event in events if event.get("event") == "start"]
+    return bool(starts) and starts[-1].get("agent") == agent()
+
+
+def load_first_good(
+    backend: MegatronBackend, candidates: tuple[Path, ...], event_log: EventLog
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Load the first checkpoint that is whole; each that is not is reported. Collective.
+
+    Returns:
+        What was saved as ``progress`` and ``config``.
+
+    Raises:
+        CheckpointError: none is; the message says what is wrong with each.
+    """
+    refused: list[str] = []
+    for path in candidates:
+        try:
+            progress = backend.load(path)
+        except CheckpointError as error:
+            refused.append(str(error))
+            event_log.event("refused", checkpoint=str(path), problem=str(error))
+            if backend.rank == 0:
+                print(f"not resuming from {path.name}: {error}", flush=True)
+            continue
+        event_log.event("resumed", checkpoint=str(path), step=backend.step_count)
+        if backend.rank == 0:
+            print(f"resumed from {path} after step {backend.step_count}", flush=True)
+        return progress, manifest.read(path).config
+    raise CheckpointError(f"no checkpoint can be loaded: {' | '.join(refused)}")
+
+
+def differences(saved: dict[str, Any] | None, config: RunConfig) -> list[str]:
+    """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
+    now = flattened(config.model_dump(mode="json"))
+    before = flattened(saved) if saved is not None else now
+    keys = sorted(now.keys() | before.keys())
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,253 @@
+"""From samples to the tensors of one micro batch: packing or padding, and this rank's share under context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megascend.batch.losses import Loss
+from megascend.batch.packing import round_up
+from megascend.batch.sample import Sample
+from megascend.errors import DataError
+from megascend.kernels.host_copy import to_device
+
+if TYPE_CHECKING:
+    from megascend.lora.segments import Routing
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How sequences lie on the ranks.
+
+    Attributes:
+        packing: True to concatenate samples (THD), False to pad them to one length (SBHD).
+        context_size, context_rank: context parallel position; a sequence is cut into 2 * size chunks and rank r takes
+            chunks r and 2 * size - 1 - r, which balances causal attention (Megatron-Core's zigzag).
+        token_multiple: the tokens that a rank holds must be a multiple of this (tensor parallel size under sequence
+            parallelism, else 1).
+        lengths_on_host: describe packed samples by their ends, on the CPU, for attention that reads them there.
+    """
+
+    packing: bool = True
+    context_size: int = 1
+    context_rank: int = 0
+    token_multiple: int = 1
+    lengths_on_host: bool = False
+
+    @property
+    def sample_multiple(self) -> int:
+        """A packed sample is padded to a multiple of this."""
+        return 2 * self.context_size if self.context_size > 1 else 1
+
+    def padded_length(self, length: int) -> int:
+        """Tokens that a sample of ``length`` takes in a plan."""
+        multiple = self.sample_multiple
+        return round_up(length, multiple if self.packing else multiple * self.token_multiple)
+
+    def local_chunks(self, length: int) -> list[slice]:
+        """Where in a padded sequence of ``length`` this rank's tokens lie, in the rank's order."""
+        if self.context_size == 1:
+            return [slice(0, length)]
+        chunk = length // (2 * self.context_size)
+        first, second = self.context_rank, 2 * self.context_size - 1 - self.context_rank
+        return [slice(first * chunk, (first + 1) * chunk), slice(second * chunk, (second + 1) * chunk)]
+
+
+@dataclass
+class MicroBatch:
+    """Tensors of one micro batch on the device. n is the number of tokens that this rank holds, padding included.
+
+    Attributes:
+        members: index of every sample in the caller's list.
+        lengths: unpadded length of every sample.
+        input_ids, position_ids: int64 [1, n] packed, [batch, n / batch] padded.
+        packed: Megatron's PackedSeqParams, or None for a padded batch.
+        targets, weights: [n], one sample after the other.
+        fields: the samples' other per-token fields, float32 [n].
+        sample: int64 [n], position in ``members`` of each token's sample.
+        place: int64 [n], index of each token in the concatenation of all padded samples; equal on no two context ranks.
+        padded_lengths: of every sample in that concatenation.
+        pairs: int64 [pairs, 2], positions in ``members``.
+        adapter_index: number of every sample's adapter among those of the call, ascending; all 0 without adapters.
+        positions: int64, on the host, for every sample: the places in it of its tokens that this rank holds.
+        padding: bool [n], tokens that no sample has.
+        dummy: made only to keep other ranks company in collectives; all its tokens have weight 0.
+        routing: what layers with adapters need to know, or None.
+    """
+
+    members: list[int]
+    lengths: list[int]
+    padded_lengths: list[int]
+    input_ids: Tensor
+    position_ids: Tensor
+    packed: Any
+    targets: Tensor
+    weights: Tensor
+    fields: dict[str, Tensor]
+    sample: Tensor
+    place: Tensor
+    pairs: Tensor
+    adapter_index: list[int]
+    positions: list[Tensor]
+    padding: Tensor
+    dummy: bool = False
+    routing: Routing | None = None
+
+    @property
+    def token_adapter_index(self) -> Tensor:
+        """int64 [n]: the number of each token's adapter."""
+        if len(set(self.adapter_index)) == 1:
+            return torch.full_like(self.sample, self.adapter_index[0])
+        return to_device(torch.tensor(self.adapter_index), self.sample.device)[self.sample]
+
+
+def build(
+    samples: Sequence[Sample],
+    members: Sequence[int],
+    layout: SequenceLayout,
+    loss: Loss | None,
+    device: torch.device,
+    dummy: bool = False,
+    adapter_index: Sequence[int] | None = None,
+) -> MicroBatch:
+    """Put ``samples[i] for i in members`` together.
+
+    Args:
+        samples: the caller's list.
+        members: which of them; with ``dummy`` they only keep other ranks company and get weight 0.
+        layout: how sequences lie on the ranks.
+        loss: names the fields that are needed; None for a forward pass without a loss.
+        device: where the tensors go; copies do not wait for each other or for the device.
+        adapter_index: number of every sample's adapter; ``members`` are in ascending order of it.
+    """
+    chosen = [samples[index] for index in members]
+    lengths = [len(sample) for sample in chosen]
+    mine = [adapter_index[index] for index in members] if adapter_index is not None else [0] * len(members)
+    if len(set(mine)) == 1:  # adapters lie in runs of tokens, which a plain batch would interleave
+        layout = without_boundaries(layout, lengths)
+    padded = _padded_lengths(lengths, layout)
+    names = [name for name in _field_names(chosen, loss) if name not in ("input_ids", "target_ids", "weights")]
+
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
+    sample_of, place, offset = [], [], 0
+    for number, (sample, total) in enumerate(zip(chosen, padded, strict=True)):
+        values = sample.token_fields()
+        chunks = layout.local_chunks(total)
+        for name in columns:
+            whole = torch.arange(total) if name == "position" else _pad(values[name], total)
+            columns[name].append(torch.cat([whole[chunk] for chunk in chunks]))
+        local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
+        sample_of.append(torch.full_like(local, number))
+        place.append(local + offset)
+        offset += total
+    if dummy:
+        columns["weights"] = [torch.zeros_like(part) for part in columns["weights"]]
+
+    def column(parts: list[Tensor]) -> Tensor:
+        return to_device(torch.cat(parts), device)
+
+    def inputs(parts: list[Tensor]) -> Tensor:
+        rows = torch.cat(parts)[None] if layout.packing else torch.stack(parts)
+        return to_device(rows, device)
+
+    return MicroBatch(
+        members=list(members),
+        lengths=lengths,
+        padded_lengths=padded,
+        input_ids=inputs(columns["input_ids"]),
+        position_ids=inputs(columns["position"]),
+        packed=_packed_parameters(padded, device, layout.lengths_on_host) if layout.packing else None,
+        targets=column(columns["target_ids"]),
+        weights=column(columns["weights"]),
+        fields={name: column(columns[name]) for name in names},
+        sample=column(sample_of),
+        place=column(place),
+        pairs=to_device(torch.tensor(pair_positions(chosen, loss), dtype=torch.int64).reshape(-1, 2), device),
+        adapter_index=mine,
+        positions=columns["position"],
+        padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
+        dummy=dummy,
+    )
+
+
+def without_boundaries(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:
+    """The layout for a micro batch: samples of one length need no packing, and attention is faster on a plain batch."""
+    plain = replace(layout, packing=False)
+    if layout.packing and len(set(lengths)) == 1 and plain.padded_length(lengths[0]) == lengths[0]:
+        return plain
+    return layout
+
+
+def _padded_lengths(lengths: list[int], layout: SequenceLayout) -> list[int]:
+    padded = [layout.padded_length(length) for length in lengths]
+    if not layout.packing:
+        return [max(padded)] * len(padded)
+    # Sequence parallelism divides all tokens of a rank, not each sample's: the last sample takes what is missing.
+    local = sum(padded) // layout.context_size
+    missing = (round_up(local, layout.token_multiple) - local) * layout.context_size
+    padded[-1] += round_up(missing, layout.sample_multiple)
+    while (sum(padded) // layout.context_size) % layout.token_multiple:
+        padded[-1] += layout.sample_multiple
+    return padded
+
+
+def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
+    """Fields that every sample carries; those the loss requires must be among them."""
+    common = set.intersection(*(set(sample.token_fields()) for sample in samples))
+    if loss is not None:
+        missing = [name for name in loss.requires if name not in common]
+        if missing:
+            raise DataError(
+                f"loss {loss.name!r} needs {', '.join(missing)} on every sample; set them in megascend.Sample"
+            )
+    return sorted(common)
+
+
+def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[int, int]]:
+    """(chosen, rejected) positions of every pair; a loss per pair needs every sample to be in a complete one."""
+    if loss is None or loss.per != "pair":
+        return []
+    members: dict[Any, dict[bool | None, list[int]]] = {}
+    for position, sample in enumerate(samples):
+        if sample.pair is None or sample.chosen is None:
+            raise DataError(
+                f"loss {loss.name!r} works on preference pairs: set pair=... and chosen=... on every sample"
+            )
+        members.setdefault(sample.pair, {}).setdefault(sample.chosen, []).append(position)
+    for pair, sides in members.items():
+        if len(sides.get(True, [])) != 1 or len(sides.get(False, [])) != 1:
+            raise DataError(f"pair {pair!r} must have exactly one chosen and one rejected sample in this rank's list")
+    return [(sides[True][0], sides[False][0]) for sides in members.values()]
+
+
+def _pad(values: Tensor, total: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, total - len(values)))
+
+
+def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host: bool) -> Any:
+    """Padding tokens belong to the sample they follow: causal attention keeps them from being seen."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)
+    if lengths_on_host:
+        # What the NPU kernel is told: ends only, without a leading 0, and on the CPU, where reading them waits for nothing.
+        boundaries = ends.int()
+    else:
+        boundaries = to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]), device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
+    )
+
+
+def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
+    """Cut ``values`` [sum of padded lengths, ...], ordered by ``place``, into one unpadded tensor a sample."""
+    parts = values.split(batch.padded_lengths)
+    return [part[:length] for part, length in zip(parts, batch.lengths, strict=True)]

@@ -1,0 +1,59 @@
+"""What one ``forward_backward`` normalises by, for each adapter of its samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megascend.batch.loss_call import Gather, LossCall
+from megascend.batch.losses import Loss
+from megascend.batch.micro_batch import MicroBatch
+from megascend.kernels.host_copy import to_device
+
+
+class LossNormalizer:
+    """What one ``forward_backward`` normalises by: each adapter (or the model itself, "") by its own samples.
+
+    Attributes:
+        names: the adapters of all ranks' samples.
+        loss_grad: the gradient that Megatron's schedule hands to a micro batch's loss.
+        function: calls the loss, micro batch by micro batch.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        names: list[str],
+        scales: list[float],
+        loss_grad: float,
+        device: torch.device,
+        gather_context: Gather | None,
+    ) -> None:
+        self.loss, self.names, self.loss_grad = loss, names, loss_grad
+        self.function = LossCall(loss, gather_context)
+        self._scales = scales
+        self._on_device = to_device(torch.tensor(scales), device)
+
+    def of_tokens(self, batch: MicroBatch) -> Tensor | float:
+        """The factor of each token's loss: [n], or one number for all."""
+        return self._scales[0] if len(self.names) == 1 else self._on_device[batch.token_adapter_index]
+
+    def of_pairs(self, batch: MicroBatch) -> Tensor | float:
+        """The factor of each pair's loss: [pairs], or one number for all."""
+        return self._scales[0] if len(self.names) == 1 else self._on_device[self._pair_slots(batch)]
+
+    def sums(self, values: Tensor, batch: MicroBatch) -> Tensor:
+        """``values`` [n] summed for each adapter: [names]."""
+        return self._by_slot(values, batch.token_adapter_index)
+
+    def pair_sums(self, values: Tensor, batch: MicroBatch) -> Tensor:
+        """``values`` [pairs] summed for each adapter: [names]."""
+        return self._by_slot(values, self._pair_slots(batch))
+
+    def _pair_slots(self, batch: MicroBatch) -> Tensor:
+        return to_device(torch.tensor(batch.adapter_index), batch.pairs.device)[batch.pairs[:, 0]]
+
+    def _by_slot(self, values: Tensor, adapter_index: Tensor) -> Tensor:
+        if len(self.names) == 1:
+            return values.sum()[None]
+        return values.new_zeros(len(self.names)).index_add(0, adapter_index, values)

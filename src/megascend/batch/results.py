@@ -1,0 +1,158 @@
+"""What the backend's verbs return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdapterLoss:
+    """What one adapter's samples gave in a ``forward_backward``, over all data parallel ranks.
+
+    Attributes:
+        loss: normalised by this adapter's own weights (or preference pairs).
+        tokens: targets with a weight above 0.
+        total_tokens: input tokens, padding excluded.
+        metrics: what the loss function reported.
+    """
+
+    loss: float
+    tokens: int
+    total_tokens: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Sums over samples: target weights, preference pairs, targets with a weight above 0, input tokens."""
+
+    weight: float = 0.0
+    pairs: int = 0
+    trained: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(
+            self.weight + other.weight,
+            self.pairs + other.pairs,
+            self.trained + other.trained,
+            self.tokens + other.tokens,
+        )
+
+
+@dataclass
+class ForwardBackwardResult:
+    """Outcome of one ``forward_backward``, the same on every rank.
+
+    The figures stay on the device until they are read, so that a training step waits for it only once; reading them is
+    local and never a collective.
+
+    Attributes:
+        micro_batches: micro batches that each data parallel rank ran.
+    """
+
+    micro_batches: int
+    _counts: dict[str, TokenCounts]
+    _per_pair: bool
+    _names: tuple[str, ...]
+    _values: Tensor  # [counts, names], sums of weighted values
+    _read: list[list[float]] | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Targets with a weight above 0, over all data parallel ranks."""
+        return sum(counts.trained for counts in self._counts.values())
+
+    @property
+    def total_tokens(self) -> int:
+        """All input tokens over all data parallel ranks, padding excluded."""
+        return sum(counts.tokens for counts in self._counts.values())
+
+    @property
+    def loss(self) -> float:
+        """The token-weighted loss over the whole global batch."""
+        return self._averages()["loss"]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the loss function reported, averaged the way the loss is."""
+        return {name: value for name, value in self._averages().items() if name != "loss"}
+
+    @property
+    def adapters(self) -> dict[str, AdapterLoss]:
+        """Every adapter's own figures; empty when the model itself is trained."""
+        found = {}
+        for (name, counts), sums in zip(self._counts.items(), self._sums(), strict=True):
+            if name:
+                own = {key: self._mean(value, counts) for key, value in zip(self._names, sums, strict=True)}
+                found[name] = AdapterLoss(own.pop("loss"), counts.trained, counts.tokens, own)
+        return found
+
+    def _averages(self) -> dict[str, float]:
+        whole = sum(self._counts.values(), TokenCounts())
+        columns = zip(*self._sums(), strict=True)
+        return {name: self._mean(sum(column), whole) for name, column in zip(self._names, columns, strict=True)}
+
+    def _mean(self, total: float, counts: TokenCounts) -> float:
+        count = counts.pairs if self._per_pair else counts.weight
+        return total / count if count else math.nan
+
+    def _sums(self) -> list[list[float]]:
+        if self._read is None:
+            self._read = self._values.tolist()
+        return self._read
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one ``optimizer_step``, the same on every rank.
+
+    Attributes:
+        grad_norm: global L2 norm before clipping; not finite if the step was skipped for that.
+        lr: learning rate of this step.
+        skipped: True if no rank changed any parameter.
+        skipped_in_a_row: how many steps in a row were skipped up to now.
+        loss_scale: fp16 loss scale used for this step, 1.0 otherwise.
+        adapters: every stepped adapter's own result; empty when the model itself is trained. With several adapters the
+            figures above speak of all: the norm over all their gradients, the largest learning rate and loss scale, skipped
+            if any was.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+    skipped_in_a_row: int = 0
+    loss_scale: float = 1.0
+    adapters: Mapping[str, StepResult] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, adapters: Mapping[str, StepResult]) -> StepResult:
+        """The result of a step of several adapters."""
+        each = adapters.values()
+        return cls(
+            grad_norm=math.sqrt(sum(one.grad_norm**2 for one in each)),
+            lr=max(one.lr for one in each),
+            skipped=any(one.skipped for one in each),
+            skipped_in_a_row=max(one.skipped_in_a_row for one in each),
+            loss_scale=max(one.loss_scale for one in each),
+            adapters=dict(adapters),
+        )
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Outcome of one ``forward``: one CPU tensor a sample, in the caller's order, unpadded.
+
+    Attributes:
+        logprobs: fp32 [length] each, log-probability of every target.
+        entropy: fp32 [length] each, entropy of the predicted distribution in nats, or None if not asked for.
+        logits: fp32 [length, vocabulary] each, or None if not asked for.
+    """
+
+    logprobs: list[Tensor]
+    entropy: list[Tensor] | None = None
+    logits: list[Tensor] | None = None

@@ -1,0 +1,113 @@
+"""The checkpoints of one run: which there are, which is the latest, and which may go.
+
+DIRECTORY/step-00000100/    complete, or it is not there
+DIRECTORY/latest            the name of one of them
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascend.checkpoint import manifest
+
+LATEST = "latest"
+NAME = re.compile(r"step-([0-9]{8,})")
+LEFT_OVER = re.compile(rf"\.{NAME.pattern}\.(writing|old|removing)")
+"""What a process that was killed leaves; see the saver, ``replace_directory`` and :meth:`Retention.committed`."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A directory of checkpoints.
+
+    Attributes:
+        keep_last: how many of the newest stay.
+        keep_every: checkpoints whose step is a multiple stay for good; 0: none.
+    """
+
+    directory: Path
+    keep_last: int = 2
+    keep_every: int = 0
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint after ``step`` steps is, or would be."""
+        return self.directory / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending."""
+        return [step for step in self._named() if (self.path(step) / manifest.NAME).exists()]
+
+    def latest(self) -> int | None:
+        """The step that ``latest`` names, or None if there is no such file or it names no checkpoint."""
+        try:
+            step = self._step(((self.directory / LATEST).read_text()).strip())
+        except (OSError, UnicodeDecodeError):  # missing or damaged: the checkpoints are there all the same
+            return None
+        return step if step is not None and self.path(step).is_dir() else None
+
+    def candidates(self) -> list[Path]:
+        """Checkpoints to go on from, the best first; at last those without manifest, whose loading tells what is wrong."""
+        best = by_preference(self.steps(), self.latest())
+        return [self.path(step) for step in [*best, *(step for step in reversed(self._named()) if step not in best)]]
+
+    def committed(self, path: Path) -> None:
+        """Point ``latest`` to a checkpoint that has just been completed, and remove what is not kept.
+
+        Raises:
+            OSError: the file cannot be written. The checkpoint itself is complete.
+        """
+        partial = self.directory / f".{LATEST}.writing"
+        with partial.open("w") as file:
+            file.write(path.name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.directory / LATEST)
+        for entry in list(self.directory.iterdir()):
+            if LEFT_OVER.fullmatch(entry.name):
+                _remove(entry, entry)
+        current = int(path.name.removeprefix("step-"))
+        for step in superseded(self.steps(), current, self.keep_last, self.keep_every):
+            # It leaves the retention whole: what is left of a removal that was interrupted is no checkpoint.
+            _remove(self.path(step), self.directory / f".{self.path(step).name}.removing")
+
+    def _named(self) -> list[int]:
+        """Steps of all directories that have the name of a checkpoint, ascending."""
+        if not self.directory.is_dir():
+            return []
+        steps = [self._step(entry.name) for entry in self.directory.iterdir() if entry.is_dir()]
+        return sorted(step for step in steps if step is not None)
+
+    def _step(self, name: str) -> int | None:
+        match = NAME.fullmatch(name)
+        return int(match[1]) if match and self.path(int(match[1])).name == name else None
+
+
+def _remove(path: Path, under: Path) -> None:
+    """Remove a directory, renamed first. A failure is no reason to end a run: it is told, and the next save tries again."""
+    try:
+        if path != under:
+            os.replace(path, under)
+        shutil.rmtree(under)
+    except OSError as error:
+        print(f"{path} cannot be removed: {error}", file=sys.stderr, flush=True)
+
+
+def by_preference(steps: Sequence[int], latest: int | None) -> list[int]:
+    """``latest``, then what came before it, newest first; then what lies after it: left of a run that was gone back on. Pure."""
+    if latest is None:
+        return sorted(steps, reverse=True)
+    before = sorted((step for step in steps if step <= latest), reverse=True)
+    after = sorted((step for step in steps if step > latest), reverse=True)
+    return [*([] if latest in before else [latest]), *before, *after]
+
+
+def superseded(steps: Sequence[int], current: int, keep_last: int, keep_every: int) -> list[int]:
+    """Which checkpoints to remove once that of step ``current`` is complete. Later ones are not touched. Pure."""
+    old = sorted(step for step in steps if step <= current)
+    return [step for step in old[: max(0, len(old) - keep_last)] if not (keep_every and step % keep_every == 0)]

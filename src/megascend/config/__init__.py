@@ -1,0 +1,310 @@
+"""Typed settings of a run. Parsing and checking them needs neither torch nor Megatron.
+
+The same sections serve the Python API (``MegatronBackend(parallel=Parallel(tensor=2))``) and the YAML file of
+``megascend train``. Unknown keys are errors, as are values that no run could use; what depends on the model or on the
+number of processes is checked later, by :mod:`megascend.topology.topology`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megascend.errors import ConfigError
+
+Precision = Literal["fp32", "fp16", "bf16"]
+PlatformName = Literal["auto", "cpu", "cuda", "npu"]
+ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
+
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
+Size = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _RaisesConfigError(type(BaseModel)):
+    """Turns pydantic's error into ours where a user constructs a section; nested sections keep their key path."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls.__name__)) from None
+
+
+class Section(BaseModel, metaclass=_RaisesConfigError):
+    """Base of all settings: immutable, strict about names, and one error class for whatever is wrong."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Parallel(Section):
+    """How the ranks divide the work. Data parallelism takes what the others leave of the world size."""
+
+    tensor: Size = Field(1, description="tensor parallel size (TP)")
+    pipeline: Size = Field(1, description="pipeline parallel size (PP)")
+    virtual_pipeline: Size = Field(1, description="model chunks per pipeline rank (VPP); above 1 needs pipeline > 1")
+    context: Size = Field(1, description="context parallel size (CP): the sequence is split over these ranks")
+    context_algorithm: ContextAlgorithm = Field(
+        "ring",
+        description="how CP ranks meet: ring (keys and values travel from rank to rank), all_gather (of keys and values) "
+        "or ulysses (all-to-all over the heads)",
+    )
+    expert: Size = Field(1, description="expert parallel size (EP), MoE models only")
+    expert_tensor: Size | None = Field(None, description="tensor parallel size inside an expert (ETP); default: tensor")
+    sequence: bool | None = Field(
+        None, description="sequence parallelism beside TP; default: on for MoE with TP > 1, else off"
+    )
+
+
+class Adam(Section):
+    """AdamW as Megatron runs it: fp32 main parameters, global gradient-norm clipping."""
+
+    lr: float = Field(1e-5, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="not applied to biases and one-dimensional weights")
+    max_grad_norm: float = Field(1.0, ge=0, description="0 switches clipping off; the norm is reported either way")
+    distributed: bool = Field(True, description="shard the optimizer state over data parallel ranks (ZeRO-1)")
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass still runs")
+    overlap_param_gather: bool = Field(False, description="gather updated parameters while the forward pass runs")
+
+    @model_validator(mode="after")
+    def _overlaps(self) -> Adam:
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
+        return self
+
+
+class Schedule(Section):
+    """Learning-rate schedule. Step 0 is the first optimizer step; skipped steps advance it too."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = Field(0, description="linear warm-up from 0 to lr over these steps")
+    total_steps: Count = Field(0, description="step at which linear and cosine reach min_lr")
+    min_lr: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _total(self) -> Schedule:
+        if self.kind != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.kind} needs total_steps > warmup_steps, got {self.total_steps} and {self.warmup_steps}"
+            )
+        return self
+
+
+class Recompute(Section):
+    """Which activations are dropped in the forward pass and computed again in the backward pass."""
+
+    granularity: Literal["none", "full", "selective"] = "none"
+    layers: Size = Field(1, description="full: layers in one recomputed block")
+    modules: tuple[RecomputeModule, ...] = Field(
+        ("core_attn",),
+        description="selective: any of core_attn, layernorm, mlp (dense ones), moe, moe_act, shared_experts, mla_up_proj",
+    )
+
+
+class Moe(Section):
+    """Mixture of experts."""
+
+    aux_loss: Literal["none", "megatron", "transformers"] = Field(
+        "none",
+        description="load-balancing loss, by whose formula: megatron (each layer by itself, divided by the experts of a token, "
+        "summed) or transformers (all layers pooled); off by default, as when transformers fine-tunes such a model",
+    )
+    aux_loss_coefficient: float = Field(0.0, ge=0, description="what it is multiplied by")
+    bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="how far the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1) moves in a step towards an equal load; "
+        "0: not at all, as in transformers",
+    )
+
+    @model_validator(mode="after")
+    def _formula(self) -> Moe:
+        if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
+            raise ValueError(
+                f"aux_loss_coefficient={self.aux_loss_coefficient:g} does not say which formula it is of: set moe.aux_loss to "
+                "megatron (what megascend 0.1 always used) or to transformers (router_aux_loss_coef of a model's config)"
+            )
+        if self.aux_loss != "none" and self.aux_loss_coefficient == 0:
+            raise ValueError(f"aux_loss: {self.aux_loss} needs aux_loss_coefficient above 0")
+        return self
+
+
+class Batching(Section):
+    """How samples become micro batches."""
+
+    packing: bool = Field(True, description="concatenate samples (THD) instead of padding them")
+    micro_batch_tokens: Size = Field(4096, description="token budget of one micro batch, padding included")
+    max_length: Size | None = Field(None, description="longest sample allowed; default: what the model allows")
+
+
+class Lora(Section):
+    """One LoRA adapter: ``W x`` becomes ``W x + scaling * B A x`` in every targeted layer (Hu et al., arXiv:2106.09685)."""
+
+    rank: Size = Field(16, description="rows of A, columns of B")
+    alpha: float = Field(32.0, gt=0, description="scaling is alpha / rank, or alpha / sqrt(rank) with rslora")
+    rslora: bool = Field(False, description="rank-stabilised scaling (Kalajdzievski, arXiv:2312.03732)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the layer's input on its way to A, while training")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear",
+        description="Hugging Face names of the layers, whole or their ends (q_proj, mlp.down_proj, lm_head, embed_tokens); "
+        "all-linear: every linear layer of attention, MLPs and experts, not the other two",
+    )
+    seed: Count | None = Field(None, description="of A's first values and of dropout; default: the backend's")
+    optimizer: Adam | None = Field(
+        None, description="of this adapter alone; default: the backend's. Its state is small and not sharded"
+    )
+    schedule: Schedule | None = Field(None, description="over this adapter's own steps; default: the backend's")
+
+    @model_validator(mode="after")
+    def _targets(self) -> Lora:
+        if not self.targets or not all(self.targets):
+            raise ValueError("lora.targets must name at least one layer, and no empty name")
+        return self
+
+    @property
+    def scaling(self) -> float:
+        """Factor of ``B A``."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Adapters(Section):
+    """Train LoRA adapters on a frozen base model, and what any of them may ask for."""
+
+    max_count: Size = Field(64, description="adapters at one time")
+    max_rank: Size = Field(128, description="largest rank of one adapter")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="layers that adapters may target, as in Lora; each adapter chooses among them"
+    )
+
+
+class Data(Section):
+    """Training text: JSONL with ``messages`` or ``text``, plain text files, or a folder of either."""
+
+    path: Path
+    global_batch_size: Size = Field(8, description="samples of one optimizer step over all data parallel ranks")
+    shuffle: bool = True
+    train_on_prompt: bool = Field(False, description="chat data: also learn the user's turns")
+
+
+class Checkpoint(Section):
+    """When a run saves what it needs to go on, to OUTPUT/checkpoints, and what becomes of it."""
+
+    every: Count = Field(
+        0, description="steps from one to the next, and one at the end; 0: only when a signal stops the run"
+    )
+    keep_last: Size = Field(2, description="how many of the newest stay")
+    keep_every: Count = Field(0, description="those whose step is a multiple of this stay for good; 0: none")
+    asynchronous: bool = Field(True, description="write while training goes on; training stands still for a copy only")
+    hf: bool = Field(False, description="also export the model into each, for transformers; not in the background")
+    timeout_s: Size = Field(1800, description="seconds after which one that is waited for counts as failed")
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop", description="what happens when a checkpoint cannot be written: the run ends, or goes on and tries again"
+    )
+
+
+class RunConfig(Section):
+    """Everything ``megascend train`` reads from its YAML file."""
+
+    model: Path = Field(description="Hugging Face checkpoint directory")
+    output: Path = Field(description="run directory: metrics.jsonl, plot, TensorBoard log, export")
+    data: Data
+    steps: Size = Field(100, description="optimizer steps")
+    platform: PlatformName = "auto"
+    precision: Precision = "bf16"
+    tf32: bool = Field(
+        False, description="CUDA only: products of fp32 matrices in TensorFloat-32, with 10 bits of mantissa"
+    )
+    seed: Count = 1234
+    parallel: Parallel = Parallel()
+    optimizer: Adam = Adam()
+    schedule: Schedule = Schedule()
+    recompute: Recompute = Recompute()
+    moe: Moe = Moe()
+    batching: Batching = Batching()
+    checkpoint: Checkpoint = Checkpoint()
+    lora: Lora | None = Field(
+        None,
+        description="freeze the model and train one LoRA adapter; default: all of the model's parameters are trained",
+    )
+    mindspeed: dict[str, bool | int | float | str | None] = Field(
+        {}, description="NPU only: arguments of MindSpeed's, spelt as its command line's with underscores"
+    )
+    tensorboard: bool = False
+    plot: bool = Field(True, description="draw loss, grad norm and throughput to metrics.png at the end")
+    export: bool = Field(
+        True, description="at the end write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
+    )
+    max_skipped_steps: Size = Field(
+        10, description="stop after this many non-finite steps in a row; the last batch is kept in OUTPUT/non_finite"
+    )
+    timeout_s: Size = Field(600, description="seconds after which a missing rank is an error")
+    self_check: bool = Field(
+        True,
+        description="hold a small slice of the model against transformers before training; once for a configuration",
+    )
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML run file and apply ``a.b=value`` overrides (values are YAML too).
+
+    Relative ``model``, ``output`` and ``data.path`` are taken from the directory the command runs in.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
+    """
+    import yaml
+
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path.resolve()}")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
+    for override in overrides or []:
+        apply_override(values, override)
+    return RunConfig(**values)
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one ``a.b.c=value`` in nested ``values`` (in place)."""
+    import yaml
+
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set takes KEY=VALUE, for example parallel.tensor=2; got {override!r}")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if values.get(parent) is None:  # left out, or an optional section written as null
+            values[parent] = {}
+        values = values[parent]
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {override}: {parent!r} is not a section")
+    try:
+        values[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from None
+
+
+def explain(error: ValidationError, title: str) -> str:
+    """A pydantic error as one readable message that names every key, its value and what was expected."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or title
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown setting (value {item['input']!r})")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: required, but not set")
+        elif not item["loc"]:  # a check over several settings
+            lines.append(item["msg"].removeprefix("Value error, "))
+        else:
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
+    return f"{title}: " + "; ".join(lines)

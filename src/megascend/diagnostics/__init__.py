@@ -1,0 +1,1 @@
+"""What each rank does now, and who keeps the others waiting."""

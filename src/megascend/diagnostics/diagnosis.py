@@ -1,0 +1,256 @@
+"""Who kept a collective from ending, found from what every rank last said about itself. Pure: no store, no clock.
+
+A rank publishes a :class:`Record` about once a second. A reader turns the records of its peers into :class:`PeerStatus`
+s, which add for how long each has been silent, and :func:`diagnose` names the culprits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+
+from megascend.diagnostics.processes import Process
+
+SILENT_S = 3.0
+"""A rank whose beat does not advance for so long, in seconds, is gone: it beats every second."""
+LISTED = 16
+"""How many ranks' positions a message lists."""
+TEXT_LIMIT = 400
+"""Characters of another rank's error that a message repeats."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that left a phase.
+
+    Attributes:
+        place: the phase (and its step) that it left.
+        outer: the outermost phase around it.
+        error: class and text.
+        secondary: it only says that another rank was missed.
+    """
+
+    place: str
+    outer: str
+    error: str
+    secondary: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says about itself.
+
+    Attributes:
+        beat: counts the records; one that no longer advances belongs to a rank that is gone.
+        step: number of the optimizer step being worked on, from 1.
+        label: the innermost phase the rank is in, or was in last.
+        inside: it is in the phase; else it has left it.
+        seconds: in (or since) that phase, when the record was written.
+        outer: the outermost phase, in whose terms ranks are compared: all of them enter it equally often.
+        counts: how often each outermost phase has been entered.
+        open: outermost phases the rank is in; several if it has threads in the background.
+        frame: where its Python stands, if it has been in the phase for long; else "".
+        waiting: that is inside ``torch.distributed``.
+        clock: ``time.time()`` of the writer.
+        failure: what left its last phase; gone again as soon as it enters another.
+        ended: the rank has left its process groups, or its process is exiting.
+        process: who wrote it.
+    """
+
+    beat: int = 0
+    step: int = 1
+    label: str = "start-up"
+    inside: bool = True
+    seconds: float = 0.0
+    outer: str = "start-up"
+    counts: dict[str, int] = field(default_factory=dict)
+    open: list[str] = field(default_factory=list)
+    frame: str = ""
+    waiting: bool = False
+    clock: float = 0.0
+    failure: Failure | None = None
+    ended: bool = False
+    process: Process = field(default_factory=Process)
+
+    def encode(self) -> str:
+        """As text, for the store."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Record:
+        """The inverse of :meth:`encode`."""
+        values = json.loads(text)
+        if values["failure"] is not None:
+            values["failure"] = Failure(**values["failure"])
+        values["process"] = Process(**values["process"])
+        return cls(**values)
+
+    @property
+    def place(self) -> str:
+        """``"in grad reduce of step 3"``."""
+        return f"{'in' if self.inside else 'after'} {of_step(self.label, self.step)}"
+
+
+@dataclass(frozen=True)
+class PeerStatus:
+    """A peer's last record, and for how many seconds its beat has not advanced before the reader's eyes.
+
+    Attributes:
+        age: the record's, in seconds, as far as the two machines' clocks agree; only messages use it.
+        state: of its process, where that is on the reader's machine: see :meth:`Process.state_seen_by`.
+    """
+
+    record: Record
+    silent: float = 0.0
+    age: float = 0.0
+    state: str = "unknown"
+
+    @property
+    def gone(self) -> bool:
+        """It will not come, without having said so."""
+        silent = self.silent >= SILENT_S or self.state == "ended"
+        return silent and not self.record.ended and self.record.failure is None
+
+    @property
+    def conclusive(self) -> bool:
+        """It is to blame, whatever the other ranks do."""
+        failure = self.record.failure
+        return self.state == "ended" if failure is None else not failure.secondary
+
+
+class Kind(IntEnum):
+    """What is wrong with a peer; the first of these that any peer shows is the cause, later ones follow from it."""
+
+    FAILED = 0
+    GONE = 1
+    LATE = 2
+    LEFT = 3
+    GAVE_UP = 4
+    FINE = 5
+
+
+LOST = (Kind.FAILED, Kind.GONE, Kind.GAVE_UP)
+"""Kinds of a peer that will not come any more."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is to blame.
+
+    Attributes:
+        kind: FINE if no rank could be blamed.
+        culprits: their ranks.
+        reasons: a clause for each culprit: ``"rank 1 is gone: last heard of 12 s ago in grad reduce of step 3"``.
+        positions: where every rank is, in one line; if no rank could be blamed, with the places in their Python.
+    """
+
+    kind: Kind
+    culprits: tuple[int, ...]
+    reasons: tuple[str, ...]
+    positions: str
+
+
+def of_step(label: str, step: int) -> str:
+    """``"grad reduce of step 3"``; nothing is counted yet in the start-up."""
+    return label if label == "start-up" else f"{label} of step {step}"
+
+
+def diagnose(
+    rank: int, mine: Record, peers: Mapping[int, PeerStatus | None], suspects: Iterable[int] | None = None
+) -> Diagnosis:
+    """Find who keeps ``rank`` from going on.
+
+    Args:
+        mine: this rank's record.
+        peers: the other ranks' statuses; None for one that has never been heard of.
+        suspects: ranks known not to have come to the collective (default: told from the records). They are blamed even
+            if their records show nothing.
+    """
+    verdicts = {peer: judge(peer, mine, seen) for peer, seen in peers.items()}
+    blamed = set(peers) if suspects is None else set(suspects)
+    for peer in [] if suspects is None else blamed:
+        kind, reason = verdicts[peer]
+        if kind in (Kind.FINE, Kind.LEFT):
+            verdicts[peer] = Kind.LATE, _late(peer, peers[peer])
+        elif kind is Kind.GAVE_UP:
+            verdicts[peer] = Kind.FAILED, reason  # it gave up before it came, so it is the cause here
+    kind = min((verdict for verdict, _ in verdicts.values()), default=Kind.FINE)
+    culprits = tuple(sorted(peer for peer, (verdict, _) in verdicts.items() if verdict is kind))
+    if kind is Kind.FINE:
+        culprits = ()
+    return Diagnosis(
+        kind, culprits, tuple(verdicts[peer][1] for peer in culprits[:LISTED]), positions(rank, mine, peers, culprits)
+    )
+
+
+def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:
+    """What is wrong with one peer, and a clause that says so."""
+    if seen is None:
+        return Kind.LATE, f"rank {peer} has not been heard of at all"
+    record = seen.record
+    entered, needed = record.counts.get(mine.outer, 0), mine.counts.get(mine.outer, 0)
+    if record.failure is not None:
+        reason = f"rank {peer} failed in {record.failure.place} with {record.failure.error}"
+        if not record.failure.secondary:
+            return Kind.FAILED, reason
+        if entered > needed or (entered == needed and record.failure.outer != mine.outer):
+            now = f"then it failed in {record.failure.place}"
+            return Kind.LEFT, f"rank {peer} has left {of_step(mine.outer, mine.step)} without the others ({now})"
+        return Kind.GAVE_UP, reason
+    if record.ended:
+        return Kind.GONE, f"rank {peer} has ended: it left its process groups {record.place}"
+    if seen.gone:
+        why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(seen.state, "")
+        heard = max(seen.silent, seen.age)
+        return Kind.GONE, f"rank {peer} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
+    if entered < needed:
+        return Kind.LATE, _late(peer, seen)
+    if entered > needed or mine.outer not in record.open:
+        left = of_step(mine.outer, mine.step)
+        now = f"now {record.place}" if record.inside else "now between phases"
+        return Kind.LEFT, f"rank {peer} has left {left} without the others ({now})"
+    if mine.waiting and record.frame and not record.waiting:
+        return Kind.LATE, _late(peer, seen)  # in the same phase, but not in a collective
+    return Kind.FINE, ""
+
+
+def _late(peer: int, seen: PeerStatus | None) -> str:
+    if seen is None:
+        return f"rank {peer} has not been heard of at all"
+    return f"rank {peer} has not come: {_spell(seen)}{f', at {seen.record.frame}' if seen.record.frame else ''}"
+
+
+def _spell(seen: PeerStatus) -> str:
+    return f"{seen.record.place} for {seen.record.seconds:.0f} s"
+
+
+def positions(rank: int, mine: Record, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()) -> str:
+    """``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits before others."""
+    order = [*culprits, *(number for number in sorted([rank, *peers]) if number not in set(culprits))]
+    texts = []
+    for number in sorted(order[:LISTED]):
+        seen = PeerStatus(mine) if number == rank else peers[number]
+        if seen is None:
+            state = "not heard of"
+        elif number == rank:
+            state = _spell(seen)
+        elif seen.record.failure is not None:
+            state = f"failed in {seen.record.failure.place}"
+        elif seen.record.ended:
+            state = "ended"
+        elif seen.gone:
+            state = f"gone, last {seen.record.place}"
+        else:
+            state = _spell(seen)
+        frame = seen.record.frame if seen is not None and not culprits else ""
+        texts.append(f"{number} {state}{f', at {frame}' if frame else ''}")
+    more = f"; and {len(order) - LISTED} more" if len(order) > LISTED else ""
+    return f"Ranks: {'; '.join(texts)}{more}"
+
+
+def shorten(text: str) -> str:
+    """An error's text in one line of at most :data:`TEXT_LIMIT` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT_LIMIT else line[: TEXT_LIMIT - 3] + "..."

@@ -1,0 +1,1 @@
+"""Launch, process groups, and collectives that say what they are."""

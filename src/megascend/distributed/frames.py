@@ -1,0 +1,199 @@
+"""What each rank sends first in every object collective: where it stands, in a frame of fixed size. Pure.
+
+All collectives of a group begin with the same all-gather of frames, whatever their kind. Ranks that are out of step meet in
+it, see each other's positions and raise; an object that fits into the frame needs no second round.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
+
+from megascend import errors
+from megascend.distributed.deadlock import Pending
+from megascend.errors import MegascendError, OutOfStepError
+
+SIZE = 1024
+"""Bytes of a frame."""
+MAGIC = b"msc1"
+LISTED = 8
+"""How many different positions a message lists."""
+
+# magic; then what must be equal: number, step, digests of call and kind; then flags and lengths
+_HEAD = struct.Struct("<4s q q 8s 8s ? ? I H H")
+_EQUAL = slice(4, 4 + 8 + 8 + 8 + 8)
+_SEPARATOR = "\x1f"
+_LIMITS = {"kind": 80, "group": 20, "what": 260, "place": 60}
+"""Characters of each text that a frame has room for; what is compared is the whole text."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank stands.
+
+    Attributes:
+        kind: the collective with all that must be equal in it: ``"all_reduce_numbers, sum of 3"``.
+        group: name of the group it is called on.
+        number: of this collective among those of the group, from 1.
+        step: the optimizer step being worked on, from 1.
+        what: what it is for, with the arguments that must be equal: ``"save 'checkpoints/step-100'"``.
+        place: the phase around it, for messages alone.
+        refusal: why this rank cannot take part: class and text of its error.
+    """
+
+    kind: str
+    group: str
+    number: int
+    step: int
+    what: str = ""
+    place: str = ""
+    refusal: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.kind}, collective {self.number} of {self.group}, step {self.step}"
+        name = self.what or self.place or "a call that does not say what it is for"
+        called = self.what.startswith(self.place.partition(" ")[0])  # "save" around "save('a')" says nothing more
+        inside = f" inside {self.place}" if self.what and not called else ""
+        refused = f", where it raised {self.refusal[0]}: {self.refusal[1]}" if self.refusal else ""
+        return f"{name}{inside} ({where}){refused}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One rank's frame, taken apart.
+
+    Attributes:
+        length: bytes of its object.
+        content: the object, if it fits into the frame; else empty.
+        stray: see :func:`encode`.
+    """
+
+    position: Position
+    length: int
+    content: bytes
+    stray: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """The whole object is in the frame."""
+        return len(self.content) == self.length
+
+
+def encode(position: Position, content: bytes, *, stray: bool = False) -> bytes:
+    """The frame of a rank at ``position`` whose object is ``content``: :data:`SIZE` bytes.
+
+    Args:
+        stray: the rank waits in another collective than the frame travels in.
+    """
+    refusal = position.refusal
+    texts = [getattr(position, name)[:limit] for name, limit in _LIMITS.items()] + list(refusal or ())
+    text = _SEPARATOR.join(texts).encode()[: SIZE - _HEAD.size]
+    inside = content if len(content) <= SIZE - _HEAD.size - len(text) else b""
+    call = _digest(f"{position.group}{_SEPARATOR}{position.what}")
+    head = _HEAD.pack(
+        MAGIC,
+        position.number,
+        position.step,
+        call,
+        _digest(position.kind),
+        refusal is not None,
+        stray,
+        len(content),
+        len(text),
+        len(inside),
+    )
+    return (head + text + inside).ljust(SIZE, b"\0")
+
+
+def decode(frame: bytes) -> Frame | None:
+    """The inverse of :func:`encode`; None if the bytes are no frame."""
+    magic, number, step, _, _, refused, stray, length, text_size, inside = _HEAD.unpack_from(frame)
+    if magic != MAGIC:
+        return None
+    start = _HEAD.size + text_size
+    kind, group, what, place, *rest = (*frame[_HEAD.size : start].decode(errors="replace").split(_SEPARATOR), "", "")
+    refusal = (rest[0], rest[1]) if refused else None
+    content = frame[start : start + inside]
+    return Frame(Position(kind, group, number, step, what, place, refusal), length, content, stray)
+
+
+def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
+    """The frames of all ranks of a group, taken apart, if all stand in the same place.
+
+    Args:
+        ranks: of the group, in its order.
+        rank: the one that reads.
+
+    Raises:
+        OutOfStepError: they do not. Every rank of the group raises it, and names the same positions.
+        MegascendError: they do, but some rank refuses: an error of the class of that rank's error.
+    """
+    found = [decode(frame) for frame in frames]
+    strangers = [number for number, frame in zip(ranks, found, strict=True) if frame is None]
+    known = [frame for frame in found if frame is not None]
+    if strangers:
+        raise OutOfStepError(
+            f"rank {rank}: what came from {_ranks(strangers)} is not of an object collective; something else uses its group"
+        )
+    equal = {frame[_EQUAL] for frame in frames}
+    refusing = [number for number, frame in zip(ranks, known, strict=True) if frame.position.refusal]
+    if len(equal) == 1 and not refusing:
+        return known
+    calls = {frame[_EQUAL][:-8] for frame in frames}  # a rank that refuses a call does so before it knows the kind
+    if refusing and len(calls) == 1:
+        refusal = known[list(ranks).index(refusing[0])].position.refusal
+        assert refusal is not None
+        raise _as_refused(refusing[0], *refusal)
+    positions = describe({number: frame.position for number, frame in zip(ranks, known, strict=True)})
+    raise OutOfStepError(
+        f"rank {rank}: the ranks are out of step: {positions}. All ranks make the same calls in the same order, with the "
+        "same arguments where they must be equal; nothing was exchanged"
+    )
+
+
+def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
+    """The frame of a rank that waits at ``position``, for a collective of another group that waits for it.
+
+    Args:
+        pending: all collectives that wait for each other.
+    """
+    return encode(position, json.dumps([astuple(one) for one in pending]).encode(), stray=True)
+
+
+def pending_of(frames: Sequence[bytes]) -> list[Pending]:
+    """What stray frames tell about collectives that wait for each other."""
+    found: dict[Pending, None] = {}
+    for frame in map(decode, frames):
+        if frame is not None and frame.stray and frame.content:
+            found |= dict.fromkeys(Pending(*one) for one in json.loads(frame.content))
+    return list(found)
+
+
+def describe(positions: dict[int, Position]) -> str:
+    """``"rank 0 is in save ...; ranks 1, 2 are in forward_backward ..."``."""
+    together: dict[str, list[int]] = {}
+    for rank, position in sorted(positions.items()):
+        together.setdefault(str(position), []).append(rank)
+    parts = [f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in together.items()]
+    more = f"; and {len(parts) - LISTED} other positions" if len(parts) > LISTED else ""
+    return "; ".join(parts[:LISTED]) + more
+
+
+def _as_refused(rank: int, name: str, text: str) -> MegascendError:
+    """The error that another rank has raised, as one of the same class."""
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, MegascendError)):
+        kind = MegascendError
+    return kind(text if text.startswith("rank ") else f"rank {rank}: {text}")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks[:16]) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=8).digest()

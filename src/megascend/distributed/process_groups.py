@@ -1,0 +1,424 @@
+"""The process groups of a run: torch's default group, Megatron's groups, and Gloo channels for those that carry objects.
+
+Creating them is collective: every rank calls :func:`initialize` with the same topology.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megascend.diagnostics.hang_monitor import HangMonitor
+from megascend.distributed import upstream_groups
+from megascend.distributed.channels import Channel
+from megascend.distributed.collective_sequence import CollectiveSequence
+from megascend.distributed.launch import Launch, reconnect
+from megascend.distributed.object_redirect import ObjectCollectiveRedirect
+from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
+from megascend.topology.topology import ATTENTION_AXES, Coordinates, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from megascend.platforms.base import Platform
+
+T = TypeVar("T")
+
+GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "world": ATTENTION_AXES,
+    "tp": ("tensor",),
+    "pp": ("pipeline",),
+    "cp": ("context",),
+    "dp": ("data",),
+    "dp_cp": ("data", "context"),
+    "tp_cp": ("tensor", "context"),
+    "tp_dp_cp": ("tensor", "data", "context"),
+    "mp": ("tensor", "pipeline"),
+    "ep": ("expert",),
+    "etp": ("expert_tensor",),
+    "etp_ep": ("expert_tensor", "expert"),
+    "edp": ("expert_data",),
+}
+"""Name of every group, and the axes of the topology it spans (``edp``: expert data parallel)."""
+
+CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
+"""Groups that carry objects, in the order in which every rank creates their channels."""
+OF_MEGATRON = ("dp", "dp_cp", "edp")
+"""Groups of which Megatron makes a second one on Gloo, which nothing else uses here."""
+
+
+@dataclass
+class ProcessGroups:
+    """The groups of one rank. Owned by whoever called :func:`initialize`, who also calls :meth:`destroy`.
+
+    Attributes:
+        device: where this rank's tensors live.
+        timeout_s: after which a collective gives up, in seconds.
+        sequence: who came to which object collective, for error messages.
+        monitor: what this rank does now, and what the others do.
+    """
+
+    topology: Topology
+    launch: Launch
+    device: torch.device
+    timeout_s: float
+    sequence: CollectiveSequence
+    monitor: HangMonitor
+    owns_default: bool
+    _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    _channels: dict[str, Channel] = field(default_factory=dict)
+    _created: list[ProcessGroup] = field(default_factory=list)
+    _detour: ObjectCollectiveRedirect | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on every axis."""
+        return self.topology.coordinates(self.rank)
+
+    def ranks(self, name: str) -> list[int]:
+        """Global ranks of this rank's group ``name``, in group order."""
+        return self.topology.group_of(self.rank, *_axes(name))
+
+    def device_group(self, name: str) -> ProcessGroup:
+        """The group on the device backend: tensors only, never objects.
+
+        Raises:
+            ProcessGroupError: there is no group of this name, or the groups were destroyed.
+        """
+        return _look_up(self._device_groups, name, "process group")
+
+    def channel(self, name: str) -> Channel:
+        """What carries the group's objects, on Gloo; for :mod:`megascend.distributed.objects` alone.
+
+        Raises:
+            ProcessGroupError: the group carries no objects, or the groups were destroyed.
+        """
+        return _look_up(self._channels, name, "channel for objects")
+
+    def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
+        """A Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
+
+        Args:
+            timeout_s: of its collectives; default: a day, since a peer may be writing to a slow disk. Who waits on the main
+                thread for what they bring has a deadline of its own.
+        """
+        limit = timedelta(days=1) if timeout_s is None else timedelta(seconds=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=limit, group_desc=f"{label.upper()}_GLOO")
+        self._created.append(group)  # type: ignore[reportArgumentType]
+        return group  # type: ignore[reportReturnType]
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """Names of the groups that carry objects."""
+        return CARRIERS
+
+    def carried_to(self, name: str, rank: int) -> list[int]:
+        """The ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
+        return self.topology.group_of(rank, *_axes(name)) if name in CARRIERS else []
+
+    def own(self, group: ProcessGroup) -> None:
+        """Destroy ``group`` with the others."""
+        self._created.append(group)
+
+    def add_channel(self, name: str) -> None:
+        """A channel of all ranks for object collectives on another thread, by the name that it gets. Collective.
+
+        Its timeout is a day, as that of :meth:`new_gloo`.
+        """
+        ranks = list(range(self.world_size))
+        self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), timedelta(days=1).total_seconds())
+
+    def limit_timeouts(self) -> None:
+        """Give groups that upstream has made meanwhile the timeout of this run."""
+        upstream_groups.limit(self.timeout_s)
+
+    def destroy(self) -> None:
+        """Destroy Megatron's groups, the channels and, if :func:`initialize` created it, the default group."""
+        self.monitor.close()
+        if not self._device_groups:
+            return
+        if self._detour is not None:
+            self._detour.remove()
+            self._detour = None
+        _forget_groups(self.owns_default)
+        self._device_groups.clear()
+        self._channels.clear()
+        if self.owns_default:
+            dist.destroy_process_group()
+        else:
+            for group in self._created:
+                dist.destroy_process_group(group)
+        self._created.clear()
+
+
+def initialize(
+    topology: Topology, platform: Platform, timeout_s: float = 600, launch: Launch | None = None
+) -> ProcessGroups:
+    """Create and verify all groups of ``topology`` on the platform's backend.
+
+    A process without launcher variables is a world of one and needs no network. A default group that the trainer
+    created already is used, and left alone by :meth:`ProcessGroups.destroy`.
+
+    Args:
+        timeout_s: for the start-up, and for every collective afterwards, in seconds.
+        launch: how this process was started; default: from the environment.
+
+    Raises:
+        TopologyError: the world that was started is not the topology's; nothing has been created.
+        CollectiveTimeoutError: ranks did not arrive in time, or were lost; the message names them.
+        ProcessGroupError: groups exist already, or Megatron's are not those of the topology.
+    """
+    launch = _adopted_launch() if dist.is_initialized() else launch or Launch.from_environment()
+    if launch.world_size != topology.world_size:
+        raise TopologyError(
+            f"rank {launch.rank}: the topology is for {topology.world_size} ranks, but {launch.world_size} "
+            f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
+        )
+    require_none_alive()
+    device = platform.device(launch.local_rank)
+    owns_default = not dist.is_initialized()
+    if not owns_default:
+        _require_backend(platform)
+    store, own_connection = (_open if owns_default else _adopted_store)(launch, timeout_s)
+    monitor = HangMonitor(
+        launch.rank,
+        launch.world_size,
+        timeout_s,
+        own_connection,
+        attempt=launch.attempt,
+        waits_on_host=platform.backend == "gloo",
+    )
+    groups = ProcessGroups(
+        topology, launch, device, timeout_s, CollectiveSequence(store, launch.rank), monitor, owns_default
+    )
+    try:
+        with monitor.phase("start-up"):
+            if owns_default:
+                _join(groups, store, platform)
+            _check_binding(platform)
+            _create_megatron_groups(topology, timeout_s)
+            groups._device_groups = _megatron_groups()
+            _verify(groups)
+            _create_channels(groups)
+            groups._detour = _detour_objects(groups)
+            groups.limit_timeouts()
+    except BaseException:
+        monitor.close()
+        _forget_groups(owns_default)
+        if owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    return groups
+
+
+def require_none_alive() -> None:
+    """Raise ProcessGroupError if Megatron's groups exist: one backend at a time."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        raise ProcessGroupError(
+            "Megatron's process groups exist already; close the previous backend first (backend.close())"
+        )
+
+
+def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
+    """The store of this world, and a second connection to it, for the monitor."""
+    opened = launch.store(timeout_s)
+    # Keys of an earlier group in the same store (after destroy()) would confuse a new one: count the times.
+    prefix = f"megascend/{opened.add(f'megascend/times/{launch.rank}', 1)}"
+    # Over the first one, a wait of the main thread would hold up everything else.
+    second = dist.PrefixStore(prefix, launch.store(timeout_s)) if launch.world_size > 1 else None
+    return dist.PrefixStore(prefix, opened), second
+
+
+def _join(groups: ProcessGroups, store: dist.Store, platform: Platform) -> None:
+    """Wait for all ranks at the store, then create the default group."""
+    launch, sequence, timeout_s = groups.launch, groups.sequence, groups.timeout_s
+    everybody = range(launch.world_size)
+    count = sequence.announce("start")
+    try:
+        sequence.wait("start", count, everybody, timeout_s, "start-up")
+    except CollectiveTimeoutError as error:
+        late = sequence.missing("start", count, everybody)
+        raise groups.monitor.explain(error, str(error), suspects=late) from None
+    dist.init_process_group(
+        platform.backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        # Eager NCCL communicators only. Gloo subgroups of an HCCL group would inherit the device and fail.
+        device_id=groups.device if platform.bind_device else None,
+    )
+
+
+def _adopted_launch() -> Launch:
+    from_launcher = Launch.from_environment()
+    rank = dist.get_rank()
+    known = from_launcher.world_size == dist.get_world_size()
+    return Launch(
+        rank=rank,
+        local_rank=from_launcher.local_rank if known else rank,
+        world_size=dist.get_world_size(),
+        attempt=from_launcher.attempt,
+    )
+
+
+def _require_backend(platform: Platform) -> None:
+    backend = dist.get_backend()
+    if backend != platform.backend:
+        raise ProcessGroupError(
+            f"the default process group that exists already is on {backend}, but platform {platform.name} "
+            f"communicates over {platform.backend}; let megascend create it, or create it with {platform.backend}"
+        )
+
+
+def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
+    """The default group's store, and a second connection to it, for the monitor; None if its kind allows no second one."""
+    default = dist.distributed_c10d._get_default_store()
+    times = default.add(f"megascend/times/{launch.rank}", 1)
+    store = dist.PrefixStore(f"megascend/adopted/{times}", default)
+    if launch.world_size == 1:
+        return store, None
+    second = reconnect(store, timeout_s)
+    if second is None:
+        warnings.warn(
+            f"rank {launch.rank}: the default process group's store, a {type(default).__name__}, allows no second "
+            "connection: errors of collectives will not name the ranks to blame",
+            stacklevel=3,
+        )
+        return store, None
+    # What prefixes are in front of the store cannot be read from it: all agree on a new one.
+    if launch.rank == 0:
+        store.set("monitor", secrets.token_hex(8))
+    return store, dist.PrefixStore(f"megascend/monitor/{store.get('monitor').decode()}", second)
+
+
+def _check_binding(platform: Platform) -> None:
+    bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
+    if bound is not None and not platform.bind_device:
+        raise ProcessGroupError(
+            f"the default process group is bound to {bound}, which Gloo groups on platform {platform.name} would "
+            "inherit; call init_process_group without device_id"
+        )
+
+
+def _create_megatron_groups(topology: Topology, timeout_s: float) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tensor,
+        pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
+        context_parallel_size=topology.context,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=topology.expert_tensor,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=True,
+    )
+
+
+def _forget_groups(owns_default: bool) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    upstream_groups.forget(destroy=not owns_default)
+
+
+def _megatron_groups() -> dict[str, ProcessGroup]:
+    from megatron.core import parallel_state as state
+
+    return {  # type: ignore[reportReturnType]
+        "world": dist.distributed_c10d._get_default_group(),
+        "tp": state.get_tensor_model_parallel_group(),
+        "pp": state.get_pipeline_model_parallel_group(),
+        "cp": state.get_context_parallel_group(),
+        "dp": state.get_data_parallel_group(),
+        "dp_cp": state.get_data_parallel_group(with_context_parallel=True),
+        "tp_cp": state.get_tensor_and_context_parallel_group(),
+        "tp_dp_cp": state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        "mp": state.get_model_parallel_group(),
+        "ep": state.get_expert_model_parallel_group(),
+        "etp": state.get_expert_tensor_parallel_group(),
+        "etp_ep": state.get_expert_tensor_and_model_parallel_group(),
+        "edp": state.get_expert_data_parallel_group(),
+    }
+
+
+def _verify(groups: ProcessGroups) -> None:
+    for name, group in groups._device_groups.items():
+        found, expected = dist.get_process_group_ranks(group), groups.ranks(name)
+        if found != expected:
+            raise ProcessGroupError(
+                f"rank {groups.rank}: Megatron's group {name} has ranks {found}, the topology {expected}; "
+                "the installed megatron-core, or a patch to it, orders ranks in a way megascend does not know"
+            )
+
+
+def _create_channels(groups: ProcessGroups) -> None:
+    """One for every set of ranks that is a group. All ranks create all in the same order, which ``new_group`` requires."""
+    from megatron.core import parallel_state as state
+
+    of_megatron = {
+        "dp": state.get_data_parallel_group_gloo(),
+        "dp_cp": state.get_data_parallel_group_gloo(with_context_parallel=True),
+        "edp": state.get_expert_data_parallel_group_gloo(),
+    }
+    timeout = timedelta(seconds=groups.timeout_s)
+    mine = {tuple(groups.ranks(name)): of_megatron[name] for name in reversed(OF_MEGATRON)}
+    existing = {tuple(ranks) for name in OF_MEGATRON for ranks in groups.topology.groups(*_axes(name))}
+    for name in CARRIERS:
+        for ranks in groups.topology.groups(*_axes(name)):
+            if tuple(ranks) in existing or len(ranks) == 1:
+                continue
+            existing.add(tuple(ranks))
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
+            if groups.rank in ranks:
+                mine[tuple(ranks)] = group
+                groups._created.append(group)  # type: ignore[reportArgumentType]
+    made: dict[tuple[int, ...], Channel] = {}
+    for name in CARRIERS:
+        ranks = tuple(groups.ranks(name))
+        if ranks not in made:
+            made[ranks] = Channel(name, ranks, groups.rank, mine.get(ranks), groups.timeout_s)
+        groups._channels[name] = made[ranks]
+
+
+def _detour_objects(groups: ProcessGroups) -> ObjectCollectiveRedirect | None:
+    """Keep what upstream gathers itself off the device groups; nothing to do where they are on Gloo."""
+    if dist.get_backend(groups._device_groups["world"]) == "gloo":
+        return None
+    detour = ObjectCollectiveRedirect(groups)
+    detour.install()
+    return detour
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    if name not in GROUP_AXES:
+        raise ProcessGroupError(f"no process group {name!r}; there are {', '.join(GROUP_AXES)}")
+    return GROUP_AXES[name]
+
+
+def _look_up(groups: dict[str, T], name: str, kind: str) -> T:
+    if name not in groups:
+        _axes(name)
+    if not groups:
+        raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed")
+    if name not in groups:
+        raise ProcessGroupError(f"group {name!r} has no {kind}; those that have: {', '.join(groups)}")
+    return groups[name]

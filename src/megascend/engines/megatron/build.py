@@ -1,0 +1,271 @@
+"""Building a model through mcore-bridge, and what has to be set right around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+from mcore_bridge.model import GPTModel
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from transformers import AutoConfig
+
+from megascend.config import Precision, Recompute
+from megascend.engines.megatron.activation import activation_arguments
+from megascend.errors import CheckpointError, ConfigError, PlatformError
+from megascend.huggingface.unsupported import expert_layers
+from megascend.platforms.base import Platform
+from megascend.topology.topology import Topology
+
+CONTEXT_COMMUNICATION = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
+"""``Parallel.context_algorithm`` as Transformer Engine names it; MindSpeed has names of its own."""
+
+ROUTING = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+}
+"""Megatron's own load balancing off, whatever a model says; see :mod:`megascend.engines.megatron.routers`."""
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def build_config(
+    model_dir: Path,
+    topology: Topology,
+    precision: Precision,
+    recompute: Recompute,
+    platform: Platform,
+) -> ModelConfig:
+    """mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
+
+    Raises:
+        CheckpointError: mcore-bridge does not know the architecture.
+        ConfigError: a combination of settings that Megatron-Core would get wrong.
+    """
+    hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    arguments = hf_to_mcore_config(hf_config)
+    if not arguments.get("hf_model_type"):
+        raise CheckpointError(f"{model_dir}/config.json names no model_type")
+    arguments.update(activation_arguments(getattr(hf_config, "hidden_act", None), arguments))
+    arguments.update(parallel_arguments(topology))
+    arguments.update(precision_arguments(precision))
+    arguments.update(recompute_arguments(recompute))
+    arguments.update(layer_arguments(hf_config.to_dict()))
+    arguments.update(ROUTING)
+    arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
+    if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
+        arguments["apply_rope_fusion"] = True
+    # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
+    # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).
+    arguments["deallocate_pipeline_outputs"] = platform.backend != "gloo"
+    arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
+    check_recompute(recompute, arguments)
+    config = ModelConfig(**arguments)
+    check_output_layer(config)
+    check_dropout(config)
+    return config
+
+
+def parallel_arguments(topology: Topology) -> dict[str, Any]:
+    """TransformerConfig's parallel settings for ``topology``."""
+    return {
+        "tensor_model_parallel_size": topology.tensor,
+        "pipeline_model_parallel_size": topology.pipeline,
+        "virtual_pipeline_model_parallel_size": topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
+        "context_parallel_size": topology.context,
+        "cp_comm_type": CONTEXT_COMMUNICATION[topology.context_algorithm],
+        "expert_model_parallel_size": topology.expert,
+        "expert_tensor_parallel_size": topology.expert_tensor,
+        "sequence_parallel": topology.sequence_parallel,
+        # Interleaved at PP 2, the schedule without overlap is silently wrong; not interleaved, Megatron refuses overlap.
+        "overlap_p2p_comm": topology.virtual_pipeline > 1,
+        "variable_seq_lengths": True,
+        "cuda_graph_scope": [],  # 0.15's "full" breaks mcore-bridge's look at it when norms are recomputed
+        "moe_token_dispatcher_type": "alltoall",  # allgather cannot have micro batches of different length
+    }
+
+
+def precision_arguments(precision: Precision) -> dict[str, Any]:
+    """TransformerConfig's dtype settings: parameters, pipeline messages and flags agree."""
+    dtype = DTYPES[precision]
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "fp16": precision == "fp16",
+        "bf16": precision == "bf16",
+        # Megatron scales q by the layer number in fp16 by default, which changes the model that was loaded.
+        "apply_query_key_layer_scaling": False,
+    }
+
+
+def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
+    """TransformerConfig's activation recomputation settings."""
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": recompute.layers,
+        }
+    return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+
+
+def layer_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge passes over."""
+    layers = expert_layers(hf_config)
+    if layers is None or all(layers):
+        return {}
+    pattern = ",".join(str(int(has_experts)) for has_experts in layers)
+    return {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": hf_config["intermediate_size"]}
+
+
+def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
+    """Refuse ``recompute.modules`` that the model does not have.
+
+    Raises:
+        ConfigError: naming the module.
+    """
+    if recompute.granularity != "selective":
+        return
+    missing = {
+        **dict.fromkeys(("moe", "moe_act"), not arguments.get("num_moe_experts") and "experts"),
+        "shared_experts": not arguments.get("moe_shared_expert_intermediate_size") and "shared experts",
+        "mla_up_proj": not arguments.get("multi_latent_attention") and "latent attention",
+    }
+    for module in recompute.modules:
+        if missing.get(module):
+            raise ConfigError(
+                f"recompute.modules: {module}, but {arguments['hf_model_type']} has no {missing[module]}; leave it out"
+            )
+
+
+def check_output_layer(config: ModelConfig) -> None:
+    """Refuse, on every rank alike, models whose logits are more than a product with the output weight."""
+    if config.is_multimodal:
+        raise ConfigError(f"{config.hf_model_type} is a multimodal model; megascend trains text models only")
+    kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
+    for name in ("_forward_output_layer", "_postprocess"):
+        if getattr(kind, name, None) is not getattr(GPTModel, name, None):
+            raise ConfigError(
+                f"architecture {kind.__name__} computes its logits in its own way ({name}); megascend's chunked output "
+                "head would leave that out"
+            )
+
+
+def check_window(config: ModelConfig, longest: int) -> None:
+    """Refuse samples for which a model's attention window would matter and mcore-bridge has left it out.
+
+    For most architectures it drops ``sliding_window``, and the model would silently see everything.
+
+    Args:
+        longest: tokens of the longest sample allowed.
+    """
+    hf: Any = config.hf_config
+    window = getattr(hf, "sliding_window", None)
+    sliding = getattr(hf, "use_sliding_window", True) and "sliding_attention" in (
+        getattr(hf, "layer_types", None) or ["sliding_attention"]
+    )
+    if window is not None and sliding and getattr(config, "window_size", None) is None and longest > window:
+        raise ConfigError(
+            f"{config.hf_model_type} attends within a window of {window} tokens (sliding_window), which mcore-bridge "
+            f"leaves out, and samples may have {longest}: set batching.max_length: {window} or less"
+        )
+
+
+def check_dropout(config: ModelConfig) -> None:
+    """Refuse the one combination whose recomputed dropout masks differ from the first ones (megatron-core 0.16.1)."""
+    if (
+        config.sequence_parallel
+        and config.tensor_model_parallel_size > 1
+        and config.recompute_granularity is not None
+        and config.hidden_dropout > 0
+        and config.attention_dropout > 0
+    ):
+        raise ConfigError(
+            "sequence parallelism with recomputation and both hidden and attention dropout draws other dropout masks when "
+            "it recomputes (seen in megatron-core 0.16.1); set recompute.granularity: none, parallel.sequence: false, or "
+            "one of the model's dropouts to 0"
+        )
+
+
+@contextlib.contextmanager
+def preserved_rope_functions() -> Iterator[None]:
+    """Undo mcore-bridge's change to transformers' table of RoPE initialisers.
+
+    Building any of its models replaces the ``default`` entry with a function that transformers' own configurations do
+    not satisfy, so that every Hugging Face model made later in the process fails.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    before = dict(ROPE_INIT_FUNCTIONS)
+    try:
+        yield
+    finally:
+        ROPE_INIT_FUNCTIONS.clear()
+        ROPE_INIT_FUNCTIONS.update(before)
+
+
+def build_chunks(config: ModelConfig, device: torch.device) -> list[Any]:
+    """The model chunks of this rank (one, or one per virtual pipeline stage) on ``device``, weights not loaded yet."""
+    with preserved_rope_functions():
+        chunks = get_mcore_model(config)
+    for chunk in chunks:
+        move(chunk, device)
+        mark_tensor_parallel(chunk)
+    return chunks
+
+
+def move(chunk: torch.nn.Module, device: torch.device) -> None:
+    """Bring parameters to ``device`` that were made elsewhere, with the attributes that Megatron has given them.
+
+    MindSpeed makes the parameters of norms on the CPU. A move that lost ``sequence_parallel`` would leave their gradients
+    unreduced, without an error.
+
+    Raises:
+        PlatformError: an attribute was lost.
+    """
+    before = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
+    chunk.to(device)
+    for name, parameter in chunk.named_parameters():
+        if vars(parameter) != before[name]:
+            raise PlatformError(
+                f"parameter {name} lost attributes on its way to {device}: {sorted(before[name])} became "
+                f"{sorted(vars(parameter))}; this torch_npu replaces parameters where it should move them"
+            )
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Set the attributes by which Megatron's gradient norm knows sharded parameters.
+
+    Megatron sets them while it initialises weights, which mcore-bridge skips (``perform_initialization=False``); without
+    them the norm leaves out every rank's embedding and output shard but the first's. MindSpeed's grouped linear layers
+    never set them, so that all ranks' experts but the first's would be missing.
+    """
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return
+    from megatron.core.extensions import transformer_engine as te  # here: what a platform has put there by now
+
+    dims = {
+        VocabParallelEmbedding: 0,
+        ColumnParallelLinear: 0,
+        RowParallelLinear: 1,
+        te.TEColumnParallelGroupedLinear: 0,
+        te.TERowParallelGroupedLinear: 1,
+    }
+    for module in model.modules():
+        dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
+        if dim is None:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            # Grouped layers have weight0, weight1...; a row parallel bias is whole on every rank.
+            sharded = name.startswith("weight") or (name.startswith("bias") and dim == 0)
+            if sharded and not getattr(parameter, "tensor_model_parallel", False):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim = dim  # type: ignore[attr-defined]
+                parameter.partition_stride = 1  # type: ignore[attr-defined]

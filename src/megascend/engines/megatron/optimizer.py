@@ -1,0 +1,222 @@
+"""Megatron's optimizer, stepped by all ranks or by none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megascend.batch.results import StepResult
+from megascend.config import Adam, Precision, Schedule
+from megascend.config.learning_rate import learning_rate
+from megascend.distributed.objects import all_reduce_numbers
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.megatron.build import DTYPES
+from megascend.engines.megatron.routers import Routers
+
+INITIAL_LOSS_SCALE = 2.0**16
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """What the optimizer keeps of one parameter on this rank; live tensors.
+
+    Attributes:
+        parameter: the model's.
+        start: the state is that of its flattened numbers from here on.
+        divided: data parallel ranks share the parameter's state, each with a run of it.
+        tensors: ``exp_avg``, ``exp_avg_sq`` and, where the parameter has 16 bits, ``param``, its float32 original.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    divided: bool
+    tensors: dict[str, torch.Tensor]
+
+
+class Optimizer:
+    """AdamW over the model chunks of this rank: one step for all ranks, or none.
+
+    Attributes:
+        step_count: calls of :meth:`step` so far, skipped ones included; the schedule follows it.
+        skipped_in_a_row: steps skipped since the last one that was taken.
+    """
+
+    def __init__(
+        self,
+        chunks: list[Any],
+        adam: Adam,
+        schedule: Schedule,
+        precision: Precision,
+        groups: ProcessGroups,
+        routers: Routers,
+    ) -> None:
+        self._chunks, self._adam, self._schedule, self._groups = chunks, adam, schedule, groups
+        self._routers = routers
+        self._scales_loss = precision == "fp16"
+        self.megatron = get_megatron_optimizer(optimizer_config(adam, precision), chunks)
+        self.step_count = 0
+        self.skipped_in_a_row = 0
+
+    def scale_loss(self, loss: Any) -> Any:
+        """``loss`` times the fp16 loss scale (1 for other precisions)."""
+        return self.megatron.scale_loss(loss)
+
+    def step(self, reduced: bool) -> StepResult:
+        """Reduce the gradients, then update the parameters, unless any rank's gradients are not finite.
+
+        Args:
+            reduced: the schedule has started the reduction already (``overlap_grad_reduce``).
+        """
+        if not reduced:
+            self._groups.monitor.call("grad reduce", finalize_model_grads, self._chunks)
+        with self._groups.monitor.phase("update"):
+            return self._update()
+
+    def _update(self) -> StepResult:
+        lr = learning_rate(self._schedule, self._adam.lr, self.step_count)
+        self._set_hyperparameters(lr)
+        loss_scale = float(self.megatron.get_loss_scale()) if self._scales_loss else 1.0
+        overflow = bool(self.megatron.prepare_grads())
+        grad_norm = math.inf if overflow else float(self.megatron.get_grad_norm())
+        own = [float(math.isfinite(grad_norm))]
+        finite = all_reduce_numbers(own, "world", self._groups, "min", "whether gradients are finite")[0] == 1.0
+        if finite:
+            self._clip(grad_norm)
+            self.megatron.step_with_ready_grads()
+            self._routers.update_bias()
+        else:
+            grad_norm = grad_norm if not math.isfinite(grad_norm) else math.inf
+            self._routers.forget_counts()
+        self.zero_grad()
+        self.step_count += 1
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        return StepResult(grad_norm, lr, not finite, self.skipped_in_a_row, loss_scale)
+
+    def zero_grad(self) -> None:
+        """Zero the gradient buffer of every model chunk, and what the optimizer keeps of them."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def create_state(self) -> None:
+        """Make Adam's moments, which otherwise come into being in the first step; a no-op afterwards."""
+        for optimizer in self._parts():
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+
+    def parameter_states(self) -> Iterator[ParameterState]:
+        """The state of every parameter that this rank keeps some of; made where there is none yet."""
+        self.create_state()
+        for optimizer in self._parts():
+            for parameter, start, main in _main_parameters(optimizer):
+                moments = optimizer.optimizer.state[main]
+                tensors = {name: moments[name] for name in ("exp_avg", "exp_avg_sq")}
+                if parameter.dtype != torch.float32:
+                    tensors["param"] = main.detach()
+                yield ParameterState(parameter, start, hasattr(optimizer, "gbuf_ranges"), tensors)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the parameters: what Adam's bias correction goes by."""
+        for optimizer in self._parts():
+            for group in optimizer.optimizer.param_groups:
+                if "step" in group:
+                    return int(group["step"])
+            for state in optimizer.optimizer.state.values():
+                if "step" in state:
+                    return int(state["step"])
+        return 0
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for optimizer in self._parts():
+            by_parameter = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+            for group in optimizer.optimizer.param_groups:
+                if not by_parameter:
+                    group["step"] = _like_its_own(optimizer.optimizer, count)
+                for parameter in group["params"] if by_parameter else []:
+                    optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(count))
+
+    @property
+    def scaler_state(self) -> dict[str, float] | None:
+        """fp16: the loss scale and its counters."""
+        scaler = getattr(self._parts()[0], "grad_scaler", None) if self._scales_loss and self._parts() else None
+        return None if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
+
+    @scaler_state.setter
+    def scaler_state(self, state: dict[str, float] | None) -> None:
+        if state is None:
+            return
+        for optimizer in self._parts():
+            scale = torch.tensor([state["scale"]], dtype=torch.float32)
+            counters = {name: int(value) for name, value in state.items() if name != "scale"}
+            optimizer.grad_scaler.load_state_dict({"scale": scale, **counters})
+
+    def _parts(self) -> list[Any]:
+        """Megatron's optimizers of which this one is a chain (experts have their own), without those of no parameters."""
+        chain = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [optimizer for optimizer in chain if not optimizer.is_stub_optimizer]
+
+    def _set_hyperparameters(self, lr: float) -> None:
+        """Per parameter group; Megatron leaves the weight-decay multiplier to its own scheduler, which is not used here."""
+        for group in self.megatron.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._adam.weight_decay * group.get("wd_mult", 1.0)
+
+    def _clip(self, grad_norm: float) -> None:
+        if self._adam.max_grad_norm == 0:
+            return
+        for optimizer in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            parameters = optimizer.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self._adam.max_grad_norm, total_norm=grad_norm)
+
+
+def _like_its_own(optimizer: torch.optim.Optimizer, count: int) -> int | torch.Tensor:
+    """``count`` as the optimizer counts: MindSpeed core_r0.15.3's asks its count on which device it is (0.16's takes both)."""
+    from_mindspeed = type(optimizer).__module__.partition(".")[0] == "mindspeed"
+    return torch.tensor(count, dtype=torch.int64) if from_mindspeed else count
+
+
+def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
+    """(model's parameter, first number, what Adam updates) of one of Megatron's optimizers."""
+    if hasattr(optimizer, "gbuf_ranges"):
+        for ranges in optimizer.gbuf_ranges:
+            for buckets in ranges.values():
+                for bucket in buckets:
+                    for parameter, where in bucket["param_map"].items():
+                        group, order = optimizer.model_param_group_index_map[parameter]
+                        yield parameter, where["param"].start, optimizer.optimizer.param_groups[group]["params"][order]
+        return
+    sixteen_bits = zip(
+        getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []), strict=True
+    )
+    of_main = {id(main): model for models, mains in sixteen_bits for model, main in zip(models, mains, strict=True)}
+    for group in optimizer.optimizer.param_groups:
+        for main in group["params"]:
+            yield of_main.get(id(main), main), 0, main
+
+
+def optimizer_config(adam: Adam, precision: Precision) -> OptimizerConfig:
+    """Megatron's settings for ``adam``; main parameters, gradients and moments are fp32 in every precision."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=adam.lr,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.betas[0],
+        adam_beta2=adam.betas[1],
+        adam_eps=adam.eps,
+        clip_grad=adam.max_grad_norm,
+        params_dtype=DTYPES[precision],
+        fp16=precision == "fp16",
+        bf16=precision == "bf16",
+        initial_loss_scale=INITIAL_LOSS_SCALE,
+        use_distributed_optimizer=adam.distributed,
+        overlap_param_gather=adam.overlap_param_gather,
+    )

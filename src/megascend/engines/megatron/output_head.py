@@ -1,0 +1,111 @@
+"""The model's last step, taken over from mcore-bridge: hidden states in, log-probabilities of the targets out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megascend.kernels.linear_logprobs import LowRank, VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
+
+
+class OutputHead:
+    """Projects the last pipeline stage's hidden states onto the vocabulary, a chunk of tokens at a time.
+
+    The model's own output layer stays a module of the model, so that hooks of Megatron's DDP and checkpoints see it, but
+    its forward only brings the hidden states together over sequence parallel ranks. Adapters of it append ``A x`` to them
+    there (:mod:`megascend.lora.embedding_and_head`); the ``lora_delta`` that multiplies those columns by B comes with every call.
+    """
+
+    def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:
+        self._model = model
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        self.shard = VocabShard.of_rank(vocab_size, len(self.weight), rank, group)  # type: ignore[reportArgumentType]
+        self.vocab_size = vocab_size
+        # A weight shared with the embedding of the same stage is announced to DDP by the embedding's own gradient.
+        shared = model.share_embeddings_and_output_weights and model.pre_process
+        self._direct = shared or not overlap_grad_reduce
+        sequence_parallel = model.config.sequence_parallel and size > 1
+
+        def gather_hidden(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+            # Every rank's vocabulary rows give a part of the gradient of the hidden states: both regions add them up.
+            if sequence_parallel:
+                return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
+            return copy_to_tensor_model_parallel_region(hidden), None
+
+        model.output_layer.forward = gather_hidden
+
+    @property
+    def weight(self) -> Tensor:
+        """[local rows, h]; the embedding's where the two are tied."""
+        if self._model.share_embeddings_and_output_weights:
+            return self._model.shared_embedding_or_output_weight()
+        return self._model.output_layer.weight
+
+    @property
+    def can_fuse(self) -> bool:
+        """False for fp16, where gradients formed before the loss scale is applied would underflow."""
+        return self.weight.dtype != torch.float16
+
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, entropy: bool, lora_delta: LowRank | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)]."""
+        states, down = self._split(hidden, lora_delta)
+        return linear_logprobs(states, self.weight, targets, self.shard, entropy, self._direct, down, lora_delta)
+
+    def cross_entropy(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        coefficients: Tensor,
+        loss_grad: float,
+        lora_delta: LowRank | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``sum(-coefficients * logprobs)``, which will receive the gradient ``loss_grad``, and the log-probabilities."""
+        states, down = self._split(hidden, lora_delta)
+        return linear_cross_entropy(
+            states, self.weight, targets, coefficients, self.shard, loss_grad, self._direct, down, lora_delta
+        )
+
+    def logits(self, hidden: Tensor, lora_delta: LowRank | None = None) -> Tensor:
+        """fp32 [n, vocabulary] on the CPU."""
+        states, down = self._split(hidden, lora_delta)
+        return gather_logits(states, self.weight, self.shard, down, lora_delta)[:, : self.vocab_size]
+
+    def _split(self, hidden: Tensor, lora_delta: LowRank | None) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [n, h], and what adapters have appended to them [n, r]."""
+        rows = hidden.flatten(0, 1)
+        if lora_delta is None:
+            return rows, None
+        states, down = rows.split([self.weight.shape[1], lora_delta.up.shape[1]], dim=1)
+        return states.contiguous(), down.contiguous()
+
+
+class ContextSum(torch.autograd.Function):
+    """Sum over context parallel ranks in the forward pass, identity in the backward pass.
+
+    Each rank's loss is the same function of the sum, and gradients are summed over the ranks later; passing the gradient
+    through unchanged therefore counts every token once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def reduce_context(values: Tensor) -> Tensor:
+    """``values`` summed over context parallel ranks, differentiably."""
+    return ContextSum.apply(values) if parallel_state.get_context_parallel_world_size() > 1 else values

@@ -1,0 +1,251 @@
+"""What megascend adds to Megatron's routers: the load-balancing loss and the correction bias, over real tokens only.
+
+Upstream computes both from every row that a rank holds, padding and dummy batches included, weighs the loss differently
+from version to version, and moves the bias whether or not the optimizer's step is taken. Here routers report, for each
+micro batch, which experts its real tokens go to; a rank's layers share one all-reduce. Upstream's own are switched off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.config import Moe
+from megascend.distributed.objects import all_reduce_numbers
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.megatron import load_balancing
+from megascend.errors import ConfigError
+
+TO_BALANCE, CHOSEN = 0, 1
+"""Which of the two counts of :class:`_Pass`: by probability alone, as the loss has it; as routed, correction bias included."""
+
+
+@dataclass
+class _Pass:
+    """One micro batch on its way through one model chunk.
+
+    Attributes:
+        real: bool [rows], the rows of this rank's routers that are neither padding nor of a dummy batch.
+        tokens: real tokens of the whole micro batch.
+        counts: fp32 [2, layers, experts], real tokens sent to each expert; of all ranks once the chunk has run.
+        complete: the chunk has run; what its routers see afterwards is recomputation.
+        gradients: [layers, experts], of the loss for a row's probabilities; None until then, and without a loss.
+    """
+
+    real: Tensor
+    tokens: int
+    counts: Tensor
+    complete: bool = False
+    gradients: Tensor | None = None
+
+
+class Routers:
+    """The routers of this rank.
+
+    Args:
+        chunks: the rank's model chunks, not wrapped.
+        config: mcore-bridge's ModelConfig.
+        moe: the user's settings.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: Any, moe: Moe, groups: ProcessGroups) -> None:
+        self._config, self._moe, self._groups = config, moe, groups
+        self._by_chunk = [[m for m in chunk.modules() if isinstance(m, TopKRouter)] for chunk in chunks]
+        for router in (router for routers in self._by_chunk for router in routers):
+            router.enable_expert_bias = False  # its own counting of tokens; the bias stays in use
+        self._active = False
+        self._pass: _Pass | None = None
+        self._weight = 0.0
+        self._totals: list[Tensor] = []
+        if moe.aux_loss == "none" and moe.bias_update_rate == 0:
+            return
+        for routers in self._by_chunk:
+            self._totals.append(torch.zeros(2, len(routers), config.num_moe_experts, device=groups.device))
+            for position, router in enumerate(routers):
+                self._attach(router, position)
+
+    @contextlib.contextmanager
+    def training(self, micro_batches: int) -> Iterator[None]:
+        """Count, and add the loss's gradients, until the block ends. Collective.
+
+        Args:
+            micro_batches: of this rank, without dummy batches.
+        """
+        if not self._totals:
+            yield
+            return
+        topology = self._groups.topology
+        everywhere = all_reduce_numbers([float(micro_batches)], "dp", self._groups, what="micro batches")[0]
+        # The mean over the micro batches of all ranks; DDP divides the sum of gradients by DP x CP.
+        self._weight = self._moe.aux_loss_coefficient * topology.data * topology.context / max(everywhere, 1.0)
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active, self._pass = False, None
+
+    def enter(self, batch: MicroBatch, chunk: int) -> None:
+        """Say which micro batch the chunk of this number computes next."""
+        if not self._active:
+            return
+        experts = self._config.num_moe_experts
+        counts = torch.zeros(2, len(self._by_chunk[chunk]), experts, device=self._groups.device)
+        self._pass = _Pass(self._real_rows(batch), 0 if batch.dummy else sum(batch.lengths), counts)
+
+    def leave(self, output: Tensor, chunk: int) -> None:
+        """Bring the counts of the chunk that has just run together; its backward pass needs them. Collective."""
+        current = self._pass
+        if not self._active or current is None:
+            return
+        group = self._groups.device_group("tp_cp")
+        if group.size() > 1 and current.counts.numel():
+            dist.all_reduce(current.counts, group=group)
+        current.complete = True
+        self._totals[chunk] += current.counts
+        if self._moe.aux_loss != "none":
+            top_k = self._config.moe_router_topk
+            found = load_balancing.gradients(self._moe.aux_loss, current.counts[TO_BALANCE], current.tokens, top_k)
+            scale = self._config.grad_scale_func  # the loss scale of fp16
+            current.gradients = found * self._weight if scale is None else scale(found * self._weight)
+        if output.requires_grad:
+            # Recomputed layers run in the backward pass, when another micro batch may have been begun.
+            output.register_hook(lambda _: self._return_to(current))
+
+    def update_bias(self) -> None:
+        """Move the correction bias of every expert towards an equal load, by the tokens since the last call. Collective.
+
+        DeepSeek-V3's rule (arXiv:2412.19437, section 2.1.2): ``bias += rate * sign(mean load - load)``.
+        """
+        if self._moe.bias_update_rate > 0:
+            group = self._groups.device_group("dp")
+            for totals, routers in zip(self._totals, self._by_chunk, strict=True):
+                if group.size() > 1 and totals.numel():
+                    dist.all_reduce(totals, group=group)
+                for load, router in zip(totals[CHOSEN], routers, strict=True):
+                    if router.expert_bias is not None:
+                        router.expert_bias += self._moe.bias_update_rate * torch.sign(load.mean() - load)
+        self.forget_counts()
+
+    def forget_counts(self) -> None:
+        """Start counting anew: a step was skipped."""
+        for totals in self._totals:
+            totals.zero_()
+
+    def _return_to(self, current: _Pass) -> None:
+        self._pass = current
+
+    def _real_rows(self, batch: MicroBatch) -> Tensor:
+        rows = torch.zeros_like(batch.padding) if batch.dummy else ~batch.padding
+        rows = rows.view(batch.input_ids.shape).t().flatten()  # Megatron's order: sequence first
+        topology = self._groups.topology
+        if topology.sequence_parallel:
+            rows = rows.chunk(topology.tensor)[self._groups.coordinates.tensor]
+        return rows
+
+    def _attach(self, router: TopKRouter, position: int) -> None:
+        """Let a router report what it does with each micro batch."""
+        logits: list[Tensor] = []
+
+        def gating(hidden: Tensor) -> Tensor:
+            logits[:] = [type(router).gating(router, hidden)]
+            return logits[0]
+
+        def after(module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+            current, found = self._pass, logits.pop()
+            if not self._active or current is None:
+                return None
+            return self._seen(current, position, found.view(-1, found.shape[-1]), *output)
+
+        router.gating = gating  # type: ignore[reportAttributeAccessIssue]
+        router.register_forward_hook(after)
+
+    def _seen(
+        self, current: _Pass, position: int, logits: Tensor, weights: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Count one router's choice for its rows and let the loss's gradient in; returns the router's own output."""
+        scores = load_balancing.scores(logits, self._config.moe_router_score_function)
+        if not current.complete:
+            with torch.no_grad():
+                real = current.real[:, None]
+                best = scores.topk(self._config.moe_router_topk, dim=-1).indices
+                by_probability = torch.zeros_like(scores).scatter(1, best, 1.0)
+                current.counts[TO_BALANCE, position] = (by_probability * real).sum(0)
+                current.counts[CHOSEN, position] = (chosen * real).sum(0, dtype=torch.float32)
+        if self._moe.aux_loss != "none" and torch.is_grad_enabled():
+            weights = _WithLoss.apply(weights, scores, lambda: _rows(current, position))
+        return weights, chosen
+
+
+def _rows(current: _Pass, position: int) -> Tensor:
+    assert current.gradients is not None, "the backward pass began before the chunk's forward pass had ended"
+    return current.gradients[position] * current.real[:, None]
+
+
+class _WithLoss(torch.autograd.Function):
+    """Passes ``weights`` through; its backward pass adds the loss's gradient for ``scores``, known only by then."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], ctx.gradient(), None
+
+
+@contextlib.contextmanager
+def biases_in_fp32(chunk: torch.nn.Module) -> Iterator[None]:
+    """Keep routers' correction biases as they are while the block brings a chunk to 16 bits.
+
+    They are fp32 in every precision, as in transformers; rounded to bf16 they would choose other experts.
+    """
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    kept = [(router, bias.clone()) for router in routers if (bias := router.expert_bias) is not None]
+    yield
+    for router, bias in kept:
+        router.expert_bias = bias
+
+
+def check(config: Any, moe: Moe, pipeline: int, frozen: bool) -> None:
+    """Refuse settings of ``moe`` that this model or layout cannot honour, on every rank alike.
+
+    Raises:
+        ConfigError: naming the setting and what to do.
+    """
+    setting = f"moe.aux_loss: {moe.aux_loss}"
+    name = config.hf_model_type
+    if moe.aux_loss != "none":
+        if frozen:
+            raise ConfigError(
+                f"{setting} with adapters: the auxiliary loss would make every adapter's gradients depend on the others' "
+                "samples; remove the setting"
+            )
+        if not config.num_moe_experts:
+            raise ConfigError(f"{setting}: {name} has no experts to balance; remove the setting")
+    if moe.aux_loss == "transformers":
+        if not hasattr(config.hf_config, "router_aux_loss_coef"):
+            raise ConfigError(
+                f"{setting}: transformers computes no auxiliary loss for {name} (its configuration has no "
+                "router_aux_loss_coef), so there is none to be equal to; set moe.aux_loss: megatron, or none"
+            )
+        if pipeline > 1:
+            raise ConfigError(
+                f"{setting} with parallel.pipeline={pipeline}: the formula pools the routers of all layers of a forward pass, "
+                "and a pipeline stage has only its own; set parallel.pipeline: 1, or moe.aux_loss: megatron, which has a "
+                "term for each layer"
+            )
+    if moe.bias_update_rate > 0:
+        setting = f"moe.bias_update_rate: {moe.bias_update_rate:g}"
+        if not config.moe_router_enable_expert_bias:
+            raise ConfigError(f"{setting}: the routers of {name} have no correction bias; set it to 0")
+        if frozen:
+            raise ConfigError(f"{setting} with adapters: the base model, routers included, is frozen; set it to 0")

@@ -1,0 +1,250 @@
+"""Everything a model with adapters has: the registry, the hooks in its layers, the optimizer, the stage of the last call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.batch.sample import Sample
+from megascend.config import Adam, Adapters, Lora, Schedule
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.errors import CheckpointError, ConfigError
+from megascend.kernels.host_copy import to_device
+from megascend.lora.adapter import Adapter
+from megascend.lora.adapter_io import COUNTERS, Saved, read, write
+from megascend.lora.base_weights import check_base_weights
+from megascend.lora.dropout import token_keys
+from megascend.lora.factors import Factors
+from megascend.lora.layers import AdapterLayers
+from megascend.lora.layout import families
+from megascend.lora.optimizer import AdapterOptimizer
+from megascend.lora.registry import AdapterRegistry, check_exist
+from megascend.lora.segments import route, run_lengths
+from megascend.lora.stacked_adapters import Stage
+from megascend.lora.target_modules import ModelLayout, check_untied, find_sites, matches, restrict
+from megascend.lora.transfer import gather, scatter
+from megascend.topology.topology import Topology
+
+
+class AdapterManager:
+    """Adapters on a frozen model.
+
+    Attributes:
+        registry: the adapters.
+        layers: applies them.
+        optimizer: steps them.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        config: Any,
+        topology: Topology,
+        groups: ProcessGroups,
+        tensor_names: Collection[str],
+        limits: Adapters,
+        *,
+        adam: Adam,
+        schedule: Schedule,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab_size: int,
+        model_dir: Path,
+    ) -> None:
+        self._topology, self._groups, self._dtype, self._device = topology, groups, dtype, device
+        self._model_dir = model_dir
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
+        check_untied(limits.targets, layout)
+        found = find_sites(chunks, layout)
+        sites = [site for site in (restrict(site, limits.targets) for site in found) if site is not None]
+        mine = sorted({part.name for site in found for part in site.parts})
+        everything = sorted({name for rank in gather_objects(mine, "world", groups, "layers") for name in rank})
+        check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
+        allowed = [name for name in everything if matches(name, limits.targets)]
+        self._families = families(sites)
+        self.registry = AdapterRegistry(
+            limits,
+            self._families,
+            allowed,
+            adam=adam,
+            schedule=schedule,
+            seed=seed,
+            scales_loss=dtype == torch.float16,
+            device=device,
+        )
+        self.layers = AdapterLayers(
+            chunks,
+            self._families,
+            tensor_size=topology.tensor,
+            sequence_parallel=topology.sequence_parallel and topology.tensor > 1,
+        )
+        self.optimizer = AdapterOptimizer(topology, groups)
+        self._stage: Stage | None = None
+
+    @contextlib.contextmanager
+    def applying(self, names: Sequence[str]) -> Iterator[None]:
+        """Apply adapters (``""``: the model alone) by their numbers in ``names`` until the block ends."""
+        if not any(names):
+            with self.layers.applying(None):
+                yield
+            return
+        adapters = tuple(self.registry[name] if name else None for name in names)
+        if self._stage is None or (self._stage.adapters != adapters and not self._stage.take(adapters)):
+            self._stage = None  # frees the old one first
+            self._stage = Stage(adapters, self._families, self._dtype, self._device)
+        self._stage.fill()
+        with self.layers.applying(self._stage):
+            yield
+
+    def collect(self) -> None:
+        """Add the gradients of the last call to its adapters' own."""
+        assert self._stage is not None
+        self._stage.collect()
+
+    def forget(self, name: str) -> None:
+        """Remove an adapter, and whatever copies of it there are."""
+        if self._stage is not None and self.registry[name] in self._stage.adapters:
+            self._stage = None
+        self.registry.remove(name)
+
+    def named(self, names: str | Sequence[str]) -> list[Adapter]:
+        """The adapters of one name or several, each once."""
+        return [self.registry[name] for name in dict.fromkeys([names] if isinstance(names, str) else names)]
+
+    def add(self, name: str, lora: Lora) -> None:
+        """A new adapter, as :meth:`AdapterRegistry.create` makes it."""
+        self.registry.add(self.registry.create(name, lora))
+
+    def collect_whole(self, name: str, *, optimizer: bool) -> Saved | None:
+        """An adapter, whole and on the CPU, on rank 0; None on the others. Collective.
+
+        Args:
+            optimizer: with its optimizer's state and counters.
+        """
+        adapter = self.registry[name]
+        vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
+        whole = gather(vectors, adapter, self._families, self._groups)
+        if whole is None:
+            return None
+        if not optimizer:
+            return Saved(adapter.lora, whole[0])
+        counters = {counter: getattr(adapter, counter) for counter in COUNTERS}
+        return Saved(adapter.lora, whole[0], (whole[1], whole[2]), **counters)
+
+    def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
+        """Write an adapter; see ``MegatronBackend.save_adapter``. Collective."""
+        saved = self.collect_whole(name, optimizer=optimizer)
+        problem = None
+        if saved is not None:
+            try:
+                write(path, saved, base_model, list(self.registry.projections))
+            except CheckpointError as error:
+                problem = str(error)
+        raise_together(problem, self._groups, f"whether {path} could be written")
+
+    def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None) -> None:
+        """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
+        problem = saved = None
+        try:
+            saved = read(path, optimizer=optimizer)
+            if self._groups.rank == 0:
+                check_base_weights(path, self._model_dir)
+            missing = [name for name in saved.values if name not in self.registry.projections]
+            if missing:
+                problem = f"{path} adapts {missing[0]}, which adapters.targets does not allow in this model"
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        raise_together(problem, self._groups, f"whether {path} can be read")
+        assert saved is not None
+        settings = settings_of(saved, lora, self.registry.projections, path)
+        adapter = self.registry.create(name, settings)
+        try:
+            scatter(saved.values, adapter, adapter.values, self._families)
+            if saved.moments is not None:
+                first, second = torch.zeros_like(adapter.values.detach()), torch.zeros_like(adapter.values.detach())
+                scatter(saved.moments[0], adapter, first, self._families)
+                scatter(saved.moments[1], adapter, second, self._families)
+                adapter.restore(first, second, saved)
+        except CheckpointError as error:
+            problem = f"{path}: {error}"
+        raise_together(problem, self._groups, f"whether {path} fits")
+        self.registry.add(adapter)
+
+    def factors(self, name: str) -> tuple[Lora, dict[str, Factors]] | None:
+        """An adapter's settings and whole factors on rank 0, None on the others. Collective."""
+        adapter = self.registry[name]
+        whole = gather([adapter.values.detach()], adapter, self._families, self._groups)
+        return None if whole is None else (adapter.lora, whole[0])
+
+    def route(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
+        """Say which adapter each token of ``batch`` belongs to.
+
+        Args:
+            samples: the caller's list, of which ``batch.members`` are in the batch.
+            names: the stage's adapters.
+        """
+        lengths = [length // self._topology.context for length in batch.padded_lengths]
+        counts = run_lengths(batch.adapter_index, lengths, len(names))
+        ranks = self._topology.tensor if self._topology.sequence_parallel else 1
+        batch.routing = route(
+            batch.token_adapter_index,
+            counts,
+            self._keys(batch, samples, names),
+            (self._groups.coordinates.tensor if ranks > 1 else 0, ranks),
+            self._device,
+        )
+
+    def _keys(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> Tensor | None:
+        """Dropout keys of the tokens, in the order in which layers see them."""
+        adapters = [self.registry[name] if name else None for name in names]
+        if not any(adapter is not None and adapter.lora.dropout for adapter in adapters):
+            return None
+        parts = []
+        for member, slot, positions in zip(batch.members, batch.adapter_index, batch.positions, strict=True):
+            adapter, sample = adapters[slot], samples[member].input_ids
+            parts.append(
+                torch.zeros_like(positions)
+                if adapter is None
+                else token_keys(adapter.seed, adapter.step_count, sample, positions)
+            )
+        # Of a plain batch the layers see [sequence, batch].
+        keys = torch.cat(parts) if batch.packed is not None else torch.stack(parts, dim=1).flatten()
+        return to_device(keys, self._device)
+
+
+def settings_of(saved: Saved, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
+    """The settings to go on with: ``lora``, or by default the saved ones. They target exactly what was saved. Pure.
+
+    Raises:
+        ConfigError: ``lora`` differs in what the factors depend on.
+    """
+    settings = lora or saved.lora
+    if settings.rank != saved.lora.rank or settings.scaling != saved.lora.scaling:
+        raise ConfigError(
+            f"{path} has rank {saved.lora.rank} and scaling {saved.lora.scaling:g}; the settings given have "
+            f"{settings.rank} and {settings.scaling:g}"
+        )
+    different = sorted({name for name in projections if matches(name, settings.targets)} ^ saved.values.keys())
+    if different and lora is not None:
+        has = "adapts" if different[0] in saved.values else "does not adapt"
+        raise ConfigError(f"{path} {has} {different[0]}, unlike the targets given, {lora.targets}")
+    # A layer that gets no factors would start with A = 0 and B = 0, and never learn.
+    return settings.model_copy(update={"targets": tuple(sorted(saved.values))}) if different else settings
+
+
+def raise_together(problem: str | None, groups: ProcessGroups, what: str) -> None:
+    """Raise CheckpointError on every rank if any has a problem."""
+    told = gather_objects(problem, "world", groups, what)
+    found = [(rank, text) for rank, text in enumerate(told) if text is not None]
+    if found:
+        raise CheckpointError(f"{found[0][1]} (rank {found[0][0]})")

@@ -1,5 +1,0 @@
-"""Building, loading and exporting models through mcore-bridge. Importing it needs a bootstrapped process."""
-
-from megascend.bootstrap import current_runtime
-
-current_runtime("megascend.model").load_megatron()

@@ -1,1 +1,0 @@
-"""Who computes what: rank layouts (pure), process groups, and collectives for Python objects."""

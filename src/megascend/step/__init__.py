@@ -1,0 +1,1 @@
+"""One step: plan, agree, build, run, collect."""

@@ -1,0 +1,143 @@
+"""The independent reference: one process, Hugging Face's model, torch's AdamW. Run as a script; imports no megascend.
+
+    python hf_reference.py JOB.json RESULT.safetensors
+
+JOB names a checkpoint, samples (token ids, prompt lengths, and what the loss needs) and optimizer settings. RESULT holds
+the losses and gradient norms of every step and the first logits of every sample. Policy and preference losses are written
+out here from their papers. With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its
+definition (Fedus et al. 2021, eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+
+def main(job_path: str, result_path: str) -> None:
+    torch.set_num_threads(1)
+    with open(job_path) as file:
+        job = json.load(file)
+    model = AutoModelForCausalLM.from_pretrained(
+        job["checkpoint"], dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    model.train()
+    samples = job["samples"]
+    result: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for index, sample in enumerate(samples):
+            tokens = torch.tensor(sample["token_ids"])
+            result[f"logits.{index}"] = model(tokens[None, :-1]).logits[0].contiguous()
+    if job["steps"]:
+        losses, norms = train(model, samples, job)
+        result["losses"], result["grad_norms"] = torch.tensor(losses), torch.tensor(norms)
+    save_file(result, result_path)
+
+
+def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms (before clipping) of ``job["steps"]`` steps on the same samples."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [p for p in parameters if p.dim() > 1]
+    vectors = [p for p in parameters if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": job["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+        lr=job["lr"],
+        betas=(0.9, 0.999),
+        eps=1e-8,
+    )
+    losses, norms = [], []
+    for _ in range(job["steps"]):
+        optimizer.zero_grad()
+        loss = batch_loss(model, samples, job["loss"])
+        total = loss
+        if job["aux_loss"]:
+            total = loss + job["aux_loss"] * router_losses(model, samples, job)
+        total.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"] or float("inf"))))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, norms
+
+
+def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str) -> Tensor:
+    """The loss over all samples, each alone in its forward pass."""
+    total, count = torch.zeros(()), 0.0
+    margins: dict[Any, dict[bool, Tensor]] = {}
+    for sample in samples:
+        tokens = torch.tensor(sample["token_ids"])
+        logprobs = model(tokens[None, :-1]).logits[0].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
+        if kind == "dpo":
+            margin = (weights * (logprobs - torch.tensor(sample["ref_logprobs"]))).sum()
+            margins.setdefault(sample["pair"], {})[sample["chosen"]] = margin
+            continue
+        trained = weights > 0  # the others do not exist for the loss, whatever their fields hold
+
+        def field(name: str) -> Tensor:
+            return torch.tensor(sample[name])[trained]  # noqa: B023 - used in this turn of the loop only
+
+        logprobs = logprobs[trained]
+        if kind == "cross_entropy":
+            values = -logprobs
+        elif kind == "divided":
+            values = -logprobs / field("p")
+        elif kind == "reverse_kl":
+            values = logprobs - field("teacher")
+        else:
+            ratio = (logprobs - field("old_logprobs")).exp()
+            advantages = field("advantages")
+            values = -ratio * advantages
+            if kind == "ppo":
+                values = torch.maximum(values, -ratio.clamp(0.8, 1.2) * advantages)
+        total = total + (weights[trained] * values).sum()
+        count += float(weights.sum())
+    if kind == "dpo":
+        losses = [-torch.log(torch.sigmoid(0.1 * (sides[True] - sides[False]))) for sides in margins.values()]
+        return torch.stack(losses).mean()
+    return total / count
+
+
+def router_losses(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> Tensor:
+    """The mean over micro batches of the router loss, each over the real tokens of its samples."""
+    formula = {"megatron": megatron_router_loss, "transformers": transformers_router_loss}[job["aux_formula"]]
+    losses = [formula(model, [samples[index] for index in members]) for members in job["micro_batches"]]
+    return torch.stack(losses).mean()
+
+
+def router_logits(model: Any, samples: list[dict[str, Any]]) -> list[Tensor]:
+    """Of every layer with experts: [tokens of all samples, experts]."""
+    found = []
+    for sample in samples:
+        tokens = torch.tensor(sample["token_ids"])
+        found.append(model(tokens[None, :-1], output_router_logits=True).router_logits)
+    return [torch.cat([part.flatten(0, -2) for part in parts]) for parts in zip(*found, strict=True)]
+
+
+def megatron_router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
+    """experts / (k * N^2) * sum_e(routed_e * sum of probabilities_e), over all tokens of a layer, summed over layers."""
+    top_k = model.config.num_experts_per_tok
+    loss = torch.zeros(())
+    for logits in router_logits(model, samples):
+        probabilities = logits.float().softmax(-1)
+        experts = probabilities.shape[1]
+        chosen = probabilities.topk(top_k, dim=-1).indices
+        routed = torch.zeros(experts).index_add(0, chosen.flatten(), torch.ones(chosen.numel()))
+        loss = loss + experts * (routed * probabilities.sum(0)).sum() / (top_k * len(logits) ** 2)
+    return loss
+
+
+def transformers_router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
+    """``load_balancing_loss_func`` of the model's own module."""
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    logits = tuple(router_logits(model, samples))
+    return function(logits, logits[0].shape[1], model.config.num_experts_per_tok)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

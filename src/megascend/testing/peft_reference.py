@@ -1,0 +1,99 @@
+"""The independent reference of LoRA: Hugging Face's model, peft, torch's AdamW. Run as a script; imports no megascend.
+
+    python peft_reference.py JOB.json RESULT.safetensors
+
+JOB names a checkpoint, a PEFT adapter directory, samples (token ids and prompt lengths) and optimizer settings; with
+``steps`` 0 nothing is trained. RESULT holds the first logits of every sample, the losses and gradient norms of every step,
+and as ``adapter.KEY`` the adapter's tensors after the last step, under the names that peft saves them by.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import peft
+import torch
+from packaging.version import Version
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import transformers_weight_conversion
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+
+def main(job_path: str, result_path: str) -> None:
+    torch.set_num_threads(1)
+    with open(job_path) as file:
+        job = json.load(file)
+    model = load(job["checkpoint"], job["adapter"])
+    samples = job["samples"]
+    result: dict[str, Tensor] = {}
+    model.eval()
+    with torch.no_grad():
+        for index, sample in enumerate(samples):
+            tokens = torch.tensor(sample["token_ids"])
+            result[f"logits.{index}"] = model(input_ids=tokens[None, :-1]).logits[0].contiguous()
+    if job["steps"]:
+        losses, norms = train(model, samples, job)
+        result["losses"], result["grad_norms"] = torch.tensor(losses), torch.tensor(norms)
+    for key, tensor in get_peft_model_state_dict(model).items():
+        result[f"adapter.{key}"] = tensor.detach().contiguous()
+    save_file(result, result_path)
+
+
+def load(checkpoint: str, adapter: str) -> Any:
+    """The model in fp32 with the adapter's factors on it, the only parameters that are trained."""
+    if Version(peft.__version__) < Version("0.20"):
+        keep_keys()
+    base = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return PeftModel.from_pretrained(base, adapter, is_trainable=True)
+
+
+def keep_keys() -> None:
+    """Stop peft 0.19 from looking for experts under their names of transformers 4; these adapters have the new ones.
+
+    It passes ``distributed_operation`` to transformers' ``WeightConverter``, which took it no longer in 5.10, and so cannot
+    load any adapter of a mixture of experts there: a TypeError. peft 0.20 does not pass it.
+    """
+    transformers_weight_conversion.build_peft_weight_mapping = lambda *arguments, **options: []
+
+
+def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms (before clipping) of ``job["steps"]`` steps on the same samples."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=job["lr"], betas=(0.9, 0.999), eps=1e-8, weight_decay=job["weight_decay"]
+    )
+    model.train()
+    losses, norms = [], []
+    for step in range(job["steps"]):
+        if job.get("learning_rates"):
+            optimizer.param_groups[0]["lr"] = job["learning_rates"][step]
+        optimizer.zero_grad()
+        loss = batch_loss(model, samples)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"] or float("inf"))))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, norms
+
+
+def batch_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
+    """Mean cross entropy of all trained tokens; each sample is alone in its forward pass."""
+    total, count = torch.zeros(()), 0.0
+    for sample in samples:
+        tokens = torch.tensor(sample["token_ids"])
+        logits = model(input_ids=tokens[None, :-1]).logits[0].float()
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
+        total = total - (weights * logprobs).sum()
+        count += float(weights.sum())
+    return total / count
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

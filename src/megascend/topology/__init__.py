@@ -1,0 +1,1 @@
+"""Rank arithmetic and its constraints. Pure: no torch."""

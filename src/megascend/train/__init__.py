@@ -1,1 +1,0 @@
-"""The training step: samples, micro batches, losses, optimizer, and the loop of ``megascend train``."""

@@ -1,0 +1,128 @@
+"""``torch_npu.distributed``: the collectives with parts of different sizes, and what programs ask of HCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
+
+from simnpu.missing import missing
+
+__all__ = [
+    "all_gather_into_tensor_uneven",
+    "is_available",
+    "is_hccl_available",
+    "reduce_scatter_tensor_uneven",
+    "reinit_process_group",
+]
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_hccl_available() -> bool:
+    """Whether ``hccl`` can be asked for; it is carried by Gloo here."""
+    return True
+
+
+def reinit_process_group(group: ProcessGroup | None = None, rebuild_link: bool = True) -> ProcessGroup | None:
+    """Nothing to rebuild after an error of a device: returns the group, or None without ``rebuild_link``."""
+    return (group or distributed_c10d._get_default_group()) if rebuild_link else None
+
+
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any], then: Any = None) -> None:
+        self.works, self.then = works, then
+
+    def wait(self) -> bool:
+        for work in self.works:
+            work.wait()
+        if self.then is not None:
+            self.then()
+        return True
+
+
+def parts_of(total: int, given: Sequence[int] | None, group: ProcessGroup | None) -> list[int]:
+    """Rows of each rank: as given, else equal.
+
+    Raises:
+        ValueError: they do not make up the tensor's rows.
+    """
+    world = dist.get_world_size(group)
+    sizes = list(given) if given else [total // world] * world
+    if len(sizes) != world or sum(sizes) != total:
+        raise ValueError(f"split sizes {sizes} must be {world} numbers that sum to {total} rows")
+    return sizes
+
+
+def all_gather_into_tensor_uneven(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Works | None:
+    """``output`` is the rows of all ranks, of which each has as many as ``output_split_sizes`` says.
+
+    Raises:
+        ValueError: the sizes do not fit the tensors.
+    """
+    sizes = parts_of(output.shape[0], output_split_sizes, group)
+    rank = dist.get_rank(group)
+    if input.shape[0] != sizes[rank]:
+        raise ValueError(f"rank {rank} has {input.shape[0]} rows, but its split size is {sizes[rank]}")
+    parts = output.split(sizes)
+    with torch.no_grad():
+        parts[rank].copy_(input)
+    works = [
+        dist.broadcast(part, group_src=source, group=group, async_op=True)
+        for source, part in enumerate(parts)
+        if len(part)
+    ]
+    return finished(Works(works), async_op)
+
+
+def reduce_scatter_tensor_uneven(
+    output: Tensor,
+    input: Tensor,
+    input_split_sizes: Sequence[int] | None = None,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Works | None:
+    """``output`` is this rank's rows of the reduced ``input``, as many as ``input_split_sizes`` says.
+
+    Raises:
+        ValueError: the sizes do not fit the tensors.
+    """
+    sizes = parts_of(input.shape[0], input_split_sizes, group)
+    rank = dist.get_rank(group)
+    if output.shape[0] != sizes[rank]:
+        raise ValueError(f"rank {rank} takes {output.shape[0]} rows, but its split size is {sizes[rank]}")
+    whole = input.detach().clone()
+    work = dist.all_reduce(whole, op=op, group=group, async_op=True)
+
+    def take() -> None:
+        with torch.no_grad():
+            output.copy_(whole.split(sizes)[rank])
+
+    return finished(Works([work], take), async_op)
+
+
+def finished(works: Works, async_op: bool) -> Works | None:
+    """The works for the caller to wait for, or None when they are done."""
+    if async_op:
+        return works
+    works.wait()
+    return None
+
+
+def __getattr__(name: str) -> object:
+    raise missing(name, "torch_npu.distributed")

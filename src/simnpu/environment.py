@@ -1,0 +1,124 @@
+"""The environment in which a child process finds the simulated ``torch_npu`` instead of a real one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.version import Version
+
+from simnpu.errors import MissingDependencyError, PlatformError
+from simnpu.genuine import refuse_beside_real_torch_npu
+
+ACTIVE_VARIABLE = "MEGASCEND_SIMNPU"
+DEVICES_VARIABLE = "MEGASCEND_SIMNPU_DEVICES"
+OBJECTS_VARIABLE = "MEGASCEND_SIMNPU_OBJECTS"
+LOG_VARIABLE = "MEGASCEND_SIMNPU_LOG"
+NAME_VARIABLE = "MEGASCEND_SIMNPU_DEVICE_NAME"  # a chip's name, e.g. Ascend910B3, for programs that ask for one
+PYTHON_VARIABLE = "MEGASCEND_SIMNPU_PYTHON"  # the interpreter that `npu-smi` runs on
+
+HERE = Path(__file__).resolve().parent
+SITE = HERE / "site_packages"  # what a program imports by Ascend's names: torch_npu, torchair, acl
+ASCEND_HOME = HERE / "ascend_home"  # stands for the CANN toolkit, of which programs read the version
+PROGRAMS = HERE / "bin"  # npu-smi
+
+TOOLKIT_VARIABLES = ("ASCEND_HOME_PATH", "ATB_HOME_PATH")
+ENTRY_POINTS = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
+METADATA = """Metadata-Version: 2.1
+Name: torch_npu
+Version: {version}
+Summary: Simulated Ascend device of megascend (simnpu); not Huawei's torch_npu
+"""
+
+
+def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """``base`` (the current environment by default) with the simulated device in it, for a child process.
+
+    The child needs nothing else: ``import torch`` loads the device by itself, as it does with the real torch_npu.
+
+    Raises:
+        PlatformError: a real torch_npu that works is installed, or the metadata folder cannot be written.
+    """
+    refuse_beside_real_torch_npu(search_path())
+    env = dict(os.environ if base is None else base)
+    paths = [*map(str, own_paths()), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    if (root := str(HERE.parent.parent)) not in installed_folders():  # megascend itself runs from a source tree
+        paths.append(root)
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    env[ACTIVE_VARIABLE] = "1"
+    env.update(with_programs(env))
+    for variable in TOOLKIT_VARIABLES:
+        env.setdefault(variable, str(ASCEND_HOME))
+    env.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # set to 0, it would leave torch without the device
+    return env
+
+
+def with_programs(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that put ``npu-smi`` on the path of a process with the environment ``env``."""
+    path = [str(PROGRAMS), *filter(None, env.get("PATH", os.defpath).split(os.pathsep))]
+    return {"PATH": os.pathsep.join(dict.fromkeys(path)), PYTHON_VARIABLE: sys.executable}
+
+
+def own_paths() -> list[Path]:
+    """What goes in front of ``sys.path``: the packages, and the folder with their metadata."""
+    return [SITE, metadata_folder()]
+
+
+def search_path() -> list[str]:
+    """``sys.path`` without our own folders: where a real torch_npu would be found."""
+    return [path for path in sys.path if path and Path(path) != SITE]
+
+
+def installed_folders() -> set[str]:
+    """The site-packages folders of this interpreter, which every child searches anyway."""
+    return {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+
+
+def simulated_version() -> str:
+    """Version of the simulated torch_npu: torch's release and ``+simnpu``, since torch_npu's releases follow torch's.
+
+    Raises:
+        MissingDependencyError: torch is not installed.
+    """
+    try:
+        return f"{Version(version('torch')).base_version}+simnpu"
+    except PackageNotFoundError:
+        raise MissingDependencyError("simnpu needs torch, which is not installed: pip install torch") from None
+
+
+def metadata_folder() -> Path:
+    """A folder whose ``torch_npu-*.dist-info`` answers ``importlib.metadata`` and makes ``import torch`` load us.
+
+    Made once per torch version in the user's cache: the version is only known here, and ``import torch`` looks for its
+    backends through files alone, before any hook of ours could run.
+
+    Raises:
+        PlatformError: the cache cannot be written.
+    """
+    release = simulated_version()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend" / "simnpu" / release
+    info = cache / f"torch_npu-{release}.dist-info"
+    files = {"entry_points.txt": ENTRY_POINTS, "METADATA": METADATA.format(version=release)}
+    try:
+        info.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            if not (info / name).is_file() or (info / name).read_text() != text:
+                write_at_once(info / name, text)
+    except OSError as error:
+        raise PlatformError(
+            f"simnpu cannot write its package metadata to {info} ({error}); set XDG_CACHE_HOME to a folder "
+            "that can be written"
+        ) from error
+    return cache
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file so that a rank starting at the same moment reads all of it or none."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

@@ -1,0 +1,261 @@
+"""How an aten operator runs on the simulated device: CPU views of its arguments, the CPU's kernel, npu views back.
+
+One kernel is made for each operator from its schema, at its first call: arguments to the CPU, all from one device; the
+call, drawing random numbers from that device's generator; results back, or into ``out=``, or to a factory's device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simnpu.memory import CPU, CPU_KEY, cpu_view, npu_view
+from simnpu.random import generator, with_npu_random_state
+from simnpu.signature import Signature
+from simnpu.visible import index_of
+
+Kernel = Callable[..., Any]
+Crossing = Callable[[tuple[Any, ...], dict[str, Any]], tuple[list[Any], int]]  # arguments -> on the CPU, device index
+Call = Callable[[int, list[Any], dict[str, Any]], Any]  # device index, arguments on the CPU -> results there
+NOWHERE = -1  # the device index of a call without npu tensors
+
+CPU_ARGUMENTS = {
+    "aten::index.Tensor",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index.Tensor",
+    "aten::_unsafe_index_put",
+    "aten::_pack_padded_sequence",
+}
+"""Operators that take CPU tensors (indices, lengths) beside device tensors, on every device."""
+
+
+def kernel_for(op: Any) -> Kernel:
+    """The npu kernel of one operator (an ``OpOverload``)."""
+    signature = Signature.of(op)
+    run = cpu_kernel(op)
+    if op._schema.name.startswith("aten::_foreach_"):
+        return foreach(op, signature, run)
+    crossing = to_cpu(signature, name_of(op) in CPU_ARGUMENTS)
+    if signature.takes_generator:
+        call = npu_generator(signature, run)
+    elif signature.draws:
+        call = lambda index, args, kwargs: with_npu_random_state(index, lambda: run(*args, **kwargs))  # noqa: E731
+    elif signature.is_factory or signature.outs or signature.returned != (None,):
+        call = lambda index, args, kwargs: run(*args, **kwargs)  # noqa: E731
+    else:
+        return one_new_tensor(crossing, run)
+    if signature.outs:
+        return results_to_outs(signature, crossing, call)
+    if signature.is_factory:
+        return factory(op, crossing, call)
+    return results_to_npu(signature, crossing, call)
+
+
+def to_cpu(signature: Signature, mixed: bool) -> Crossing:
+    """What replaces the npu tensors of a call by their CPU views, the keyword arguments in place, and names the device.
+
+    Args:
+        signature: of the operator.
+        mixed: let CPU tensors of any shape through, not only scalars.
+    """
+    tensors, lists = signature.tensors, signature.lists
+
+    def crossing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int]:
+        index = NOWHERE
+
+        def view(tensor: Tensor) -> Tensor:
+            nonlocal index
+            at = tensor.get_device()
+            if at != index:
+                if at < 0:
+                    if tensor.is_cpu and (mixed or not tensor.dim()):
+                        return tensor
+                    raise two_devices(args, kwargs)
+                if index >= 0:
+                    raise two_devices(args, kwargs)
+                index = at
+            return cpu_view(tensor)
+
+        given, count = list(args), len(args)
+        for i in tensors:
+            if i < count and isinstance(given[i], Tensor):  # None, and Python numbers, come as they are
+                given[i] = view(given[i])
+        for i in lists:
+            if i < count and given[i] is not None:
+                given[i] = [None if t is None else view(t) for t in given[i]]
+        if kwargs:
+            for name, value in kwargs.items():
+                if name in signature.tensor_names and isinstance(value, Tensor):
+                    kwargs[name] = view(value)
+                elif name in signature.list_names and value is not None:
+                    kwargs[name] = [None if t is None else view(t) for t in value]
+        return given, index
+
+    return crossing
+
+
+def one_new_tensor(crossing: Crossing, run: Kernel) -> Kernel:
+    """Most operators."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given, index = crossing(args, kwargs)
+        return to_npu(run(*given, **kwargs), index)
+
+    return kernel
+
+
+def results_to_npu(signature: Signature, crossing: Crossing, call: Call) -> Kernel:
+    """New tensors as npu tensors; for what was written in place, the caller's own tensor."""
+    returned = signature.returned
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        original = dict(kwargs)  # before its tensors are replaced
+        given, index = crossing(args, kwargs)
+        result = call(index, given, kwargs)
+        if not returned:
+            return result
+        results = (result,) if len(returned) == 1 else result
+        mine = tuple(
+            to_npu(value, index) if source is None else signature.given(source, args, original)
+            for value, source in zip(results, returned, strict=True)
+        )
+        return mine[0] if len(returned) == 1 else mine
+
+    return kernel
+
+
+def results_to_outs(signature: Signature, crossing: Crossing, call: Call) -> Kernel:
+    """``out=``: write through a CPU view; a tensor without elements may grow, and takes the result's shape."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        outs = [kwargs[name] for name in signature.outs]
+        if len({out.device for out in outs}) > 1 or not outs[0].get_device() >= 0:
+            raise two_devices(args, kwargs)
+        original = dict(kwargs)
+        given, index = crossing(args, kwargs)
+        if index not in (NOWHERE, outs[0].get_device()):
+            raise two_devices(args, original)
+        written = [_writable(out) for out in outs]
+        call(outs[0].get_device(), given, {**kwargs, **dict(zip(signature.outs, written, strict=True))})
+        for out, result in zip(outs, written, strict=True):
+            if out.shape != result.shape:
+                out.resize_(result.shape)
+                if out.data_ptr() != result.data_ptr():
+                    cpu_view(out).copy_(result)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return kernel
+
+
+def foreach(op: Any, signature: Signature, run: Kernel) -> Kernel:
+    """Operators over lists, whose items may lie on several devices as long as items of the same place share one."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        rows = [args[i] for i in signature.lists if i < len(args)]
+        rows += [value for name, value in kwargs.items() if name in signature.list_names]
+        indices = [tensor.get_device() for tensor in rows[0]]
+        for row in rows[1:] if "copy" not in op._schema.name else []:
+            for tensor, index in zip(row, indices, strict=False):  # lengths are for the CPU's kernel to check
+                if tensor.get_device() != index and tensor.dim():
+                    raise two_devices(args, kwargs)
+        given = [_cpu_views(arg) for arg in args]
+        result = run(*given, **{name: _cpu_views(value) for name, value in kwargs.items()})
+        return back(result, indices)
+
+    def back(result: Any, indices: list[int]) -> Any:
+        if isinstance(result, tuple):
+            return tuple(back(part, indices) for part in result)
+        return result and [npu_view(t, index) if index >= 0 else t for t, index in zip(result, indices, strict=True)]
+
+    return kernel
+
+
+def npu_generator(signature: Signature, run: Kernel) -> Call:
+    """Draw from the device's generator unless the caller brings one."""
+    at = signature.position["generator"]
+
+    def call(index: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if signature.given("generator", tuple(args), kwargs) is None:
+            mine = generator(index if index >= 0 else None)
+            if at < len(args):
+                args[at] = mine
+            else:
+                kwargs["generator"] = mine
+        return run(*args, **kwargs)
+
+    return call
+
+
+def factory(op: Any, crossing: Crossing, call: Call) -> Kernel:
+    """An operator with a device argument: ``torch.zeros_like(on_npu, device="cpu")`` is not an npu tensor."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and device.type not in ("npu", "cpu"):
+            return op(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        given, index = crossing(args, kwargs)
+        if device is not None and device.type == "cpu":
+            kwargs.pop("pin_memory", None)
+            return call(index, given, kwargs)
+        if device is not None or index < 0:
+            index = index_of(device)
+        kwargs["device"] = CPU
+        return to_npu(call(index, given, kwargs), index)
+
+    return kernel
+
+
+def cpu_kernel(op: Any) -> Kernel:
+    """The CPU's own kernel without the dispatcher's way to it; for a composite, which has none, the operator."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"):
+        return functools.partial(op._op_dk, CPU_KEY)
+    return op
+
+
+def name_of(op: Any) -> str:
+    """``aten::add.Tensor``; without a suffix for the default overload."""
+    return op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+
+
+def arguments_to_cpu(args: tuple[Any, ...]) -> tuple[list[Any], int]:
+    """The positional arguments of a call with CPU views for npu tensors, which must share a device, and its index."""
+    indices = {arg.get_device() for arg in args if isinstance(arg, Tensor)}
+    if len(indices) > 1:
+        raise two_devices(args, {})
+    return [cpu_view(arg) if isinstance(arg, Tensor) else arg for arg in args], indices.pop()
+
+
+def to_npu(value: Any, index: int) -> Any:
+    """Results as tensors of the npu of this index; numbers and None as they are."""
+    if isinstance(value, Tensor):
+        return npu_view(value, index)
+    if isinstance(value, list | tuple):
+        return type(value)(to_npu(item, index) for item in value)
+    return value
+
+
+def two_devices(args: Any, kwargs: dict[str, Any]) -> RuntimeError:
+    """The error for tensors of several devices among the arguments of a call, in PyTorch's words."""
+    values = [*args, *kwargs.values()]
+    tensors = [t for v in values for t in (v if isinstance(v, list | tuple) else [v]) if isinstance(t, Tensor)]
+    found = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+    named = sorted(found, key=lambda name: not name.startswith("npu"))[:2]
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(named)}!"
+    )
+
+
+def _cpu_views(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return cpu_view(value) if value.get_device() >= 0 else value
+    return [_cpu_views(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _writable(out: Tensor) -> Tensor:
+    return cpu_view(out) if out.numel() else torch.empty_strided(out.shape, out.stride(), dtype=out.dtype)

@@ -1,0 +1,127 @@
+"""Which kernel each aten operator has on the simulated device, and entering them into PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simnpu import autocast, host_memory, matmul_dtypes, memory
+from simnpu.fallback import Kernel, arguments_to_cpu, kernel_for
+from simnpu.memory import CPU_KEY, cpu_view, npu_view
+
+words = str.split
+
+METADATA = words("""
+as_strided view _reshape_alias unfold view_as_real view_as_complex
+set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor
+""")
+"""Operators whose CPU kernel only writes sizes, strides and a storage, and does not look at the storage's device: it
+runs on the npu tensors themselves. So views share their base's storage."""
+
+COMPOSITES = words("""
+clone constant_pad_nd embedding stack zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full
+add.Scalar add_.Scalar sub.Scalar sub_.Scalar mul.Scalar mul_.Scalar div.Scalar div_.Scalar rsub.Scalar sum mean
+masked_fill.Scalar masked_fill.Tensor index_put index_put_ fill.Scalar abs abs_ logical_and logical_or logical_not
+logsumexp isinf mv
+""")
+"""Composite operators for which one call to the CPU replaces several to the device."""
+
+NOT_THE_CPUS = {"_fused_sdp_choice", "is_pinned", "_pin_memory"}
+"""Which attention kernel there is, and what host memory is pinned, is not for the CPU's kernels to say."""
+
+
+def convolution(*args: Any) -> Tensor:
+    """aten::convolution_overrideable: what PyTorch leaves to a device."""
+    views, index = arguments_to_cpu(args)
+    return npu_view(torch.ops.aten.convolution(*views), index)
+
+
+def convolution_backward(grad: Tensor, input_: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    """aten::convolution_backward_overrideable, which unlike aten::convolution_backward does not say the bias' size."""
+    (grad_view, *views), index = arguments_to_cpu((grad, input_, weight))
+    cpu = torch.ops.aten.convolution_backward(grad_view, *views, [grad.shape[1]], *rest)
+    return tuple(None if result is None else npu_view(result, index) for result in cpu)
+
+
+def histc(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """aten::histc, also of integers, which the CPU's kernel does not take and a device's does."""
+    index, values = tensor.get_device(), cpu_view(tensor)
+    if values.is_floating_point():
+        return npu_view(torch.histc(values, *args, **kwargs), index)
+    return npu_view(torch.histc(values.double(), *args, **kwargs).to(values.dtype), index)
+
+
+OWN: dict[str, Kernel] = {
+    **memory.KERNELS,
+    "convolution_overrideable": convolution,
+    "convolution_backward_overrideable": convolution_backward,
+    "histc": histc,
+    "record_stream": lambda tensor, stream: None,  # everything has happened by the time a call returns
+}
+"""Written by hand."""
+
+
+def register() -> list[torch.library.Library]:
+    """Enter all kernels; they live as long as the libraries returned.
+
+    Every aten operator that the CPU has a kernel for gets one of its own, the rest goes to a boxed fallback. A kernel of
+    its own comes before PyTorch's composite: the npu computes ``native_layer_norm`` with the CPU's kernel, where the
+    fallback alone would be given a decomposition, with other rounding.
+    """
+    aten = torch.library.Library("aten", "IMPL")
+    assert aten.m is not None  # None only after the library was destroyed
+    enter = aten.m.impl
+    for name, kernel in OWN.items():
+        enter(name, "PrivateUse1", kernel)
+    for name in METADATA:
+        enter(name, "PrivateUse1", functools.partial(_overload(name)._op_dk, CPU_KEY))
+    for name in _operators() - OWN.keys() - set(METADATA):
+        enter(name, "PrivateUse1", matmul_dtypes.checked(name, _made_when_called(name)))
+    for name, kernel in host_memory.CPU_KERNELS.items():
+        enter(name, "CPU", kernel)
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(boxed, "PrivateUse1")
+    return [aten, everything, *autocast.register(aten)]
+
+
+def _operators() -> set[str]:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    names = {*registered("CPU"), *(name for name in registered("CompositeExplicitAutograd") if "::_foreach_" in name)}
+    return {n.removeprefix("aten::") for n in names if n.startswith("aten::")}.union(COMPOSITES) - NOT_THE_CPUS
+
+
+def _made_when_called(name: str) -> Kernel:
+    """Making all kernels at once would take longer than most programs need."""
+    made: Kernel | None = None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        if made is None:
+            made = kernel_for(_overload(name))
+        return made(*args, **kwargs)
+
+    return kernel
+
+
+_made: dict[Any, Kernel] = {}
+
+
+def boxed(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The fallback: aten operators that have no kernel of their own. Operators of other libraries are refused."""
+    if op not in _made:
+        if op.namespace != "aten":
+            raise NotImplementedError(
+                f"Could not run '{op.name()}' with arguments from the 'npu' backend: the simulated npu has PyTorch's own "
+                "operators only; register a kernel for the PrivateUse1 dispatch key"
+            )
+        _made[op] = kernel_for(op)
+    return _made[op](*args, **kwargs)
+
+
+def _overload(name: str) -> Any:
+    """The ``OpOverload`` of a name such as ``add.Tensor``."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")

@@ -1,0 +1,163 @@
+"""Which device a process uses, and what the device says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from simnpu.identity import chip, device_name
+from simnpu.visible import CURRENT, device_count, existing
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What ``get_device_properties`` tells of the simulated device."""
+
+    name: str
+    total_memory: int
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 0
+    cube_core_num: int = 0
+    vector_core_num: int = 0
+
+
+def is_available() -> bool:
+    """Whether a device is visible."""
+    return device_count() > 0
+
+
+def device_index(device: torch.device | str | int | None) -> int:
+    """The index that ``device`` stands for; None and a device without index are the current one.
+
+    Raises:
+        ValueError: not an NPU.
+        RuntimeError: no such device.
+    """
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type not in ("npu", "cuda"):  # torch.cuda's functions, sent here by transfer_to_npu, say cuda
+            raise ValueError(f"Expected a npu device, but got: {device}")
+        device = device.index
+    if device is None:
+        return CURRENT.index
+    return existing(device)
+
+
+def current_device() -> int:
+    """Index of the device that this thread has set (0 at first)."""
+    return CURRENT.index
+
+
+def set_device(device: torch.device | str | int) -> None:
+    """Use this device in this thread from now on."""
+    CURRENT.index = device_index(device)
+
+
+def exchange_device(device: int) -> int:
+    """Use this device from now on, unless its number is negative.
+
+    Returns:
+        the one in use before.
+    """
+    before = CURRENT.index
+    if device >= 0:
+        set_device(device)
+    return before
+
+
+class device:
+    """Context manager that uses a device and goes back to the one before; None and negative indices do nothing."""
+
+    def __init__(self, device: torch.device | str | int | None) -> None:
+        self.idx = CURRENT.index if device is None or device == -1 else device_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = CURRENT.index
+        CURRENT.index = self.idx
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        CURRENT.index = self.prev_idx
+
+
+class device_of(device):
+    """Context manager that uses the device of a tensor, if it is on an NPU."""
+
+    def __init__(self, obj: torch.Tensor) -> None:
+        super().__init__(obj.device if obj.device.type == "npu" else None)
+
+
+def get_device_name(device: torch.device | str | int | None = None) -> str:
+    """Says that the device is simulated, unless ``MEGASCEND_SIMNPU_DEVICE_NAME`` gives it a chip's name."""
+    device_index(device)
+    return device_name()
+
+
+def get_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
+    """Name and cores of the chip, and the host's memory as ``total_memory`` in bytes."""
+    from simnpu.npu.memory import host_memory
+
+    device_index(device)
+    cores = {"cube_core_num": named.cube_cores, "vector_core_num": named.vector_cores} if (named := chip()) else {}
+    return DeviceProperties(device_name(), host_memory().total, **cores)
+
+
+def get_device_capability(device: torch.device | str | int | None = None) -> None:
+    """None, as in torch_npu: compute capability is a CUDA notion."""
+    return
+
+
+def can_device_access_peer(device: int, peer_device: int) -> bool:
+    """All simulated devices of a process can copy to each other."""
+    return device_index(device) != device_index(peer_device)
+
+
+def is_initialized() -> bool:
+    """The simulated device needs no initialisation."""
+    return True
+
+
+def init() -> None:
+    """Nothing to do: see :func:`is_initialized`."""
+
+
+def _lazy_init() -> None:
+    """Nothing to do: see :func:`is_initialized`."""
+
+
+def _lazy_call(callback: Callable[[], object]) -> None:
+    """Run now what the real module may put off until a device is initialised."""
+    callback()
+
+
+def _is_in_bad_fork() -> bool:
+    """A forked process can use the simulated device: it is CPU memory."""
+    return False
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    """Nothing to wait for: every operator has finished when its call returns."""
+    device_index(device)
+
+
+def is_bf16_supported() -> bool:
+    """As the 910B generation."""
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Types that autocast may use; torch asks the device module for them."""
+    return [torch.float16, torch.bfloat16]
+
+
+def utilization(device: torch.device | str | int | None = None) -> int:
+    """0: nothing is measured here."""
+    device_index(device)
+    return 0

@@ -1,0 +1,106 @@
+"""Activations: ``npu_swiglu``, ``npu_geglu``, ``npu_gelu``, ``fast_gelu``, ``npu_silu``, ``npu_scaled_masked_softmax``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from simnpu.operators.dispatch import differentiable, operator
+from simnpu.operators.refusal import Refusal
+
+
+def check_halves(name: str, x: Tensor, dim: int) -> None:
+    """The dimension that is split must exist and be even.
+
+    Raises:
+        RuntimeError: as torch_npu does.
+    """
+    refuse = Refusal(name, "aclnnSwiGlu" if name == "npu_swiglu" else "aclnnGeGluV3")
+    if not -x.dim() <= dim < x.dim():
+        refuse(
+            f" Expected {name} dim value {dim} to be in range [{-x.dim()}, {x.dim() - 1}] but check failed."
+        )  # the space is torch_npu's
+    if x.shape[dim] % 2:
+        refuse.kernel(f"the size of dim {dim} must be even, but got {x.shape[dim]}")
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        refuse.kernel(f"not support input dtype: {x.dtype}")
+
+
+@operator
+def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
+    """silu(first half) * second half."""
+    check_halves("npu_swiglu", self, dim)
+
+    def swiglu(x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim)
+        return (functional.silu(gate) * up).to(x.dtype)
+
+    return differentiable(swiglu)(self)
+
+
+@operator
+def npu_geglu(self: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
+    """gelu(right half) * left half (``activate_left``: the other way round), and the gelu. ``approximate`` 1: tanh."""
+    check_halves("npu_geglu", self, dim)
+
+    def geglu(x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = x.float().chunk(2, dim)
+        activated, other = (left, right) if activate_left else (right, left)
+        gelu = functional.gelu(activated, approximate="tanh" if approximate else "none")
+        return (gelu * other).to(x.dtype), gelu.detach().to(x.dtype)
+
+    return differentiable(geglu)(self)
+
+
+@operator
+def npu_gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
+    """GELU, exact or by tanh."""
+    return differentiable(lambda x: functional.gelu(x.float(), approximate=approximate).to(x.dtype))(self)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x)."""
+    wide = x.float()
+    return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
+
+
+@operator
+def fast_gelu(self: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), the formula of the FastGelu kernel."""
+    return differentiable(quick_gelu)(self)
+
+
+@operator
+def npu_fast_gelu(self: Tensor) -> Tensor:
+    """The newer name of :func:`fast_gelu`."""
+    return differentiable(quick_gelu)(self)
+
+
+@operator
+def npu_silu(self: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return differentiable(lambda x: functional.silu(x.float()).to(x.dtype))(self)
+
+
+@operator
+def npu_scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0, fixed_triu_mask: bool = False) -> Tensor:
+    """softmax(scale * x) over the last dimension, where ``mask`` (bool, broadcastable to ``x``) is False.
+
+    ``fixed_triu_mask`` makes the upper triangle the mask; torch_npu documents it as reserved, and MindSpeed uses it.
+    """
+    refuse = Refusal("npu_scaled_masked_softmax", "aclnnScaledMaskedSoftmax")
+    if mask.dtype != torch.bool:
+        refuse.kernel(f"mask must be bool, but got {mask.dtype}")
+    if x.dim() != 4:
+        refuse.kernel(f"x must have 4 dimensions, but got {x.dim()}")
+    if any(not 32 <= size <= 4096 or size % 32 for size in x.shape[-2:]):
+        refuse.kernel(f"the last two dimensions of x must be multiples of 32 in [32, 4096], but got {list(x.shape)}")
+    if any(size not in (1, full) for size, full in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
+        refuse.kernel(f"mask {list(mask.shape)} cannot be broadcast to x {list(x.shape)}")
+
+    def softmax(x: Tensor, mask: Tensor) -> Tensor:
+        hidden = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1) if fixed_triu_mask else mask
+        return (x.float() * scale).masked_fill(hidden, -10000.0).softmax(-1).to(x.dtype)
+
+    return differentiable(softmax)(x, mask)

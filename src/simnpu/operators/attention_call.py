@@ -1,0 +1,174 @@
+"""One call of the fused attention: its options, its checks, and both directions on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simnpu.missing import NotSimulatedError
+from simnpu.operators.attention_core import Block, attend, attend_backward
+from simnpu.operators.attention_layout import Layout, read_layout
+from simnpu.operators.attention_mask import hidden_keys
+from simnpu.operators.dispatch import random_generator, to_host
+from simnpu.operators.refusal import Refusal
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PSE_BEFORE_SCALE, PSE_AFTER_SCALE = 0, 1
+Lengths = Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything of a call that is not a differentiable tensor. ``seed`` and ``offset`` fix the dropout."""
+
+    head_num: int
+    input_layout: str
+    atten_mask: Tensor | None
+    scale: float
+    keep_prob: float
+    pre_tokens: int
+    next_tokens: int
+    prefix: Lengths
+    actual_seq_qlen: Lengths
+    actual_seq_kvlen: Lengths
+    sparse_mode: int
+    pse_type: int
+    softmax_layout: str
+    seed: int = 0
+    offset: int = 0
+
+    def on_host(self) -> Options:
+        """The same options with the mask on the CPU."""
+        return replace(self, atten_mask=to_host(self.atten_mask))
+
+
+class Problem(NamedTuple):
+    """A checked call: its layout and its blocks."""
+
+    layout: Layout
+    blocks: list[Block]
+    numels: int  # elements of the dropout mask
+
+
+def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options) -> Problem:
+    """Check a call as the operator and the kernel do, and take it apart."""
+    packed = options.input_layout.upper() == "TND"
+    kernel = "aclnnFlashAttentionVarLenScore" if packed else "aclnnFlashAttentionScore"
+    refuse = Refusal("npu_fusion_attention", kernel)
+    if not 0 < options.keep_prob <= 1:
+        refuse(f"The keep_prob value must be in range of (0, 1], but got {options.keep_prob}")
+    if query.dtype not in DTYPES:
+        refuse.kernel(f"not support input dtype: {query.dtype} for now")
+    if not query.dtype == key.dtype == value.dtype:
+        refuse.kernel(f"query, key and value must have one dtype, but got {query.dtype}, {key.dtype}, {value.dtype}")
+    layout = read_layout(
+        query,
+        key,
+        value,
+        options.head_num,
+        options.input_layout,
+        options.actual_seq_qlen,
+        options.actual_seq_kvlen,
+        refuse,
+    )
+    hidden = hidden_keys(
+        layout,
+        options.atten_mask,
+        options.sparse_mode,
+        options.pre_tokens,
+        options.next_tokens,
+        options.prefix,
+        refuse,
+    )
+    check_pse(layout, pse, options, refuse)
+    queries = layout.split(query, layout.heads, layout.q_lengths)
+    keys = layout.split(key, layout.kv_heads, layout.kv_lengths)
+    values = layout.split(value, layout.kv_heads, layout.kv_lengths)
+    sizes = [(q.shape[0], q.shape[1], q.shape[2], k.shape[2]) for q, k in zip(queries, keys, strict=True)]
+    kept = dropout(sizes, options)
+    bias = None if pse is None else pse.float()
+    blocks = [
+        Block(q, k, v, h, bias, d, options.scale, options.pse_type == PSE_BEFORE_SCALE)
+        for q, k, v, h, d in zip(queries, keys, values, hidden, kept, strict=True)
+    ]
+    return Problem(layout, blocks, sum(b * n * s * t for b, n, s, t in sizes))
+
+
+def check_pse(layout: Layout, pse: Tensor | None, options: Options, refuse: Refusal) -> None:
+    """Which position biases are simulated: full ones, of a call that is not packed."""
+    if pse is None:
+        return
+    if options.pse_type not in (PSE_BEFORE_SCALE, PSE_AFTER_SCALE):
+        raise NotSimulatedError(f"npu_fusion_attention with pse_type {options.pse_type} (ALiBi inside the kernel)")
+    if layout.packed:
+        raise NotSimulatedError("npu_fusion_attention with pse and input_layout TND")
+    if pse.dim() != 4:
+        refuse.kernel(f"pse dim should be 4, but got {pse.dim()}")
+    if pse.shape[0] not in (1, layout.batch):
+        refuse.kernel(f"pse batchsize should be 1 or {layout.batch}, but got {pse.shape[0]}")
+    heads, rows, columns = pse.shape[1:]
+    if rows == 1024 != layout.max_q:
+        raise NotSimulatedError("npu_fusion_attention with a compressed ALiBi pse (last 1024 rows)")
+    if heads != layout.heads or rows not in (1, layout.max_q) or columns != layout.max_kv:
+        refuse.kernel(f"get unsupported pse shape, the shape is {list(pse.shape)}")
+
+
+def dropout(sizes: list[tuple[int, int, int, int]], options: Options) -> list[Tensor | None]:
+    """For each block, 1 / keep_prob where a weight is kept and 0 elsewhere; the same for the same seed and offset."""
+    if options.keep_prob == 1:
+        return [None] * len(sizes)
+    generator = torch.Generator().manual_seed(options.seed + options.offset)
+    return [(torch.rand(size, generator=generator) < options.keep_prob) / options.keep_prob for size in sizes]
+
+
+def draw_seed(keep_prob: float) -> int:
+    """A seed for the dropout of one call, from the device's random state; without dropout nothing is drawn."""
+    return 0 if keep_prob == 1 else int(torch.randint(2**31, (1,), generator=random_generator()))
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Output, softmax_max, softmax_sum, and the length of the dropout mask; CPU tensors."""
+    layout, blocks, numels = read_call(query, key, value, pse, options)
+    outputs, maxima, sums = zip(*(attend(block) for block in blocks), strict=True)
+    return (
+        layout.join(list(outputs), query.dtype),
+        layout.join_statistics(list(maxima), options.softmax_layout),
+        layout.join_statistics(list(sums), options.softmax_layout),
+        numels,
+    )
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pse: Tensor | None,
+    gradient: Tensor,
+    output: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and pse; CPU tensors."""
+    layout, blocks, _ = read_call(query, key, value, pse, options)
+    parts = zip(
+        blocks,
+        layout.split(output, layout.heads, layout.q_lengths),
+        layout.split(gradient, layout.heads, layout.q_lengths),
+        layout.split_statistics(softmax_max, options.softmax_layout),
+        layout.split_statistics(softmax_sum, options.softmax_layout),
+        strict=True,
+    )
+    d_query, d_key, d_value, d_bias = zip(*(attend_backward(*part) for part in parts), strict=True)
+    return (
+        layout.join(list(d_query), query.dtype),
+        layout.join(list(d_key), key.dtype),
+        layout.join(list(d_value), value.dtype),
+        None if pse is None else d_bias[0].sum_to_size(pse.shape).to(pse.dtype),
+    )

@@ -1,0 +1,238 @@
+"""How a call of a fused operator goes: log it, see that its tensors are where they should be, compute, wrap up.
+
+The kernels of this folder see CPU tensors: an NPU tensor is a view of CPU memory here, and one operator on views costs
+one crossing where the same formula on NPU tensors would cost one for each of its steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from simnpu.call_log import LOG
+
+OPERATORS: dict[str, Callable[..., Any]] = {}
+"""Every operator by its name in ``torch_npu``; filled by :func:`operator`."""
+
+TENSOR, INTS = "Tensor", "tuple of ints"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def operator(function: F) -> F:
+    """Register ``function`` as ``torch_npu.<its name>``: calls are logged, and their tensors' devices checked."""
+    name = function.__name__
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"torch_npu.{name}: {error}; it takes {signature}") from None
+        given.apply_defaults()
+        LOG.add(name, given.arguments)
+        check_kinds(name, function, given.arguments)
+        check_devices(name, given.arguments.values())
+        return function(*args, **kwargs)
+
+    OPERATORS[name] = call
+    return call  # type: ignore[return-value]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among ``values`` and in the lists among them."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+@functools.cache
+def kinds_of(function: Callable[..., Any]) -> dict[str, str]:
+    """Which parameters take a tensor, and which a list of numbers; others are not checked."""
+    kinds = {}
+    for parameter, hint in typing.get_type_hints(function).items():
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        alternatives = set(typing.get_args(hint) if union else (hint,)) - {type(None)}
+        if alternatives == {torch.Tensor}:
+            kinds[parameter] = TENSOR
+        elif alternatives == {Sequence[int]}:
+            kinds[parameter] = INTS
+    return kinds
+
+
+def check_kinds(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Tensors where tensors belong, and lists of numbers where those do.
+
+    Raises:
+        TypeError: as PyTorch's argument parser does. The kernel reads lengths on the host, so that a tensor of them
+            must be turned into a list by the caller.
+    """
+    for parameter, kind in kinds_of(function).items():
+        value = arguments.get(parameter)
+        if value is None:
+            continue
+        right = isinstance(value, torch.Tensor) if kind == TENSOR else is_list_of_ints(value)
+        if not right:
+            hint = f" (use {parameter}.tolist())" if kind == INTS and isinstance(value, torch.Tensor) else ""
+            raise TypeError(
+                f"torch_npu.{name}(): argument '{parameter}' must be {kind}, but found {type(value).__name__}{hint}"
+            )
+
+
+def is_list_of_ints(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(hasattr(item, "__index__") for item in value)
+
+
+def check_devices(name: str, values: Any) -> None:
+    """Refuse tensors of several devices, and CPU tensors while the simulated device is active.
+
+    Raises:
+        RuntimeError: as PyTorch and torch_npu do on hardware.
+    """
+    devices = sorted({str(tensor.device) for tensor in tensors_in(values)})
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"torch_npu.{name}: Expected all tensors to be on the same device, but found at least two devices, "
+            f"{devices[0]} and {devices[1]}!"
+        )
+    if devices and not devices[0].startswith("npu") and "torch_npu" in sys.modules:
+        raise NotImplementedError(
+            f"Could not run 'npu::{name}' with arguments from the '{devices[0]}' device: move them to 'npu'"
+        )
+
+
+def to_host(value: Any) -> Any:
+    """``value`` with NPU tensors (alone or in a list) as CPU views, detached from autograd."""
+    if isinstance(value, torch.Tensor):
+        return cpu_view(value.detach()) if value.device.type == "npu" else value.detach()
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_host(item) for item in value)
+    return value
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """``value`` with CPU tensors (alone or in a list) as NPU views, if ``device`` is an NPU."""
+    if isinstance(value, torch.Tensor):
+        return npu_view(value, device.index) if device.type == "npu" else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def cpu_view(tensor: torch.Tensor) -> torch.Tensor:
+    from simnpu import device  # late: formulas can be tested where the device cannot be registered
+
+    return device.cpu_view(tensor)
+
+
+def npu_view(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
+    from simnpu import device
+
+    return device.npu_view(tensor, index)
+
+
+def random_generator() -> torch.Generator:
+    """The generator of the device's random numbers."""
+    from simnpu import random
+
+    return random.generator()
+
+
+def device_of(values: Any) -> torch.device:
+    """The device of the first tensor among ``values``."""
+    return tensors_in(values)[0].device
+
+
+def on_host(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """``formula`` on CPU tensors, callable with tensors of any device and not differentiable.
+
+    Tensors that it returns unchanged come back as the caller's own, so in-place kernels keep identity.
+    """
+
+    @functools.wraps(formula)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = device_of((*args, *kwargs.values()))
+        with torch.no_grad():
+            result = formula(*map(to_host, args), **{key: to_host(value) for key, value in kwargs.items()})
+        return to_device(result, device)
+
+    return call
+
+
+def differentiable(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """``formula`` on CPU tensors as one node of the autograd graph, callable with tensors of any device.
+
+    Backward evaluates the formula again on leaves and differentiates it, so that one formula states both directions.
+    Floating-point tensors, alone or in lists, get gradients; keyword arguments never do.
+    """
+
+    @functools.wraps(formula)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        flat, rebuild = flatten(args)
+        single = [True]
+
+        def run(*values: Any) -> tuple[torch.Tensor, ...]:
+            result = formula(*rebuild(values), **{key: to_host(value) for key, value in kwargs.items()})
+            single[0] = isinstance(result, torch.Tensor)
+            return (result,) if single[0] else tuple(result)
+
+        results = Formula.apply(run, *flat)
+        return results[0] if single[0] else results
+
+    return call
+
+
+def flatten(args: tuple[Any, ...]) -> tuple[list[Any], Callable[[tuple[Any, ...]], list[Any]]]:
+    """The arguments with lists spread out, since autograd sees only tensors at the top; and the way back."""
+    lengths = [len(arg) if isinstance(arg, (list, tuple)) else None for arg in args]
+    flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
+
+    def rebuild(values: tuple[Any, ...]) -> list[Any]:
+        items = iter(values)
+        return [next(items) if n is None else [next(items) for _ in range(n)] for n in lengths]
+
+    return flat, rebuild
+
+
+class Formula(torch.autograd.Function):
+    """Evaluates a formula on the host; see :func:`differentiable`."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+        ctx.run = run
+        ctx.constants = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+        results = to_device(run(*map(to_host, args)), device_of(args))
+        ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        values, leaves = list(ctx.constants), {}
+        device = ctx.saved_tensors[0].device
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            values[place] = to_host(tensor)
+            if ctx.needs_input_grad[place + 1] and tensor.is_floating_point():
+                leaves[place] = values[place] = values[place].requires_grad_()
+        with torch.enable_grad():
+            results = ctx.run(*values)
+        used = [(r, to_host(g)) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad]
+        outputs, output_gradients = zip(*used, strict=True) if used else ((), ())
+        found = torch.autograd.grad(outputs, list(leaves.values()), output_gradients, allow_unused=True)
+        by_place = dict(zip(leaves, found, strict=True))
+        return None, *(
+            None if by_place.get(place) is None else to_device(by_place[place], device) for place in range(len(values))
+        )

@@ -1,0 +1,77 @@
+"""Root-mean-square normalisation: ``npu_rms_norm``, ``npu_add_rms_norm`` and ``npu_gemma_rms_norm``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from simnpu.operators.dispatch import differentiable, on_host, operator
+from simnpu.operators.refusal import Refusal
+
+ACCEPTED = {
+    torch.float16: (torch.float16, torch.float32),
+    torch.bfloat16: (torch.bfloat16, torch.float32),
+    torch.float32: (torch.float32,),
+}
+"""Types of gamma by the type of ``x``."""
+MAX_DIMENSIONS = 8
+KERNELS = {
+    "npu_rms_norm": "aclnnRmsNorm",
+    "npu_add_rms_norm": "aclnnAddRmsNorm",
+    "npu_gemma_rms_norm": "aclnnGemmaRmsNorm",
+}
+
+
+def check_gamma(name: str, x: Tensor, gamma: Tensor) -> None:
+    """Types, and gamma's shape: the last dimensions of ``x``.
+
+    Raises:
+        RuntimeError: the kernel does not take them.
+    """
+    refuse = Refusal(name, KERNELS[name])
+    if gamma.dtype not in ACCEPTED.get(x.dtype, ()):
+        pairs = ", ".join(f"{a}/{b}".replace("torch.", "") for a, allowed in ACCEPTED.items() for b in allowed)
+        refuse.kernel(f"not support input dtype: x {x.dtype}, gamma {gamma.dtype}; it takes {pairs}")
+    if x.dim() > MAX_DIMENSIONS:
+        refuse.kernel(f"x must have at most {MAX_DIMENSIONS} dimensions, but got {x.dim()}")
+    if gamma.dim() < 1 or tuple(x.shape[-gamma.dim() :]) != tuple(gamma.shape):
+        refuse.kernel(f"gamma shape {list(gamma.shape)} must equal the last dimensions of x {list(x.shape)}")
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + epsilon) * gamma in the type of ``x``, and the reciprocal root in float32."""
+    axes = tuple(range(-gamma.dim(), 0))
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(axes, keepdim=True) + epsilon)
+    return (wide * rstd * gamma.float()).to(x.dtype), rstd.detach()
+
+
+@operator
+def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """The normalised tensor, and rstd with the normalised dimensions kept as 1."""
+    check_gamma("npu_rms_norm", self, gamma)
+    return differentiable(rms_norm)(self, gamma, epsilon)
+
+
+@operator
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    """rms_norm(x1 + x2), rstd, and the sum. Not differentiable, as in torch_npu."""
+    check_gamma("npu_add_rms_norm", x1, gamma)
+    if x1.shape != x2.shape or x1.dtype != x2.dtype:
+        Refusal("npu_add_rms_norm", "aclnnAddRmsNorm").kernel(
+            f"x1 and x2 must have one shape and type, but got {list(x1.shape)} {x1.dtype}, {list(x2.shape)} {x2.dtype}"
+        )
+
+    def add_and_normalise(x1: Tensor, x2: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = x1.float() + x2.float()
+        y, rstd = rms_norm(total, gamma, epsilon)
+        return y.to(x1.dtype), rstd, total.to(x1.dtype)
+
+    return on_host(add_and_normalise)(x1, x2, gamma)
+
+
+@operator
+def npu_gemma_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """As :func:`npu_rms_norm` with the weight 1 + gamma, as Gemma has it; for inference."""
+    check_gamma("npu_gemma_rms_norm", self, gamma)
+    return on_host(lambda x, gamma: rms_norm(x, gamma.float() + 1, epsilon))(self, gamma)

@@ -1,0 +1,242 @@
+"""Quantising tensors: by rows (``npu_dynamic_quant``), by blocks, with shared exponents (MX), and by given scales.
+
+Formulas are those of torch_npu's documentation and of the OCP Microscaling Formats specification 1.0 (2023). To int8
+and the two float8 types; int4, float4 and hifloat8 are not simulated.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from simnpu.missing import NotSimulatedError
+from simnpu.operators.dispatch import on_host, operator
+from simnpu.operators.quantised_types import Target, cast, dtype_of, target_of
+from simnpu.operators.refusal import Refusal
+
+HALVES = (torch.float16, torch.bfloat16)
+E8M0_BIAS = 127
+TRUNCATED = 0xFFFFE000  # the upper 19 bits of a float32
+HAS_SCALE = 1 << 46
+
+
+def check_input(refuse: Refusal, x: Tensor, dimensions: range) -> None:
+    """Type and number of dimensions.
+
+    Raises:
+        RuntimeError: they are not the documented ones.
+    """
+    if x.dtype not in HALVES:
+        refuse.kernel(f"x must be float16 or bfloat16, but got {x.dtype}")
+    if x.dim() not in dimensions:
+        refuse.kernel(f"x must have {dimensions.start} to {dimensions.stop - 1} dimensions, but got {x.dim()}")
+
+
+def scaled(wide: Tensor, scale: Tensor) -> Tensor:
+    """wide / scale, and 0 where the scale is 0: then all that it scales is."""
+    return torch.where(scale == 0, torch.zeros_like(wide), wide / scale)
+
+
+@operator
+def npu_dynamic_quant(
+    x: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: torch.dtype | int | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Each row (the last dimension) over its largest magnitude: round(x / scale), and scale = max|x| / 127 in float32.
+
+    ``smooth_scales`` multiplies the columns first: [H], or with ``group_index`` (int32, row ends of each group) [groups, H].
+
+    Raises:
+        RuntimeError: types, shapes or groups are not the documented ones.
+    """
+    refuse = Refusal("npu_dynamic_quant", "aclnnDynamicQuantV2")
+    check_input(refuse, x, range(2, 9))
+    if quant_mode != "pertoken" or dst_type_max:
+        raise NotSimulatedError(f"npu_dynamic_quant with quant_mode {quant_mode}, dst_type_max {dst_type_max}")
+    target = target_of(dst_type, torch.int8)
+    rows = math.prod(x.shape[:-1])
+    if group_index is not None and (smooth_scales is None or group_index.dtype != torch.int32):
+        refuse.kernel("group_index needs smooth_scales and must be int32")
+    if smooth_scales is not None:
+        expected = [x.shape[-1]] if group_index is None else [group_index.numel(), x.shape[-1]]
+        if list(smooth_scales.shape) != expected or smooth_scales.dtype not in HALVES:
+            refuse.kernel(
+                f"smooth_scales must be float16 or bfloat16 {expected}, but got {smooth_scales.dtype} "
+                f"{list(smooth_scales.shape)}"
+            )
+
+    def quantise(x: Tensor, smooth: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        if smooth is not None and ends is None:
+            wide = wide * smooth.float()
+        elif smooth is not None and ends is not None:
+            sizes = ends.long().diff(prepend=torch.zeros(1, dtype=torch.int64))
+            if int(sizes.min()) < 0 or int(ends[-1]) != rows:
+                refuse.kernel(f"group_index must rise to the {rows} rows of x, but is {ends.tolist()}")
+            wide = wide * smooth.float().repeat_interleave(sizes, 0).view_as(x)
+        scale = wide.abs().amax(-1, keepdim=True) / target.largest
+        return cast(scaled(wide, scale), target), scale.squeeze(-1)
+
+    return on_host(quantise)(x, smooth_scales, group_index)
+
+
+@operator
+def npu_dynamic_block_quant(
+    x: Tensor,
+    *,
+    min_scale: float = 0.0,
+    round_mode: str = "rint",
+    dst_type: torch.dtype | int = 1,
+    row_block_size: int = 1,
+    col_block_size: int = 128,
+    dst_type_max: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Blocks of the last two dimensions over their largest magnitudes: round(x / scale), and the scales in float32.
+
+    Raises:
+        RuntimeError: types, shapes or modes are not the documented ones.
+    """
+    refuse = Refusal("npu_dynamic_block_quant", "aclnnDynamicBlockQuant")
+    check_input(refuse, x, range(2, 4))
+    if round_mode != "rint" or min_scale < 0:
+        refuse.kernel(f"round_mode must be rint and min_scale at least 0, but got {round_mode} and {min_scale}")
+    if dst_type_max:
+        raise NotSimulatedError(f"npu_dynamic_block_quant with dst_type_max {dst_type_max}")
+    target = target_of(dst_type, torch.int8)
+    sizes = (row_block_size, col_block_size)
+    if target.is_integer and sizes != (1, 128):
+        refuse.kernel(f"to int8 row_block_size must be 1 and col_block_size 128, but got {sizes[0]} and {sizes[1]}")
+    if row_block_size not in (1, 128, 256, 512) or col_block_size not in (64, 128, 192, 256):
+        refuse.kernel(
+            f"row_block_size must be 1, 128, 256 or 512 and col_block_size 64, 128, 192 or 256, but got {sizes[0]} and "
+            f"{sizes[1]}"
+        )
+
+    def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        scale = (block_maxima(wide, sizes) / target.largest).clamp_min(min_scale)
+        return cast(scaled(wide, spread(scale, sizes, wide.shape)), target), scale
+
+    return on_host(quantise)(x)
+
+
+def block_maxima(wide: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """The largest magnitude in each block of the last two dimensions; the last blocks may be smaller."""
+    rows, columns = (-(-size // block) * block for size, block in zip(wide.shape[-2:], sizes, strict=True))
+    padded = torch.nn.functional.pad(wide.abs(), (0, columns - wide.shape[-1], 0, rows - wide.shape[-2]))
+    return padded.unflatten(-2, (-1, sizes[0])).unflatten(-1, (-1, sizes[1])).amax((-3, -1))
+
+
+def spread(scale: Tensor, sizes: tuple[int, int], shape: torch.Size) -> Tensor:
+    """One scale an element, from one a block."""
+    rows = scale.repeat_interleave(sizes[0], -2)[..., : shape[-2], :]
+    return rows.repeat_interleave(sizes[1], -1)[..., : shape[-1]]
+
+
+@operator
+def npu_dynamic_mx_quant(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    round_mode: str = "rint",
+    dst_type: torch.dtype | int = 296,
+    block_size: int = 32,
+    scale_alg: int | None = 0,
+    dst_type_max: float = 0.0,
+    max_low_bound: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Blocks along ``axis`` with a shared power of two: x / 2^e in a float8 type, and the exponents.
+
+    e = floor(log2(max|block|)) - the largest exponent of the type. Exponents come as uint8 codes e + 127 (E8M0), in pairs:
+    [..., ceil(blocks / 2), ..., 2]; a block of zeros and the one that fills the last pair have code 0.
+
+    Raises:
+        RuntimeError: types, axis or block size are not those that torch_npu takes.
+        NotSimulatedError: a target that is not a float8 type; by default it is float4_e2m1.
+    """
+    refuse = Refusal("npu_dynamic_mx_quant", "aclnnDynamicMxQuant")
+    check_input(refuse, x, range(1, 8))
+    if not -x.dim() <= axis < x.dim():
+        refuse("Param (axis) is out of input dimension range")
+    if block_size % 32 or not 0 < block_size <= 1024:
+        refuse("Param (block_size) must be divisible by 32 and no greater than 1024, greater than 0")
+    if round_mode != "rint":
+        refuse.kernel(f"to a float8 type round_mode must be rint, but got {round_mode}")
+    if scale_alg or dst_type_max or max_low_bound:
+        raise NotSimulatedError("npu_dynamic_mx_quant with scale_alg, dst_type_max or max_low_bound other than 0")
+    target = target_of(dst_type, torch.int8)
+    if target.is_integer:
+        refuse.kernel("dst_type must be a float8 or float4 type, but got int8")
+    return on_host(lambda x: microscaled(x, axis, block_size, target))(x)
+
+
+def microscaled(x: Tensor, axis: int, block_size: int, target: Target) -> tuple[Tensor, Tensor]:
+    """See :func:`npu_dynamic_mx_quant`."""
+    wide = x.float().movedim(axis, -1)
+    blocks = -(-wide.shape[-1] // block_size)
+    padded = torch.nn.functional.pad(wide, (0, blocks * block_size - wide.shape[-1])).unflatten(
+        -1, (blocks, block_size)
+    )
+    largest = padded.abs().amax(-1, keepdim=True)
+    exponent = (torch.frexp(largest).exponent - 1 - target.exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
+    exponent = torch.where(largest == 0, -E8M0_BIAS, exponent)
+    values = cast(torch.ldexp(padded, -exponent), target).flatten(-2)[..., : wide.shape[-1]]
+    codes = (exponent.squeeze(-1) + E8M0_BIAS).to(torch.uint8)
+    codes = torch.nn.functional.pad(codes, (0, blocks % 2)).unflatten(-1, (-1, 2))
+    return values.movedim(-1, axis).contiguous(), codes.movedim(-2, axis if axis >= 0 else axis - 1).contiguous()
+
+
+@operator
+def npu_quantize(
+    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype | int, axis: int = 1,
+    div_mode: bool = True,
+) -> Tensor:  # fmt: skip
+    """round(self / scales) + zero_points (without ``div_mode`` times the scales), with one scale or one along ``axis``.
+
+    Raises:
+        RuntimeError: the scales do not fit.
+    """
+    refuse = Refusal("npu_quantize", "aclnnAscendQuantV3")
+    quantised = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+    kind = dtype_of(dtype, torch.int8)
+    kind = quantised.get(kind, kind)
+    axis %= self.dim()
+    if scales.numel() not in (1, self.shape[axis]):
+        refuse.kernel(f"scales must have 1 or {self.shape[axis]} elements, but got {list(scales.shape)}")
+
+    def quantise(x: Tensor, scales: Tensor, zero_points: Tensor | None) -> Tensor:
+        shape = [-1 if place == axis and scales.numel() > 1 else 1 for place in range(x.dim())]
+        factor = scales.float().view(shape)
+        found = x.float() / factor if div_mode else x.float() * factor
+        if kind.is_floating_point:
+            limit = torch.finfo(kind).max
+            return found.clamp(-limit, limit).to(kind)
+        if zero_points is not None:
+            found = found + zero_points.float().view(shape)
+        return found.round().clamp(torch.iinfo(kind).min, torch.iinfo(kind).max).to(kind)
+
+    return on_host(quantise)(self, scales, zero_points)
+
+
+@operator
+def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
+    """A scale as :func:`npu_quant_matmul` takes it in int64: its upper 19 bits, a mark at bit 46, an offset from bit 37."""
+    if scale.dtype != torch.float32:
+        Refusal("npu_trans_quant_param", "aclnnTransQuantParamV2").kernel(
+            f"scale must be float32, but got {scale.dtype}"
+        )
+
+    def pack(scale: Tensor, offset: Tensor | None) -> Tensor:
+        bits = (scale.round() if round_mode else scale).contiguous().view(torch.int32).long() & TRUNCATED | HAS_SCALE
+        if offset is not None:
+            bits = bits | (offset.round().clamp(-256, 255).long() & 0x1FF) << 37
+        return bits
+
+    return on_host(pack)(scale, offset)

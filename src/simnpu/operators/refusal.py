@@ -1,0 +1,22 @@
+"""How an operator says no: with the message of torch_npu or of the kernel below it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class Refusal:
+    """Raises the errors of one operator. Calling it raises what torch_npu itself checks before the kernel."""
+
+    def __init__(self, operator: str, kernel: str) -> None:
+        self.operator = operator
+        self.kernel_name = kernel
+
+    def __call__(self, message: str) -> NoReturn:
+        raise RuntimeError(f"{message} [torch_npu.{self.operator}, simulated by simnpu]")
+
+    def kernel(self, message: str) -> NoReturn:
+        """The kernel refuses: on hardware the message follows ``call aclnn... failed, detail:``."""
+        raise RuntimeError(
+            f"call {self.kernel_name} failed, detail: {message} [torch_npu.{self.operator}, simulated by simnpu]"
+        )

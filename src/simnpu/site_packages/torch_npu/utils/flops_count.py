@@ -1,0 +1,3 @@
+"""``torch_npu.utils.flops_count``; see :mod:`simnpu.utilities`."""
+
+from simnpu.utilities import FlopsCounter as FlopsCounter

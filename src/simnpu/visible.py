@@ -1,0 +1,72 @@
+"""Which devices this process sees, and which one each of its threads uses."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from simnpu import identity
+from simnpu.environment import DEVICES_VARIABLE
+from simnpu.errors import ConfigError
+
+VISIBLE_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
+DEVICE = "npu"
+
+
+class CurrentDevice(threading.local):
+    """The device that a thread uses where none is named: the first, until it sets another."""
+
+    index = 0
+
+
+CURRENT = CurrentDevice()
+_known: set[int] = set()  # devices that were found to exist: their number is not read again at every operator
+
+
+def device_count() -> int:
+    """Devices that this process sees: those that ``ASCEND_RT_VISIBLE_DEVICES`` names, else all of the host.
+
+    Raises:
+        ConfigError: a variable holds no such list, or a card that the host has not got.
+    """
+    text = os.environ.get(VISIBLE_VARIABLE)
+    if text is None:
+        return identity.device_count()
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not all(name.isdigit() for name in names) or len(set(names)) != len(names):
+        raise ConfigError(f"{VISIBLE_VARIABLE}={text!r}: expected numbers of devices, each once, separated by commas")
+    if os.environ.get(DEVICES_VARIABLE) and any(int(name) >= identity.device_count() for name in names):
+        raise ConfigError(
+            f"{VISIBLE_VARIABLE}={text!r}: this host has {identity.device_count()} simulated devices "
+            f"({DEVICES_VARIABLE}), numbered from 0"
+        )
+    return len(names)
+
+
+def existing(index: int) -> int:
+    """``index``, if there is such a device.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not 0 <= index < device_count():
+        raise RuntimeError(
+            f"Invalid device ID. Set device {index}: this process sees {device_count()} simulated devices; "
+            f"{DEVICES_VARIABLE} sets how many the host has, {VISIBLE_VARIABLE} which of them are visible"
+        )
+    _known.add(index)
+    return index
+
+
+def index_of(device: torch.device | None) -> int:
+    """The index that a device argument of an operator stands for; without one, the current device's."""
+    if device is None or device.index is None:
+        return CURRENT.index
+    return device.index if device.index in _known else existing(device.index)
+
+
+def only_the_first_is_used() -> bool:
+    """Whether no thread has used another device than ``npu:0`` so far."""
+    return _known <= {0}

@@ -1,0 +1,116 @@
+"""What a run writes down about itself, and where it must not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megascend.app import loop
+from megascend.app.event_log import EventLog
+from megascend.app.loop import train
+from megascend.config import RunConfig
+from megascend.distributed.launch import Launch
+from megascend.errors import ConfigError, DataError, MissingDependencyError
+from megascend.testing.parity import case_checkpoint
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_events_are_written_by_rank_0_alone(tmp_path: Path) -> None:
+    EventLog(tmp_path / "other", Launch(rank=1, world_size=2)).start(steps=3)
+    assert not (tmp_path / "other").exists()
+    event_log = EventLog(tmp_path / "run", Launch(rank=0, world_size=2, attempt=1))
+    event_log.start(steps=3)
+    event_log.event("saved", checkpoint="step-00000002")
+    start, saved = lines(tmp_path / "run" / "events.jsonl")
+    assert (start["event"], start["world_size"], start["attempt"], start["steps"]) == ("start", 2, 1, 3)
+    assert start["directory"] == os.getcwd()
+    assert all(isinstance(word, str) for word in start["command"])
+    assert (saved["event"], saved["checkpoint"], saved["pid"]) == ("saved", "step-00000002", os.getpid())
+
+
+def test_a_line_that_was_cut_off_swallows_no_other(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "sa')
+    EventLog(tmp_path, Launch()).event("saved")
+    assert (tmp_path / "events.jsonl").read_text().splitlines()[1] == '{"event": "sa'
+    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[2])["event"] == "saved"
+
+
+def test_an_error_is_kept_once_in_its_ranks_words(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path, Launch(rank=3, world_size=4, attempt=2))
+    event_log.start()
+    with pytest.raises(DataError), event_log.keeping_errors(lambda: 0), event_log.keeping_errors(lambda: 7):
+        raise DataError("line 7 is empty")
+    assert [path.name for path in (tmp_path / "errors").iterdir()] == ["attempt-2-rank-3.json"]
+    (record,) = lines(tmp_path / "errors" / "attempt-2-rank-3.json")
+    assert (record["rank"], record["world_size"], record["step"], record["started"]) == (3, 4, 7, True)
+    assert (record["error"], record["message"]) == ("DataError", "line 7 is empty")
+    assert "test_event_log.py" in record["traceback"]
+
+
+def test_nothing_is_written_to_a_directory_that_is_not_this_runs(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path / "run", Launch(), active=False)
+    with pytest.raises(DataError), event_log.keeping_errors(lambda: 0):
+        raise DataError("bad")
+    assert not (tmp_path / "run").exists()
+    event_log.start()
+    assert (tmp_path / "run" / "events.jsonl").exists()
+
+
+def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    event_log = EventLog(tmp_path / "file" / "run", Launch())
+    event_log.event("save")
+    event_log.event("saved")
+    assert capsys.readouterr().out.count("cannot be written") == 1
+
+
+@pytest.fixture
+def config(parity_folder: Path, tmp_path: Path) -> RunConfig:
+    """A run whose data has a mistake."""
+    (tmp_path / "chat.jsonl").write_text('{"messages": "none"}\n')
+    model = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    data = {"path": tmp_path / "chat.jsonl"}
+    return RunConfig(model=model, output=tmp_path / "run", data=data, platform="cpu", precision="fp32", plot=False)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_errors_before_the_first_step_are_kept_and_do_not_make_a_run(config: RunConfig) -> None:
+    for _ in range(2):  # the directory is not refused the second time
+        with pytest.raises(DataError):
+            train(config)
+    assert list(files(config.output)) == ["errors/attempt-0-rank-0.json"]
+    (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")
+    assert (record["error"], record["step"], record["started"]) == ("DataError", 0, False)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_another_run_stays_untouched(config: RunConfig) -> None:
+    config.output.mkdir()
+    (config.output / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = files(config.output)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        train(config)
+    with pytest.raises(DataError):
+        train(config, overwrite=True)  # not before the first step is to begin
+    assert files(config.output) == before
+
+
+def test_a_missing_package_is_kept_too(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(config: RunConfig) -> None:
+        raise MissingDependencyError("matplotlib is not installed")
+
+    monkeypatch.setattr(loop, "check_packages", missing)
+    with pytest.raises(MissingDependencyError):
+        train(config)
+    (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")
+    assert record["error"] == "MissingDependencyError"

@@ -1,0 +1,165 @@
+"""Where a run begins, by what lies in its directory and how it was started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megascend.app.event_log import agent
+from megascend.app.resume import (
+    JOURNAL,
+    RUN_FILES,
+    Start,
+    belongs,
+    check_start,
+    checkpoints_at,
+    decide,
+    differences,
+    restarts,
+)
+from megascend.checkpoint import manifest
+from megascend.checkpoint.retention import Retention
+from megascend.config import Lora, RunConfig
+from megascend.distributed.launch import Launch
+from megascend.errors import CheckpointError, ConfigError
+
+AGAIN = Launch(attempt=1)
+LATE_RANK = Launch(rank=1, world_size=2, attempt=1)
+
+
+def add_run(output: Path, *steps: int, by: str | None = None) -> Path:
+    """A run with checkpoints after ``steps``, started by the launcher ``by``."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "metrics.jsonl").write_text('{"step": 1}\n')
+    (output / "events.jsonl").write_text(json.dumps({"event": "start", "agent": by}) + "\n")
+    retention = Retention(output / "checkpoints")
+    for step in steps:
+        retention.path(step).mkdir(parents=True)
+        (retention.path(step) / manifest.NAME).write_text("{}")
+        (retention.directory / "latest").write_text(retention.path(step).name + "\n")
+    return output
+
+
+def names(start: Start) -> list[str]:
+    return [path.name for path in start.candidates]
+
+
+def test_a_new_directory(tmp_path: Path) -> None:
+    for output in (tmp_path / "new", tmp_path):
+        assert decide(output, False, None, Launch()) == Start(clear=RUN_FILES)
+        start = decide(output, False, "auto", Launch())
+        assert start.candidates == ()
+        assert "no checkpoint" in start.said
+
+
+def test_an_earlier_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path: Path) -> None:
+    output = add_run(tmp_path, 4, 8)
+    for refuse in (decide, check_start):
+        with pytest.raises(ConfigError, match=r"--resume auto, .*--overwrite"):
+            refuse(output, False, None, Launch())
+    assert decide(output, True, None, Launch()) == Start(clear=RUN_FILES)
+    assert names(decide(output, False, "auto", Launch())) == ["step-00000008", "step-00000004"]
+    assert decide(output, True, "auto", Launch()).clear == ()
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    output = add_run(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        decide(output, False, None, Launch())
+    assert "--resume" not in str(caught.value)
+    with pytest.raises(ConfigError, match="no complete checkpoint of it; start over with --overwrite"):
+        decide(output, False, "auto", Launch())
+    assert decide(output, True, "auto", Launch()).clear == RUN_FILES
+
+
+def test_errors_alone_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "attempt-0-rank-0.json").write_text("{}\n")
+    check_start(tmp_path, False, None, Launch())
+    assert decide(tmp_path, False, None, Launch()).clear == RUN_FILES
+    assert decide(tmp_path, False, "auto", Launch()).candidates == ()
+    assert belongs(tmp_path, None, Launch())
+
+
+def test_a_path(tmp_path: Path) -> None:
+    output, other = tmp_path / "new", add_run(tmp_path / "other", 4, 8)
+    one = other / "checkpoints" / "step-00000004"
+    assert decide(output, False, other, Launch()).candidates == tuple(checkpoints_at(other))
+    assert decide(output, False, str(one), Launch()) == Start((one,))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no complete checkpoint there"):
+        decide(output, False, tmp_path / "empty", Launch())
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        check_start(output, False, str(tmp_path / "missing"), Launch())
+
+
+def test_where_checkpoints_are_found(tmp_path: Path) -> None:
+    run = add_run(tmp_path / "run", 4, 8)
+    eight, four = run / "checkpoints" / "step-00000008", run / "checkpoints" / "step-00000004"
+    assert checkpoints_at(run) == checkpoints_at(run / "checkpoints") == [eight, four]
+    assert checkpoints_at(four) == [four]
+    assert checkpoints_at(tmp_path) == []
+    (run / "checkpoints" / "latest").write_text("step-00000004\n")
+    assert checkpoints_at(run) == [four, eight]
+
+
+def test_a_restart_goes_on_without_being_asked(tmp_path: Path) -> None:
+    output = add_run(tmp_path / "with", 4, by=agent())
+    for overwrite, resume in ((False, None), (True, None), (False, "auto")):
+        check_start(output, overwrite, resume, AGAIN)
+        start = decide(output, overwrite, resume, AGAIN)
+        assert names(start) == ["step-00000004"]
+        assert start.clear == ()
+    assert belongs(output, None, AGAIN)
+
+
+def test_a_restart_before_the_first_checkpoint_keeps_the_journal(tmp_path: Path) -> None:
+    output = add_run(tmp_path / "without", by=agent())
+    start = decide(output, False, None, AGAIN)
+    assert start.candidates == ()
+    assert set(RUN_FILES) - set(start.clear) == set(JOURNAL)
+    other = add_run(tmp_path / "other", 8)
+    assert names(decide(output, False, other, AGAIN)) == ["step-00000008"]  # where the first attempt began
+
+
+def test_a_restart_is_no_excuse_to_touch_another_run(tmp_path: Path) -> None:
+    output = add_run(tmp_path, 4, by="elsewhere:1")
+    for refuse in (decide, check_start):
+        with pytest.raises(ConfigError, match="holds an earlier run"):
+            refuse(output, False, None, AGAIN)
+    check_start(output, False, None, LATE_RANK)  # on another machine the launcher is another process: rank 0 refuses
+    assert not belongs(output, None, LATE_RANK)
+    assert not belongs(output, None, Launch())
+    assert belongs(output, "auto", Launch())
+
+
+def test_who_started_the_last_attempt_is_told_from_damaged_files_too(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    assert not restarts(tmp_path)
+    mine, theirs = (json.dumps({"event": "start", "agent": name}) for name in (agent(), "elsewhere:1"))
+    for text, expected in {
+        "": False,
+        f"{theirs}\n{mine}\n": True,
+        f"{mine}\n{theirs}\n": False,
+        f'{mine}\n{{"event": "save"}}\n{{"eve': True,
+        f"{mine}\n[1, 2]\n17\nnull\n": True,
+    }.items():
+        events.write_text(text)
+        assert restarts(tmp_path) is expected, text
+    events.write_bytes(mine.encode() + b"\n\xff\xfe\x00")
+    assert restarts(tmp_path)
+
+
+def test_settings_that_differ_are_named(tmp_path: Path) -> None:
+    config = RunConfig(model=tmp_path, output=tmp_path, data={"path": tmp_path}, steps=10)
+    saved = config.model_dump(mode="json")
+    assert differences(saved, config) == []
+    assert differences(None, config) == []
+    saved["optimizer"]["lr"] = 0.5
+    saved["gone"] = 1
+    changed = config.model_copy(update={"steps": 20})
+    assert differences(saved, changed) == ["gone: 1 -> None", "optimizer.lr: 0.5 -> 1e-05", "steps: 10 -> 20"]
+    changed = config.model_copy(update={"lora": Lora(rank=4)})
+    assert "lora.rank: None -> 4" in differences(config.model_dump(mode="json"), changed)

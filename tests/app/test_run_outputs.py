@@ -1,0 +1,134 @@
+"""What a run writes: metrics, picture, progress lines; and what it refuses to overwrite."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from megascend.app import plot
+from megascend.app.loop import check_lora, check_packages, clear_output
+from megascend.app.plot import plot_metrics
+from megascend.app.resume import RUN_FILES, check_start
+from megascend.app.run_log import PlainDisplay, RunLog, StepRecord, clock
+from megascend.config import Data, Lora, RunConfig
+from megascend.distributed.launch import Launch
+from megascend.errors import ConfigError, MissingDependencyError
+from megascend.testing.parity import case_checkpoint
+
+
+def record(step: int, **changes: object) -> StepRecord:
+    values: dict = {
+        "step": step,
+        "loss": 1.0 / step,
+        "grad_norm": 2.0,
+        "lr": 1e-3,
+        "tokens": 10,
+        "total_tokens": 20,
+        "tokens_per_s": 100.0,
+        "skipped": False,
+        "epoch": 0.1 * step,
+        "peak_memory_bytes": 5,
+        "seconds": float(step),
+    }
+    return StepRecord(**(values | changes))
+
+
+def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "run", steps=2, tensorboard=False) as log:
+        assert not (tmp_path / "run").exists()  # a run that never makes a step leaves nothing
+        log.write(record(1))
+        log.write(record(2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert first["loss"] == 1.0
+    assert first["tokens_per_s"] == 100.0
+    assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
+    assert "SKIPPED" in capsys.readouterr().out
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "run", steps=1, tensorboard=True, enabled=False) as log:
+        log.write(record(1))
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_tensorboard_holds_the_same_figures(tmp_path: Path) -> None:
+    with RunLog(tmp_path, steps=3, tensorboard=True) as log:
+        for step in (1, 2, 3):
+            log.write(record(step))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1.0, 0.5, 1 / 3], rel=1e-5)
+
+
+def test_plain_progress_is_a_line_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainDisplay(100)
+    for step in range(1, 101):
+        display.show(record(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 21
+    assert lines[0].startswith("step 1/100")
+    assert lines[-1] == "step 100/100  loss 0.0100  grad norm 2.000  100 tokens/s  ETA 0:00"
+    assert clock(3725) == "1:02:05"
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    rows = [record(step).to_dict() for step in range(1, 20)]
+    rows[5] = record(6, loss=float("nan"), skipped=True).to_dict()
+    plot_metrics(rows, tmp_path / "metrics.png", title="a run")
+    data = (tmp_path / "metrics.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > height > 300
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.png"]
+
+
+@pytest.mark.parametrize(("setting", "package"), [("plot", "matplotlib"), ("tensorboard", "tensorboard")])
+def test_a_missing_package_is_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, package: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    settings = {"plot": False, "tensorboard": False, setting: True}
+    config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path), **settings)
+    with pytest.raises(MissingDependencyError, match=rf"{setting}: true needs {package}.*megascend\[track\]"):
+        check_packages(config)
+    check_packages(config.model_copy(update={setting: False}))
+
+
+def test_a_target_that_no_layer_has_is_found_before_training(parity_folder: Path, tmp_path: Path) -> None:
+    model = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
+
+    def check(*targets: str) -> None:
+        check_lora(RunConfig(model=model, output=tmp_path, data=Data(path=tmp_path), lora=Lora(targets=targets)))
+
+    check("q_proj", "experts.down_proj", "model.layers.1.self_attn.o_proj", "lm_head", "embed_tokens")
+    for target in ("proj", "gate", "gate_proj", "layers.2.self_attn.q_proj"):
+        with pytest.raises(
+            ConfigError, match=rf"lora\.targets: '{target}' .* has down_proj, embed_tokens, gate_up_proj, k_proj"
+        ):
+            check("q_proj", target)
+
+
+def test_only_a_runs_own_files_are_removed(tmp_path: Path) -> None:
+    check_start(tmp_path / "new", False, None, Launch())
+    (tmp_path / "notes.txt").write_text("mine")
+    check_start(tmp_path, False, None, Launch())
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, hf, adapter.*--overwrite"):
+        check_start(tmp_path, False, None, Launch())
+    check_start(tmp_path, True, None, Launch())
+    clear_output(tmp_path, RUN_FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(ConfigError, match="not a directory"):
+        check_start(tmp_path / "notes.txt", True, None, Launch())

@@ -1,0 +1,79 @@
+"""Signals are noted, not obeyed, until the second Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from megascend.app import stop_signals
+from megascend.app.stop_signals import STOPPING, StopSignals
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0)  # Python runs handlers between two instructions
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_the_first_signal_is_noted_and_the_handlers_are_put_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in STOPPING]
+    with StopSignals() as signals:
+        assert signals.received is None
+        send(number)
+        assert signals.received is number
+    assert [signal.getsignal(each) for each in STOPPING] == before
+
+
+def test_the_first_one_counts() -> None:
+    with StopSignals() as signals:
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+        assert signals.received is signal.SIGTERM
+
+
+def test_a_second_ctrl_c_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals() as signals:
+        send(signal.SIGINT)
+        assert signals.received is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_after_sigterm_interrupts() -> None:
+    with StopSignals():
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_under_a_launcher_one_ctrl_c_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopSignals(launched=True) as signals:
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+        assert signals.received is signal.SIGINT
+        later = time.monotonic() + stop_signals.SAME_S
+        monkeypatch.setattr(stop_signals.time, "monotonic", lambda: later)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_outside_the_main_thread_nothing_is_changed() -> None:
+    before = [signal.getsignal(each) for each in STOPPING]
+    seen = []
+
+    def work() -> None:
+        with StopSignals():
+            seen.append([signal.getsignal(each) for each in STOPPING])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert seen == [before]

@@ -1,0 +1,144 @@
+"""Which tokens carry loss, checked token by token against conversations written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascend.app.data import Document
+from megascend.app.tokenize import build_samples, token_weights
+from megascend.batch.sample import Sample
+from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_tokenizer
+from megascend.errors import DataError
+
+# Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+REFUSING = "{{ raise_exception('roles must alternate') }}"
+
+
+def chat(*turns: str) -> Document:
+    """Turns as ``role: content``."""
+    messages = [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns]
+    return Document("chat.jsonl:4", messages=tuple(messages))
+
+
+def expected(*parts: tuple[str, float]) -> tuple[list[int], list[float]]:
+    """Token ids and weights of text written out with its weight, one token for each byte or special token."""
+    ids, weights = [], []
+    for text, weight in parts:
+        while text:
+            special = next((token for token in SPECIAL_TOKENS if text.startswith(token)), None)
+            if special:
+                piece, text = [256 + SPECIAL_TOKENS.index(special)], text[len(special) :]
+            else:
+                piece, text = list(text[0].encode()), text[1:]
+            ids += piece
+            weights += [weight] * len(piece)
+    return ids, weights
+
+
+def parts_of(sample: Sample) -> tuple[list[int], list[float]]:
+    """Undo the shift by one; the first token has no weight because nothing predicts it."""
+    assert sample.input_ids.tolist()[1:] == sample.target_ids.tolist()[:-1]
+    return [int(sample.input_ids[0]), *sample.target_ids.tolist()], [0.0, *sample.weights.tolist()]
+
+
+def test_one_turn() -> None:
+    [sample] = build_samples([chat("user: hé?", "assistant: 你 yes")], byte_tokenizer(256), 256)
+    assert parts_of(sample) == expected(
+        ("<|im_start|>user\nhé?<|im_end|>\n<|im_start|>assistant\n", 0), ("你 yes<|im_end|>", 1), ("\n", 0)
+    )
+
+
+def test_several_turns_and_a_system_prompt() -> None:
+    document = chat("system: be brief", "user: a", "assistant: b", "user: c", "assistant: d", "user: e")
+    [sample] = build_samples([document], byte_tokenizer(256), 256)
+    assert parts_of(sample) == expected(
+        ("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("b<|im_end|>", 1),
+        ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("d<|im_end|>", 1),
+        ("\n<|im_start|>user\ne<|im_end|>\n", 0),
+    )
+
+
+def test_a_template_that_writes_the_last_turn_differently() -> None:
+    tokenizer = byte_tokenizer(256)
+    tokenizer.chat_template = THINKING
+    [sample] = build_samples([chat("user: a", "assistant: b", "user: c", "assistant: d")], tokenizer, 256)
+    assert parts_of(sample) == expected(
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("b<|im_end|>", 1),
+        ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("<think>\n\n</think>\n\nd<|im_end|>", 1),
+        ("\n", 0),
+    )
+
+
+def test_a_turn_that_repeats_the_users_words() -> None:
+    [sample] = build_samples([chat("user: same", "assistant: same", "user: same")], byte_tokenizer(256), 256)
+    ids, weights = parts_of(sample)
+    assert bytes(i for i, w in zip(ids, weights, strict=True) if w and i < 256) == b"same"
+    assert sum(weights) == 5  # four bytes and the end of the turn
+
+
+def test_training_on_the_prompt() -> None:
+    [sample] = build_samples([chat("user: a", "assistant: b")], byte_tokenizer(256), 256, train_on_prompt=True)
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    assert parts_of(sample) == expected((text[:12], 0), (text[12:], 1))
+    [only_user] = build_samples([chat("user: a")], byte_tokenizer(256), 256, train_on_prompt=True)
+    assert float(only_user.weights.sum()) == len(only_user)
+
+
+def test_text_is_cut_into_chunks_that_lose_no_target() -> None:
+    tokenizer = byte_tokenizer(256)
+    text = "0123456789"
+    samples = build_samples([Document("a.txt", text=text)], tokenizer, 4)
+    end = 256 + SPECIAL_TOKENS.index(IM_END)
+    assert [sample.input_ids.tolist() for sample in samples] == [[*b"0123"], [*b"4567"], [*b"89"]]
+    assert [sample.target_ids.tolist() for sample in samples] == [[*b"1234"], [*b"5678"], [*b"9", end]]
+    assert all(bool((sample.weights == 1).all()) for sample in samples)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 10, 11, 50])
+def test_every_token_but_the_first_is_a_target_once(limit: int) -> None:
+    samples = build_samples([Document("a.txt", text="0123456789")], byte_tokenizer(256), limit)
+    targets = [target for sample in samples for target in sample.target_ids.tolist()]
+    assert targets == [*b"123456789", 257]
+    assert all(1 <= len(sample) <= limit for sample in samples)
+
+
+def test_a_conversation_that_is_too_long() -> None:
+    document = chat("user: a", "assistant: b")
+    [sample] = build_samples([document], byte_tokenizer(256), 256)
+    assert build_samples([document], byte_tokenizer(256), len(sample))
+    with pytest.raises(DataError, match=rf"^chat\.jsonl:4: .* {len(sample)} tokens .* {len(sample) - 1} .*max_length"):
+        build_samples([document], byte_tokenizer(256), len(sample) - 1)
+
+
+def test_nothing_to_learn() -> None:
+    with pytest.raises(DataError, match=r"^chat\.jsonl:4: no assistant turn .*train_on_prompt"):
+        build_samples([chat("user: a")], byte_tokenizer(256), 256)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(REWRITING, "rewrites earlier turns"), (REFUSING, "roles must alternate"), (None, "need a chat template")],
+)
+def test_templates_that_cannot_be_used(template: str | None, message: str) -> None:
+    tokenizer = byte_tokenizer(256)
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message) as caught:
+        build_samples([chat("user: a", "assistant: b")], tokenizer, 256)
+    assert str(caught.value).startswith("chat.jsonl:4: ")
+
+
+def test_a_token_across_the_border_belongs_to_the_prompt() -> None:
+    offsets = [(0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (9, 10)]
+    assert token_weights(offsets, [(3, 6), (9, 10)]) == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert token_weights(offsets, []) == [0.0] * 6

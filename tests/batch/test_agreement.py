@@ -1,0 +1,191 @@
+"""The verdict that every rank reaches on the reports of all: pure, so no rank can reach another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascend import Parallel, Sample
+from megascend.batch.agreement import Report, reconcile, report
+from megascend.batch.results import TokenCounts
+from megascend.errors import DataError
+from megascend.topology.topology import Topology, plan
+
+TALLY = TokenCounts(weight=10.0, pairs=0, trained=12, tokens=20)
+
+
+def entry(checksum: int = 7, **changes) -> Report:
+    values = {"problem": None, "micro_batches": 2, "counts": {"": TALLY}, "checksums": {"input_ids": checksum}}
+    return Report(**(values | changes))
+
+
+def layout(world_size: int, **sizes: int) -> Topology:
+    return plan(Parallel(**sizes), world_size)
+
+
+def test_sums_count_every_data_parallel_rank_once():
+    topology = layout(8, tensor=2, context=2)  # data 2: ranks 0-3 and 4-7
+    first, second = entry(checksum=1), entry(checksum=2, counts={"": TokenCounts(2.5, 3, 4, 5)}, micro_batches=4)
+    agreed = reconcile([first] * 4 + [second] * 4, topology)
+    assert agreed.counts == {"": TokenCounts(weight=12.5, pairs=3, trained=16, tokens=25)}
+    assert agreed.micro_batches == 4
+
+
+def test_adapters_are_counted_apart_and_have_one_order_on_all_ranks():
+    of = {"a": TokenCounts(1.0, 0, 1, 2), "b": TokenCounts(2.0, 1, 3, 4), "c": TokenCounts(5.0, 0, 6, 7)}
+    first = entry(counts={"b": of["b"], "a": of["a"]}, checksum=1)
+    second = entry(counts={"c": of["c"], "b": of["b"]}, checksum=2)
+    agreed = reconcile([first, second], layout(2))
+    assert agreed.counts == {"a": of["a"], "b": TokenCounts(4.0, 2, 6, 8), "c": of["c"]}
+    assert list(agreed.counts) == ["a", "b", "c"]
+
+
+def test_pipeline_ranks_of_one_replica_count_once():
+    topology = layout(4, pipeline=2)  # rank 0 and 2 are stages of replica 0
+    agreed = reconcile([entry(checksum=1), entry(checksum=2), entry(checksum=1), entry(checksum=2)], topology)
+    assert agreed.counts == {"": TALLY + TALLY}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "planned", "agreed"),
+    [(2, 2, 1, 2), (2, 2, 2, 2), (2, 2, 3, 4), (4, 2, 5, 8), (2, 1, 3, 3), (4, 1, 1, 1)],
+)
+def test_the_interleaved_schedule_gets_whole_rounds(pipeline, virtual, planned, agreed):
+    topology = layout(pipeline, pipeline=pipeline, virtual_pipeline=virtual)
+    assert reconcile([entry(micro_batches=planned)] * pipeline, topology).micro_batches == agreed
+
+
+def test_a_rank_without_samples_does_not_stop_the_others():
+    agreed = reconcile([entry(), entry(micro_batches=0, counts={}, checksum=0)], layout(2))
+    assert (agreed.micro_batches, agreed.counts) == (2, {"": TALLY})
+
+
+def test_nothing_on_any_rank_is_an_error():
+    empty = entry(micro_batches=0, counts={}, checksum=0)
+    with pytest.raises(DataError, match="the batch is empty on every rank"):
+        reconcile([empty] * 2, layout(2))
+
+
+def test_the_first_problem_is_told_with_its_rank_and_the_others_are_counted():
+    with pytest.raises(DataError, match=r"^rank 1: sample 3 is too long$"):
+        reconcile([entry(), entry(problem="sample 3 is too long")], layout(2))
+    bad = entry(problem="sample 0 is odd")
+    with pytest.raises(DataError, match=r"^rank 2: sample 0 is odd \(2 ranks have problems\)$"):
+        reconcile([entry(), entry(), bad, bad], layout(4))
+
+
+def test_a_problem_is_told_before_a_mismatch_that_may_only_follow_from_it():
+    with pytest.raises(DataError, match="rank 1: too long"):
+        reconcile([entry(checksum=1), entry(problem="too long", checksum=0)], layout(2, tensor=2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "checksums", "ranks"),
+    [
+        ({"tensor": 2}, 2, [1, 2], "0 and 1"),
+        ({"pipeline": 2}, 2, [1, 2], "0 and 1"),
+        ({"context": 2}, 2, [1, 2], "0 and 1"),
+        ({"tensor": 2}, 4, [1, 1, 2, 3], "2 and 3"),
+        ({"pipeline": 2}, 4, [1, 2, 1, 3], "1 and 3"),
+    ],
+)
+def test_ranks_of_one_replica_must_have_the_same_samples(sizes, world_size, checksums, ranks):
+    with pytest.raises(DataError, match=f"ranks {ranks} differ only in tensor, pipeline or context"):
+        reconcile([entry(checksum=value) for value in checksums], layout(world_size, **sizes))
+
+
+def test_replicas_may_have_different_samples():
+    assert reconcile([entry(checksum=value) for value in (1, 2, 3)], layout(3)).counts[""].weight == 30.0
+
+
+def test_a_report_counts_what_is_there():
+    samples = [
+        Sample([1, 2, 3], [2, 3, 4], [0.0, 0.5, 2.0]),
+        Sample([9], [8], [1.0]),
+    ]
+    found = report(samples, 3, ["", ""], per_pair=False)
+    count_ = TokenCounts(weight=3.5, pairs=0, trained=3, tokens=4)
+    assert (found.problem, found.micro_batches, found.counts) == (None, 3, {"": count_})
+    assert found.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
+    assert report([], 0, [], per_pair=False) == Report(None)
+
+
+def test_a_pair_counts_once_and_for_its_own_adapter():
+    samples = [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for pair in (1, 2) for chosen in (True, False)]
+    found = report(samples, 1, ["a", "a", "b", "b"], per_pair=True).counts
+    assert {name: (count_.pairs, count_.tokens) for name, count_ in found.items()} == {"a": (1, 2), "b": (1, 2)}
+
+
+def test_a_report_does_not_lose_small_weights_beside_large_ones():
+    """Summed in float64: a million weights of 1e-3 beside one of 1e5 would lose digits in float32."""
+    large = Sample([1], [1], [1e5])
+    small = Sample([1] * 100_000, [1] * 100_000, [1e-3] * 100_000)
+    assert report([large, small], 1, ["", ""], per_pair=False).counts[""].weight == pytest.approx(1e5 + 100, rel=1e-9)
+
+
+def test_other_token_ids_or_another_order_are_another_checksum():
+    a, b = Sample([1, 2], [2, 3], [1, 1]), Sample([2, 1], [2, 3], [1, 1])
+    lists = ([a], [b], [a, b], [b, a], [a, a])
+    checksums = {report(samples, 1, [""] * len(samples), per_pair=False).checksums["input_ids"] for samples in lists}
+    assert len(checksums) == 5
+
+
+def test_other_adapters_are_another_checksum():
+    a = Sample([1, 2], [2, 3], [1, 1])
+    found = [report([a, a], 1, list(names), per_pair=False).checksums for names in ("ab", "ba", "aa")]
+    assert len({checksums["adapter"] for checksums in found}) == 3
+    assert len({checksums["input_ids"] for checksums in found}) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_ids": [2, 4]},
+        {"weights": [1.0, 0.5]},
+        {"advantages": [0.0, 1.0]},
+        {"old_logprobs": [-1.0, -2.0]},
+        {"ref_logprobs": [-1.0, -3.0]},
+        {"extra": {"teacher": [0.5, 0.25]}},
+        {"pair": "p", "chosen": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_field_is_compared_and_the_one_that_differs_is_named(change):
+    same = {
+        "input_ids": [1, 2],
+        "target_ids": [2, 3],
+        "weights": [1.0, 1.0],
+        "advantages": [0.0, 0.0],
+        "old_logprobs": [-1.0, -1.0],
+        "ref_logprobs": [-1.0, -1.0],
+        "extra": {"teacher": [0.5, 0.5]},
+        "pair": "p",
+        "chosen": True,
+    }
+    reports = [report([Sample(**fields)], 1, [""], per_pair=False) for fields in (same, same | change)]
+    reconcile([reports[0]] * 2, layout(2, tensor=2))
+    name = "teacher" if "extra" in change else next(iter(change))
+    with pytest.raises(DataError, match=rf"ranks 0 and 1 .*\(their {name} differ\)"):
+        reconcile(reports, layout(2, tensor=2))
+
+
+def test_a_field_that_one_rank_lacks_is_a_difference():
+    with_it, without = (
+        report([Sample([1], [2], [1.0], advantages=of)], 1, [""], per_pair=False) for of in ([0.0], None)
+    )
+    with pytest.raises(DataError, match="their advantages differ"):
+        reconcile([with_it, without], layout(2, context=2))
+
+
+def test_pairs_may_be_called_by_objects_of_this_process():
+    def mine():
+        pair = object()
+        return [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for chosen in (True, False)]
+
+    reconcile([report(mine(), 1, ["", ""], per_pair=True) for _ in range(2)], layout(2, tensor=2))
+
+
+@pytest.mark.parametrize(("weight", "name"), [(1e37, ""), (1e31, "alice"), (1e-38, "")])
+def test_weights_that_float32_cannot_sum_are_an_error(weight, name):
+    count_ = TokenCounts(weight=weight, pairs=0, trained=1, tokens=1)
+    with pytest.raises(DataError, match=rf"sum to {weight:g}.*float32".replace("+", r"\+")):
+        reconcile([entry(counts={name: count_})], layout(1))

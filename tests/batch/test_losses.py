@@ -1,0 +1,170 @@
+"""The losses known by name against their formulas, written out with plain floats."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import tensor
+
+from megascend import Loss
+from megascend.batch.losses import (
+    BUILT_IN,
+    LossInputs,
+    cross_entropy,
+    dpo,
+    importance_sampling,
+    ppo,
+    resolve,
+    split_output,
+)
+from megascend.errors import ConfigError, DataError
+
+LOGPROBS = [-1.0, -2.5, -0.25, -3.0]
+OLD = [-1.5, -2.0, -0.25, -2.0]
+ADVANTAGES = [1.0, -2.0, 0.5, -1.0]
+
+
+def inputs(count: int = 4, **changes) -> LossInputs:
+    settings = {
+        "targets": torch.zeros(count, dtype=torch.int64),
+        "weights": torch.ones(count),
+        "sample": torch.zeros(count, dtype=torch.int64),
+        "sample_count": 1,
+        "pairs": torch.zeros(0, 2, dtype=torch.int64),
+        "reduce_context": lambda values: values,
+        "old_logprobs": tensor(OLD),
+        "advantages": tensor(ADVANTAGES),
+    }
+    return LossInputs(**(settings | changes))
+
+
+def test_cross_entropy_is_the_negative_log_likelihood():
+    assert cross_entropy(tensor(LOGPROBS), inputs()).tolist() == [1.0, 2.5, 0.25, 3.0]
+
+
+def test_importance_sampling_weighs_advantages_by_the_ratio():
+    values, metrics = importance_sampling(tensor(LOGPROBS), inputs())
+    ratios = [math.exp(new - old) for new, old in zip(LOGPROBS, OLD, strict=True)]
+    assert values.tolist() == pytest.approx([-r * a for r, a in zip(ratios, ADVANTAGES, strict=True)])
+    assert metrics["ratio"].tolist() == pytest.approx(ratios)
+
+
+def test_ppo_takes_the_smaller_surrogate():
+    values, metrics = ppo(tensor(LOGPROBS), inputs())
+    expected, clipped = [], []
+    for new, old, advantage in zip(LOGPROBS, OLD, ADVANTAGES, strict=True):
+        ratio = math.exp(new - old)
+        limited = min(max(ratio, 0.8), 1.2)
+        expected.append(-min(ratio * advantage, limited * advantage))
+        clipped.append(float(limited * advantage < ratio * advantage))
+    assert values.tolist() == pytest.approx(expected)
+    assert metrics["clip_fraction"].tolist() == clipped == [1.0, 1.0, 0.0, 1.0]
+    assert metrics["kl"].tolist() == pytest.approx([math.exp(d) - 1 - d for d in (0.5, -0.5, 0.0, -1.0)])
+
+
+def test_ppo_is_flat_where_it_clips_and_only_there():
+    """A ratio that moved too far the way its advantage pushes gets no gradient; one that moved back does."""
+    logprobs = tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
+    values, _ = ppo(logprobs, inputs(old_logprobs=torch.zeros(4), advantages=tensor([1.0, -1.0, 1.0, -1.0])))
+    values.sum().backward()
+    ratios = [math.exp(0.5), math.exp(0.5), math.exp(-0.5), math.exp(-0.5)]
+    assert logprobs.grad.tolist() == pytest.approx([0.0, ratios[1], -ratios[2], 0.0])
+
+
+def test_the_clip_range_of_ppo_can_be_set_per_side():
+    values, _ = ppo(tensor([1.0]), inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0])), clip_high=0.28)
+    assert values.item() == pytest.approx(-1.28 * 2)
+    loss = resolve(Loss("dapo", partial(ppo, clip_high=0.28), requires=("old_logprobs", "advantages")))
+    assert loss.function(tensor([1.0]), inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0])))[0] == values
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
+    logprobs = tensor([-1.0, -2.0, -3.0, -0.5, -0.25, -4.0])
+    reference = tensor([-1.5, -1.0, -2.0, -1.0, -0.5, -1.0])
+    weights = tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.5])
+    given = inputs(
+        6,
+        weights=weights,
+        ref_logprobs=reference,
+        sample=tensor([0, 0, 1, 1, 2, 3]),
+        sample_count=4,
+        pairs=tensor([[1, 0], [2, 3]]),  # samples 1 and 2 are the chosen ones
+    )
+    margins = [0.5, -1.0 + 0.5, 0.25, -1.5]
+    values, metrics = dpo(logprobs, given, beta=beta)
+    logits = [beta * (margins[1] - margins[0]), beta * (margins[2] - margins[3])]
+    assert values.tolist() == pytest.approx([-math.log(1 / (1 + math.exp(-x))) for x in logits])
+    assert metrics["accuracy"].tolist() == [0.0, 1.0]
+    assert metrics["reward_chosen"].tolist() == pytest.approx([beta * margins[1], beta * margins[2]])
+    assert metrics["reward_rejected"].tolist() == pytest.approx([beta * margins[0], beta * margins[3]])
+
+
+def test_dpo_of_the_reference_itself_is_log_two():
+    given = inputs(2, ref_logprobs=tensor([-1.0, -2.0]), sample=tensor([0, 1]), sample_count=2, pairs=tensor([[0, 1]]))
+    assert dpo(tensor([-1.0, -2.0]), given)[0].item() == pytest.approx(math.log(2))
+
+
+def test_sums_per_sample_go_through_the_context_reduction():
+    seen = []
+
+    def reduce(values):
+        seen.append(values.tolist())
+        return values * 10
+
+    given = inputs(3, weights=tensor([1.0, 2.0, 0.0]), sample=tensor([1, 0, 1]), sample_count=3, reduce_context=reduce)
+    assert given.sum_per_sample(tensor([1.0, 3.0, 100.0])).tolist() == [60.0, 10.0, 0.0]
+    assert seen == [[6.0, 1.0, 0.0]]
+
+
+def test_a_loss_is_found_by_name_or_made_of_a_callable():
+    assert resolve("ppo") is BUILT_IN["ppo"]
+    assert resolve("dpo").per == "pair"
+
+    def mine(logprobs, given):
+        return -logprobs
+
+    class Callable:
+        def __call__(self, logprobs, given):
+            return -logprobs
+
+    for function, name in ((mine, "mine"), (Callable(), "Callable")):
+        loss = resolve(function)
+        assert (loss.name, loss.function, loss.per, loss.requires, loss.entropy) == (name, function, "token", (), False)
+    given = Loss("x", mine, per="pair")
+    assert resolve(given) is given
+
+
+def test_what_is_no_loss_is_refused():
+    with pytest.raises(
+        ConfigError, match="unknown loss 'hinge'; known by name: cross_entropy, importance_sampling, ppo, dpo"
+    ):
+        resolve("hinge")
+    with pytest.raises(ConfigError, match=r"a loss is a name, a megascend\.Loss or a callable, got int"):
+        resolve(3)
+
+
+def test_output_is_taken_apart():
+    loss = BUILT_IN["ppo"]
+    values, metrics = split_output(loss, torch.ones(3), 3)
+    assert (values.tolist(), metrics) == ([1.0] * 3, {})
+    values, metrics = split_output(loss, (torch.ones(3), {"kl": torch.zeros(3)}), 3)
+    assert list(metrics) == ["kl"]
+
+
+@pytest.mark.parametrize(
+    ("output", "count", "words"),
+    [
+        (torch.tensor(1.0), 3, [r"'ppo' returned loss of shape \(\)", r"per='token' needs \(3,\)"]),
+        (torch.ones(4), 3, [r"loss of shape \(4,\)"]),
+        (torch.ones(3, 1), 3, [r"loss of shape \(3, 1\)"]),
+        ((torch.ones(3), {"kl": torch.zeros(())}), 3, [r"returned kl of shape \(\)"]),
+    ],
+)
+def test_output_of_another_shape_is_refused(output, count, words):
+    for word in words:
+        with pytest.raises(DataError, match=word):
+            split_output(BUILT_IN["ppo"], output, count)

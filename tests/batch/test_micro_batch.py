@@ -1,0 +1,174 @@
+"""Layout arithmetic of a micro batch: lengths divide as promised, context ranks share every token, columns agree."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascend import Sample
+from megascend.batch.losses import BUILT_IN
+from megascend.batch.micro_batch import SequenceLayout, build, unpack
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+CPU = torch.device("cpu")
+some_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+combinations = {
+    "packing": st.booleans(),
+    "context": st.sampled_from([1, 2, 4]),
+    "tensor": st.sampled_from([1, 2, 4]),
+    "lengths": some_lengths,
+}
+quick = settings(max_examples=60, deadline=None)
+
+
+def make(lengths: list[int], offset: int = 1) -> list[Sample]:
+    """Samples whose columns are all different functions of the same running number."""
+    samples, start = [], offset
+    for length in lengths:
+        ids = torch.arange(start, start + length)
+        samples.append(
+            Sample(ids, ids + 1000, ids + 0.25, advantages=ids + 0.5, extra={"mine": ids + 0.75}),
+        )
+        start += length
+    return samples
+
+
+def on_every_rank(lengths, packing, context, tensor, **options):
+    samples = make(lengths)
+    return [
+        build(samples, range(len(lengths)), SequenceLayout(packing, context, rank, tensor), None, CPU, **options)
+        for rank in range(context)
+    ]
+
+
+@quick
+@given(**combinations)
+def test_what_a_rank_holds_divides_as_promised(packing, context, tensor, lengths):
+    for batch in on_every_rank(lengths, packing, context, tensor):
+        rows, columns = batch.input_ids.shape
+        held = rows * columns
+        assert held == sum(batch.padded_lengths) // context
+        # Sequence parallelism divides the sequence dimension of the rank's tokens.
+        assert columns % tensor == 0
+        for padded, length in zip(batch.padded_lengths, lengths, strict=True):
+            assert padded >= length
+            assert context == 1 or padded % (2 * context) == 0
+        if batch.packed is None:
+            assert len(set(batch.padded_lengths)) == 1
+            assert rows == len(lengths)
+        else:
+            assert rows == 1
+            boundaries = [0, *torch.tensor(batch.padded_lengths).cumsum(0).tolist()]
+            assert batch.packed.cu_seqlens_q.tolist() == batch.packed.cu_seqlens_kv.tolist() == boundaries
+            assert batch.packed.cu_seqlens_q.dtype == torch.int32
+            assert batch.packed.max_seqlen_q == max(batch.padded_lengths)
+
+
+@quick
+@given(**combinations)
+def test_packing_pads_no_more_than_it_must(packing, context, tensor, lengths):
+    batch = on_every_rank(lengths, packing, context, tensor)[0]
+    unit = 2 * context if context > 1 else 1
+    if packing:
+        wasted = sum(batch.padded_lengths) - sum(lengths)
+        # Each sample to its own multiple, and the whole once to the tensor ranks'.
+        assert wasted < len(lengths) * unit + max(unit, context) * tensor
+    else:
+        assert max(batch.padded_lengths) - max(lengths) < unit * tensor
+
+
+@quick
+@given(**combinations)
+def test_context_ranks_hold_every_token_exactly_once(packing, context, tensor, lengths):
+    batches = on_every_rank(lengths, packing, context, tensor)
+    places = torch.cat([batch.place for batch in batches])
+    assert places.sort().values.tolist() == list(range(sum(batches[0].padded_lengths)))
+    assert len({len(batch.place) for batch in batches}) == 1
+    assert all(batch.padded_lengths == batches[0].padded_lengths for batch in batches)
+
+
+@quick
+@given(**combinations)
+def test_columns_belong_to_the_same_token(packing, context, tensor, lengths):
+    samples = make(lengths)
+    for batch in on_every_rank(lengths, packing, context, tensor):
+        ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        real = ids > 0
+        assert torch.equal(batch.targets[real], ids[real] + 1000)
+        assert torch.equal(batch.weights[real], ids[real] + 0.25)
+        assert torch.equal(batch.fields["advantages"][real], ids[real] + 0.5)
+        assert torch.equal(batch.fields["mine"][real], ids[real] + 0.75)
+        assert batch.weights[~real].tolist() == [0.0] * int((~real).sum())
+        expected = [int(samples[number].input_ids[0]) + at for number, at in zip(batch.sample, positions, strict=True)]
+        assert ids[real].tolist() == torch.tensor(expected)[real].tolist()
+        starts = torch.tensor([0, *batch.padded_lengths]).cumsum(0)[batch.sample]
+        assert torch.equal(batch.place, starts + positions)
+
+
+@quick
+@given(**combinations)
+def test_unpacking_undoes_it(packing, context, tensor, lengths):
+    batches = on_every_rank(lengths, packing, context, tensor)
+    whole = torch.zeros(sum(batches[0].padded_lengths))
+    for batch in batches:
+        whole[batch.place] = batch.fields["mine"]
+    for found, sample in zip(unpack(whole, batches[0]), make(lengths), strict=True):
+        assert torch.equal(found, sample.extra["mine"])
+
+
+def test_the_plan_counts_what_the_batch_takes():
+    """``padded_length`` is what the planner budgets with; the batch may add only the tensor ranks' remainder."""
+    for packing, context, tensor in ((True, 2, 1), (False, 2, 2), (False, 1, 4), (True, 1, 1)):
+        layout = SequenceLayout(packing, context, 0, tensor)
+        for lengths in ([5], [7, 3], [16, 16, 2]):
+            batch = build(make(lengths), range(len(lengths)), layout, None, CPU)
+            planned = [layout.padded_length(length) for length in lengths]
+            expected = planned if packing else [max(planned)] * len(lengths)
+            assert batch.padded_lengths == expected
+
+
+def test_zigzag_deals_each_rank_one_chunk_from_each_end():
+    places = [batch.place.tolist() for batch in on_every_rank([8], True, 2, 1)]
+    assert places == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    places = [batch.place.tolist() for batch in on_every_rank([4, 8], True, 2, 1)]
+    assert places == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+
+
+def test_members_are_taken_in_the_order_given():
+    samples = make([3, 2, 4])
+    batch = build(samples, [2, 0], SequenceLayout(), None, CPU)
+    assert batch.members == [2, 0]
+    assert batch.input_ids.tolist() == [[6, 7, 8, 9, 1, 2, 3]]
+    assert batch.sample.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert batch.lengths == [4, 3]
+
+
+def test_a_filler_counts_nothing():
+    for batch in on_every_rank([5, 3], True, 2, 1, dummy=True):
+        assert batch.weights.tolist() == [0.0] * len(batch.weights)
+        assert batch.input_ids.any()
+
+
+def test_only_fields_that_every_sample_has_are_kept():
+    first, second = make([3, 2])
+    second.advantages = None
+    batch = build([first, second], [0, 1], SequenceLayout(), None, CPU)
+    assert set(batch.fields) == {"mine"}
+
+
+def test_pairs_are_positions_among_the_members():
+    make_one = partial(Sample, ref_logprobs=[0.0])
+    samples = [
+        make_one([1], [1], [1], pair="a", chosen=False),
+        make_one([2], [2], [1], pair="b", chosen=True),
+        make_one([3], [3], [1], pair="b", chosen=False),
+        make_one([4], [4], [1], pair="a", chosen=True),
+    ]
+    batch = build(samples, [3, 0, 1, 2], SequenceLayout(), BUILT_IN["dpo"], CPU)
+    assert batch.pairs.tolist() == [[0, 1], [2, 3]]
+    assert build(samples, [0, 1], SequenceLayout(), BUILT_IN["cross_entropy"], CPU).pairs.shape == (0, 2)

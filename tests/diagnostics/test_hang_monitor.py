@@ -1,0 +1,464 @@
+"""Who is blamed for what, the thread that tells the ranks about each other, and what becomes of a rank that is stuck."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megascend.bootstrap.runtime import Runtime
+from megascend.config import Parallel
+from megascend.diagnostics.diagnosis import LISTED, Failure, Kind, PeerStatus, Record, diagnose, shorten
+from megascend.diagnostics.hang_monitor import EXIT_PEER_LOST, HangMonitor
+from megascend.diagnostics.heartbeat import Observer
+from megascend.diagnostics.processes import Process
+from megascend.distributed.launch import Launch
+from megascend.distributed.process_groups import initialize
+from megascend.distributed.upstream_errors import is_secondary, library_of
+from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
+from megascend.testing import Lost, run_distributed
+from megascend.topology.topology import plan
+
+# --- the diagnosis: pure ---
+
+REDUCING = Record(
+    beat=7,
+    step=3,
+    label="grad reduce",
+    seconds=8.0,
+    outer="grad reduce",
+    counts={"forward and backward": 3, "grad reduce": 3},
+    open=["grad reduce"],
+    frame="all_reduce (distributed_c10d.py:1)",
+    waiting=True,
+)
+IN_FORWARD = replace(
+    REDUCING,
+    label="forward",
+    seconds=61.0,
+    outer="forward and backward",
+    counts={"forward and backward": 3, "grad reduce": 2},
+    open=["forward and backward"],
+    frame="tokenize (data.py:40)",
+    waiting=False,
+)
+UPDATING = replace(REDUCING, label="update", outer="update", open=["update"], counts=REDUCING.counts | {"update": 3})
+BETWEEN = replace(UPDATING, inside=False, open=[])
+FAILED = replace(IN_FORWARD, failure=Failure("forward of step 3", "forward and backward", "DataError: bad", False))
+GAVE_UP = replace(REDUCING, failure=Failure("grad reduce of step 3", "grad reduce", "PeerLostError: x", True))
+FINE = PeerStatus(REDUCING)
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind", "reason"),
+    [
+        (PeerStatus(FAILED), Kind.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
+        (PeerStatus(FAILED, silent=9.0), Kind.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
+        (PeerStatus(REDUCING, 3.2, 12.4), Kind.GONE, "rank 1 is gone: last heard of 12 s ago in grad reduce of step 3"),
+        (
+            PeerStatus(IN_FORWARD, 0.1, 1.0, "ended"),
+            Kind.GONE,
+            "rank 1 is gone: its process has ended, last heard of 1 s ago in forward of step 3",
+        ),
+        (
+            PeerStatus(BETWEEN, 5.0, 1.0, "stopped"),
+            Kind.GONE,
+            "rank 1 is gone: its process is stopped, last heard of 5 s ago after update of step 3",
+        ),
+        (
+            PeerStatus(replace(BETWEEN, ended=True), 30.0),
+            Kind.GONE,
+            "rank 1 has ended: it left its process groups after update of step 3",
+        ),
+        (
+            PeerStatus(IN_FORWARD),
+            Kind.LATE,
+            "rank 1 has not come: in forward of step 3 for 61 s, at tokenize (data.py:40)",
+        ),
+        (None, Kind.LATE, "rank 1 has not been heard of at all"),
+        (
+            PeerStatus(replace(REDUCING, waiting=False, frame="write (log.py:3)")),
+            Kind.LATE,
+            "rank 1 has not come: in grad reduce of step 3 for 8 s, at write (log.py:3)",
+        ),
+        (
+            PeerStatus(UPDATING),
+            Kind.LEFT,
+            "rank 1 has left grad reduce of step 3 without the others (now in update of step 3)",
+        ),
+        (
+            PeerStatus(BETWEEN),
+            Kind.LEFT,
+            "rank 1 has left grad reduce of step 3 without the others (now between phases)",
+        ),
+        (PeerStatus(GAVE_UP), Kind.GAVE_UP, "rank 1 failed in grad reduce of step 3 with PeerLostError: x"),
+    ],
+)
+def test_what_is_wrong_with_one_peer(seen: PeerStatus | None, kind: Kind, reason: str) -> None:
+    found = diagnose(0, REDUCING, {1: seen, 2: FINE})
+    assert (found.kind, found.culprits, found.reasons) == (kind, (1,), (reason,))
+
+
+def test_the_first_cause_is_blamed_and_what_follows_from_it_is_not() -> None:
+    peers = {1: PeerStatus(GAVE_UP), 2: PeerStatus(UPDATING), 3: PeerStatus(IN_FORWARD), 4: PeerStatus(REDUCING, 4.0)}
+    assert diagnose(0, REDUCING, peers).culprits == (4,)
+    assert diagnose(0, REDUCING, peers | {5: PeerStatus(FAILED)}).culprits == (5,)
+    assert diagnose(0, REDUCING, {1: peers[1], 2: peers[2], 3: peers[3]}).culprits == (3,)
+    assert diagnose(0, REDUCING, {1: peers[1], 2: peers[2]}).culprits == (2,)
+
+
+def test_nobody_to_blame() -> None:
+    found = diagnose(0, REDUCING, {1: FINE, 2: FINE})
+    assert (found.kind, found.culprits, found.reasons) == (Kind.FINE, (), ())
+    assert diagnose(0, REDUCING, {}).kind is Kind.FINE
+
+
+def test_where_nobody_is_to_blame_positions_go_down_to_the_line() -> None:
+    fetching = PeerStatus(replace(REDUCING, frame="fetch (data.py:7)", seconds=9.0))
+    positions = diagnose(0, REDUCING, {1: fetching}).positions
+    place = "in grad reduce of step 3 for"
+    assert (
+        positions == f"Ranks: 0 {place} 8 s, at all_reduce (distributed_c10d.py:1); 1 {place} 9 s, at fetch (data.py:7)"
+    )
+    assert "data.py" not in diagnose(0, REDUCING, {1: fetching, 2: PeerStatus(REDUCING, 4.0)}).positions
+
+
+def test_who_is_known_not_to_have_come_is_blamed_whatever_the_records_say() -> None:
+    found = diagnose(0, REDUCING, {1: FINE, 2: FINE}, suspects=[2])
+    assert (found.kind, found.culprits) == (Kind.LATE, (2,))
+    assert found.reasons[0].startswith("rank 2 has not come: in grad reduce of step 3 for 8 s")
+    assert diagnose(0, REDUCING, {1: PeerStatus(REDUCING, 9.0), 2: FINE}, suspects=[2]).culprits == (1,)
+
+
+def test_a_device_that_waits_shows_nothing_in_python() -> None:
+    """There this rank cannot say that it waits itself, so that frames are no evidence."""
+    mine = replace(REDUCING, waiting=False)
+    assert diagnose(0, mine, {1: PeerStatus(replace(REDUCING, waiting=False, frame="item"))}).kind is Kind.FINE
+
+
+def test_a_thread_in_the_background_is_in_its_phase_beside_the_main_one() -> None:
+    mine = replace(REDUCING, label="write", outer="write", counts={"write": 1}, open=["grad reduce", "write"])
+    writing = replace(UPDATING, counts=UPDATING.counts | {"write": 1}, open=["update", "write"], waiting=True)
+    assert diagnose(0, mine, {1: PeerStatus(writing)}).kind is Kind.FINE
+    assert diagnose(0, mine, {1: PeerStatus(UPDATING)}).kind is Kind.LATE
+
+
+def test_positions_are_a_short_list_with_the_culprits_in_it() -> None:
+    peers = dict.fromkeys(range(1, 1000), FINE) | {700: PeerStatus(REDUCING, 5.0)}
+    found = diagnose(0, REDUCING, peers)
+    assert found.culprits == (700,)
+    assert found.positions.startswith("Ranks: 0 in grad reduce of step 3 for 8 s; 1 in grad reduce of step 3 for 8 s; ")
+    assert found.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - LISTED} more")
+    assert found.positions.count(";") == LISTED
+
+
+def test_a_record_survives_the_store() -> None:
+    record = replace(FAILED, process=Process.own())
+    assert Record.decode(record.encode()) == record
+    assert shorten("a\n  b" + "c" * 1000) == "a b" + "c" * 394 + "..."
+
+
+def test_errors_can_be_pickled_and_caught_by_their_kin() -> None:
+    error = pickle.loads(pickle.dumps(PeerLostError("rank 1 is gone")))
+    assert str(error) == "rank 1 is gone"
+    assert isinstance(error, CollectiveTimeoutError)
+    assert isinstance(error, ConnectionError)
+
+
+# --- the observer: a clock that is passed in ---
+
+
+def test_silence_is_what_the_reader_has_seen() -> None:
+    observer, own = Observer(Process()), Record(beat=1, clock=100.0)
+    observer.update({1: own, 2: None}, now=10.0, clock=100.5, patience=5)
+    assert observer.statuses([1, 2]) == {1: PeerStatus(own, 0.0, 0.5), 2: None}
+    assert observer.undecided(since=9.0), "one look proves nothing"
+    observer.update({1: own, 2: None}, now=12.0, clock=102.5, patience=5)
+    assert observer.statuses([1])[1] == PeerStatus(own, 2.0, 2.5)
+    observer.update({1: own}, now=13.5, clock=104.0, patience=5)
+    assert observer.statuses([1])[1].gone  # type: ignore[union-attr]
+    assert not observer.undecided(since=9.0)
+    observer.update({1: replace(own, beat=2)}, now=14.0, clock=104.5, patience=5)
+    assert not observer.statuses([1])[1].gone  # type: ignore[union-attr]
+    assert not observer.undecided(since=9.0), "it has been seen to beat"
+
+
+def test_a_reader_that_was_stopped_itself_blames_nobody() -> None:
+    observer, own = Observer(Process()), Record(beat=1)
+    for now in (10.0, 11.0, 500.0):
+        observer.update({1: own}, now, clock=0.0, patience=5)
+    assert observer.statuses([1])[1].silent == 0.0  # type: ignore[union-attr]
+
+
+def test_processes_of_this_machine() -> None:
+    reader = Process.own()
+    if not reader.machine:
+        pytest.skip("no /proc here")
+    assert reader.state_seen_by(reader) == "running"
+    assert replace(reader, machine="another").state_seen_by(reader) == "unknown"
+    assert replace(reader, started=1).state_seen_by(reader) == "ended", "its number belongs to somebody else now"
+    number = os.fork()
+    if number == 0:
+        while True:
+            time.sleep(1)
+    child = replace(reader, number=number, started=int(open(f"/proc/{number}/stat").read().rsplit(")")[1].split()[19]))  # noqa: SIM115
+    os.kill(number, signal.SIGSTOP)
+    os.waitpid(number, os.WUNTRACED)
+    assert child.state_seen_by(reader) == "stopped"
+    os.kill(number, signal.SIGKILL)
+    os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+    assert child.state_seen_by(reader) == "ended", "a zombie"
+    os.waitpid(number, 0)
+    assert child.state_seen_by(reader) == "ended"
+
+
+# --- errors of the libraries ---
+
+
+@pytest.mark.parametrize(
+    ("error", "library"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"), "gloo"),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5ms"), "gloo"),
+        (RuntimeError("Gloo connectFullMesh failed with [..]"), "gloo"),
+        (dist.DistNetworkError("Connection reset by peer"), "torch.distributed"),
+        (dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690"), "torch.distributed"),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), "nccl"),
+        (RuntimeError("[ERROR] (PID:1, Device:0, RankID:0) ERR02200 DIST call hccl api failed."), "hccl"),
+        (RuntimeError("EI0002: The wait execution of the Notify register times out."), "hccl"),
+        (RuntimeError("my loss met gloo"), None),
+        (RuntimeError("connection to the reward model refused"), None),
+        (type("Mine", (RuntimeError,), {})("[gloo/a.cc:1] Timed out"), None),
+        (ValueError("NCCL error"), None),
+        (ConnectionError("Connection closed by peer"), None),
+    ],
+)
+def test_whose_error_it_is(error: BaseException, library: str | None) -> None:
+    assert library_of(error) == library
+    assert is_secondary(error) == (library is not None)
+
+
+# --- the thread ---
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "in vain"
+        time.sleep(0.02)
+
+
+def of_two(tmp_path, timeout_s: float = 30.0):
+    """Two ranks' watches in one process, and a store to read what they say."""
+    launches = [Launch(rank=rank, world_size=2, store_path=str(tmp_path / "store")) for rank in range(2)]
+    watches = [HangMonitor(rank, 2, timeout_s, launch.store(5)) for rank, launch in enumerate(launches)]
+    store = launches[0].store(5)
+    return watches, lambda rank: Record.decode(store.get(f"monitor/{rank}"))
+
+
+def test_the_innermost_phase_is_published_and_the_outer_one_comes_back(tmp_path) -> None:
+    (monitor, other), read = of_two(tmp_path)
+    try:
+        with monitor.phase("forward and backward"):
+            with monitor.phase("object gather", "gather_objects on group 'tp'"):
+                wait_until(lambda: read(0).label == "gather_objects on group 'tp'")
+                assert read(0).open == ["forward and backward"]
+            wait_until(lambda: read(0).label == "forward and backward")
+        wait_until(lambda: not read(0).inside)
+        monitor.step = 7
+        wait_until(lambda: read(0).place == "after forward and backward of step 7")
+        beat = read(0).beat
+        wait_until(lambda: read(0).beat > beat + 1)
+        assert read(0).counts == {"forward and backward": 1}
+    finally:
+        monitor.close()
+        other.close()
+    assert read(0).ended
+    with monitor.phase("after the end"):  # costs nothing, tells nobody
+        pass
+
+
+def test_an_exception_passes_unchanged_and_is_published_until_the_rank_goes_on(tmp_path) -> None:
+    (monitor, other), read = of_two(tmp_path)
+    error = DataError("no such\ntoken")
+    try:
+        with pytest.raises(DataError) as caught, monitor.phase("forward and backward"), monitor.phase("forward"):
+            raise error
+        assert caught.value is error
+        assert read(0).failure == Failure(
+            "forward of step 1", "forward and backward", "DataError: no such token", False
+        )
+        with monitor.phase("update"):
+            wait_until(lambda: read(0).failure is None)
+        with pytest.raises(PeerLostError, match="Rank 0 failed in update of step 1 with KeyError: 'x'") as lost:  # noqa: PT012, SIM117
+            with other.phase("update"):
+                with pytest.raises(KeyError), monitor.phase("update"):
+                    raise KeyError("x")
+                raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+        assert isinstance(lost.value.__cause__, RuntimeError)
+    finally:
+        monitor.close()
+        other.close()
+
+
+def test_communication_that_fails_though_all_are_there(tmp_path) -> None:
+    (monitor, other), _ = of_two(tmp_path)
+    try:
+        with pytest.raises(ProcessGroupError, match="No rank is missing, and none has failed"), other.phase("update"):  # noqa: SIM117
+            with monitor.phase("update"):
+                raise RuntimeError("[gloo/pair.cc:1] op.preamble.length <= op.nbytes")
+    finally:
+        monitor.close()
+        other.close()
+
+
+def test_a_store_that_has_gone_is_said_to_be_gone() -> None:
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monitor = HangMonitor(0, 2, 30.0, dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    assert monitor._heartbeat is not None
+    wait_until(lambda: server.check(["monitor/0"]))
+    server = None  # which ends it
+    wait_until(lambda: not monitor._heartbeat.alive)  # type: ignore[union-attr]
+    start = time.monotonic()
+    with pytest.raises(PeerLostError, match="store in which ranks tell what they do does not answer"):  # noqa: SIM117
+        with monitor.phase("update"):
+            raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+    assert time.monotonic() - start < 10  # a third of the timeout
+    monitor.close()
+
+
+def test_a_process_alone_starts_no_thread(runtime: Runtime) -> None:
+    def work() -> bool:
+        groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
+        with pytest.raises(RuntimeError, match="gloo"), groups.monitor.phase("forward"):
+            raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+        with groups.monitor.phase("forward"):
+            return groups.monitor._heartbeat is None
+
+    assert run_distributed(work, 1, init=False) == [True]
+
+
+def test_a_fork_of_a_rank_has_no_part_in_it(runtime: Runtime) -> None:
+    def work() -> int:
+        groups = initialize(plan(Parallel(), 2), runtime.platform, 30)
+        child = os.fork()
+        if child == 0:
+            start = time.monotonic()
+            try:
+                with groups.monitor.phase("forward"):
+                    raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+            except RuntimeError:
+                os._exit(0 if time.monotonic() - start < 0.5 else 1)
+        _, status = os.waitpid(child, 0)
+        groups.destroy()
+        return status
+
+    assert run_distributed(work, 2, init=False) == [0, 0]
+
+
+def test_an_adopted_group_is_watched_too(runtime: Runtime) -> None:
+    def work() -> str:
+        for _ in range(2):
+            groups = initialize(plan(Parallel(), 2), runtime.platform, 30)
+            if groups.rank == 0:
+                with pytest.raises(CollectiveTimeoutError, match="ank 1 has not come: after start-up for") as caught:  # noqa: SIM117
+                    with groups.monitor.phase("forward"):
+                        raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+            dist.barrier()
+            groups.destroy()
+            dist.barrier()
+        return str(caught.value) if dist.get_rank() == 0 else ""
+
+    assert run_distributed(work, 2)[0].startswith("rank 0: forward of step 1 failed after ")
+
+
+# --- a rank that is stuck ---
+
+
+def test_a_rank_that_waits_for_one_that_is_gone_ends_itself(runtime: Runtime, tmp_path) -> None:
+    """As in a device's wait, which no exception ends: here, in plain Python."""
+    error_file, output = tmp_path / "error.json", tmp_path / "stderr"
+
+    def work() -> None:
+        groups = initialize(plan(Parallel(), 3), runtime.platform, 2.0)
+        if groups.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if groups.rank == 0:
+            (tmp_path / "process").write_bytes(pickle.dumps(Process.own()))
+            os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+            groups.monitor.step = 3
+            with groups.monitor.phase("forward"):
+                time.sleep(60)
+        wait_until(error_file.exists, 30)
+        stuck = pickle.loads((tmp_path / "process").read_bytes())
+        wait_until(lambda: stuck.state_seen_by(Process.own()) != "running")
+        time.sleep(1)  # its main thread has ended; the others of the process may take a moment
+
+    start = time.monotonic()
+    results = run_distributed(work, 3, init=False, timeout_s=40, expect_lost={0, 1})
+    assert results == [Lost(EXIT_PEER_LOST), Lost(-signal.SIGKILL), None]
+    assert time.monotonic() - start < 20
+    said = output.read_text().splitlines()
+    assert len(said) == 2, said
+    assert said[0].startswith("megascend: rank 0: forward of step 3 has taken ")
+    assert "rank 1 is gone: its process has ended, last heard of" in said[0]
+    assert said[1].endswith(f"ending this process with code {EXIT_PEER_LOST}")
+    error = json.loads(error_file.read_text())["message"]
+    assert error["message"].startswith("PeerLostError: rank 0: forward of step 3 has taken ")
+    assert "time.sleep(60)" in error["extraInfo"]["py_callstack"]
+
+
+def test_a_rank_that_is_only_slow_is_waited_for(runtime: Runtime, tmp_path) -> None:
+    """One line on stderr, and no more."""
+    output = tmp_path / "stderr"
+
+    def work() -> str:
+        groups = initialize(plan(Parallel(), 2), runtime.platform, 0.5)
+        if groups.rank == 1:
+            time.sleep(6)
+            return "slow"
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+        with groups.monitor.phase("forward"):
+            time.sleep(6)
+        return "waited"
+
+    assert run_distributed(work, 2, init=False, timeout_s=40) == ["waited", "slow"]
+    (line,) = output.read_text().splitlines()
+    assert line.startswith("megascend: rank 0: forward of step 1 has taken ")
+    assert "rank 1 has not come: after start-up" in line
+
+
+def test_ranks_that_stand_in_the_same_phase_are_told_apart_by_their_lines(runtime: Runtime, tmp_path) -> None:
+    """All that can be said where a device waits: one of them hangs in Python, and NCCL's own timeout ends the other."""
+    output, entered, release = tmp_path / "stderr", tmp_path / "entered", tmp_path / "release"
+    os.mkfifo(release)
+
+    def hang() -> None:
+        entered.touch()
+        os.close(os.open(release, os.O_RDONLY))  # until somebody opens the other end
+
+    def work() -> None:
+        groups = initialize(plan(Parallel(), 2), runtime.platform, 0.5)
+        if groups.rank == 1:
+            with groups.monitor.phase("forward"):
+                hang()
+            return
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+        wait_until(entered.exists)
+        with groups.monitor.phase("forward"):
+            wait_until(lambda: output.stat().st_size > 0, 30)
+        release.write_bytes(b"")
+
+    run_distributed(work, 2, init=False, timeout_s=60)
+    (line,) = output.read_text().splitlines()
+    assert "no rank is gone, has failed or is in another phase. Ranks: 0 in forward of step 1 for " in line
+    assert re.search(r"; 1 in forward of step 1 for \d+ s, at hang \(test_hang_monitor.py:\d+\)$", line), line

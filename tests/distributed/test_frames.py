@@ -1,0 +1,79 @@
+"""Frames: what is compared, what travels in them, and the words for ranks that are out of step. No processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascend.distributed.frames import SIZE, Position, contents, decode, describe, encode
+from megascend.errors import CheckpointError, MegascendError, OutOfStepError
+
+HERE = Position("gather_objects", "world", 12, 3, "save('a')", "save")
+
+
+def test_a_frame_comes_back_with_what_fits_into_it() -> None:
+    for content in (b"", b"abc", b"\0" * 300):
+        frame = encode(HERE, content)
+        assert len(frame) == SIZE
+        found = decode(frame)
+        assert found is not None
+        assert (found.position, found.length, found.content, found.complete) == (HERE, len(content), content, True)
+    found = decode(encode(HERE, b"x" * SIZE))
+    assert found is not None
+    assert (found.length, found.content, found.complete) == (SIZE, b"", False)
+
+
+def test_long_texts_are_cut_but_compared_whole() -> None:
+    one, other = (Position("agree", "world", 1, 1, "ü" * 5000 + end) for end in "ab")
+    assert len(encode(one, b"content")) == SIZE
+    assert contents([encode(one, b"1"), encode(one, b"2")], [0, 1], 0)[1].length == 1
+    with pytest.raises(OutOfStepError):
+        contents([encode(one, b""), encode(other, b"")], [0, 1], 0)
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        Position("barrier", "world", 12, 3, "save('a')"),
+        Position("gather_objects", "tp", 12, 3, "save('a')"),
+        Position("gather_objects", "world", 13, 3, "save('a')"),
+        Position("gather_objects", "world", 12, 4, "save('a')"),
+        Position("gather_objects", "world", 12, 3, "save('b')"),
+    ],
+)
+def test_every_part_of_a_position_counts_but_its_place(there: Position) -> None:
+    with pytest.raises(OutOfStepError) as caught:
+        contents([encode(HERE, b""), encode(there, b"")], [4, 7], 7)
+    assert str(caught.value).startswith(
+        "rank 7: the ranks are out of step: rank 4 is in save('a') (gather_objects, collective 12 of world, step 3); rank 7 is"
+    )
+    elsewhere = Position("gather_objects", "world", 12, 3, "save('a')", "load")
+    assert len(contents([encode(HERE, b""), encode(elsewhere, b"")], [4, 7], 7)) == 2
+
+
+def test_bytes_of_something_else_are_no_frame() -> None:
+    with pytest.raises(OutOfStepError, match="rank 1: what came from rank 0 is not of an object collective"):
+        contents([b"\1" * SIZE, encode(HERE, b"")], [0, 1], 1)
+
+
+def test_a_refusal_is_raised_by_all_in_its_own_class() -> None:
+    refused = Position("agree", "world", 12, 3, "save('a')", "save", ("CheckpointError", "no room"))
+    with pytest.raises(CheckpointError, match=r"^rank 0: no room$"):
+        contents([encode(refused, b""), encode(HERE, b"")], [0, 1], 1)  # the kinds may differ then
+    strange = Position("agree", "world", 12, 3, "save('a')", "save", ("annotations", "rank 9: no class"))
+    with pytest.raises(MegascendError, match=r"^rank 9: no class$"):
+        contents([encode(strange, b""), encode(HERE, b"")], [0, 1], 1)
+    other = Position("agree", "world", 12, 3, "load('a')", "", ("CheckpointError", "none there"))
+    with pytest.raises(
+        OutOfStepError, match=r"load\('a'\) .*, where it raised CheckpointError: none there; rank 1 is in save"
+    ):
+        contents([encode(other, b""), encode(HERE, b"")], [0, 1], 1)
+
+
+def test_ranks_in_the_same_place_are_listed_together() -> None:
+    there = Position("barrier", "world", 2, 1, "", "export")
+    assert describe({0: HERE, 1: there, 2: HERE}) == (
+        "ranks 0, 2 are in save('a') (gather_objects, collective 12 of world, step 3); "
+        "rank 1 is in export (barrier, collective 2 of world, step 1)"
+    )
+    text = describe({rank: Position("barrier", "world", rank, 1, "x") for rank in range(20)})
+    assert text.endswith("; and 12 other positions")

@@ -1,0 +1,229 @@
+"""Real ranks in different object collectives: all of them raise at once, and say where each one is.
+
+The groups' timeout is 120 s and a test's deadline a quarter of it: nobody has waited it out.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megascend
+from megascend.bootstrap.runtime import Runtime
+from megascend.config import Parallel
+from megascend.distributed.objects import (
+    agree,
+    all_reduce_numbers,
+    barrier,
+    broadcast_object,
+    collect_objects,
+    gather_objects,
+)
+from megascend.distributed.process_groups import ProcessGroups, initialize
+from megascend.errors import DataError, OutOfStepError, ProcessGroupError
+from megascend.testing import run_distributed
+from megascend.topology.topology import plan
+
+TIMEOUT_S, DEADLINE_S = 120.0, 30.0
+
+Call = Callable[[ProcessGroups], Any]
+CALLS: dict[str, tuple[str, Call]] = {
+    "gather": ("loads (gather_objects, ", lambda g: gather_objects("g", "world", g, "loads")),
+    "gather of much": ("sizes (gather_objects, ", lambda g: gather_objects("m" * 9999, "world", g, "sizes")),
+    "collect": ("loads (collect_objects, ", lambda g: collect_objects("c", "world", g, "loads")),
+    "broadcast": ("loads (broadcast_object from its rank 0, ", lambda g: broadcast_object("b", "world", g, 0, "loads")),
+    "from 1": ("loads (broadcast_object from its rank 1, ", lambda g: broadcast_object("b", "world", g, 1, "loads")),
+    "sum": ("loads (all_reduce_numbers, sum of 1, ", lambda g: all_reduce_numbers([1], "world", g, "sum", "loads")),
+    "max": ("loads (all_reduce_numbers, max of 1, ", lambda g: all_reduce_numbers([1], "world", g, "max", "loads")),
+    "sum of 2": (
+        "loads (all_reduce_numbers, sum of 2",
+        lambda g: all_reduce_numbers([1, 2], "world", g, "sum", "loads"),
+    ),
+    "barrier": ("barrier (barrier, ", lambda g: barrier(g)),
+    "agree": ("loads (agree, ", lambda g: agree("loads", g)),
+    "another group": ("of tp, step 1", lambda g: gather_objects("g", "tp", g, "loads")),
+    "another step": ("of world, step 2", lambda g: gather_objects("g", "world", g, "loads", 2)),
+    "no purpose": ("a call that does not say", lambda g: gather_objects("n", "world", g)),
+}
+
+
+def test_every_pair_of_collectives(runtime: Runtime) -> None:
+    pairs = list(itertools.permutations(CALLS, 2))
+
+    def work() -> list[str]:
+        groups = initialize(plan(Parallel(tensor=2), 2), runtime.platform, TIMEOUT_S)
+        messages = []
+        for pair in pairs:
+            with pytest.raises(OutOfStepError) as caught:
+                CALLS[pair[groups.rank]][1](groups)
+            messages.append(str(caught.value))
+            assert gather_objects(groups.rank, "world", groups) == [0, 1]  # the group is of use afterwards
+        return messages
+
+    of_0, of_1 = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
+    for pair, *messages in zip(pairs, of_0, of_1, strict=True):
+        for rank, message in enumerate(messages):
+            first, second = message.split("; rank 1 is in ")
+            assert first.startswith(f"rank {rank}: the ranks are out of step: rank 0 is in "), message
+            assert CALLS[pair[0]][0] in first, message
+            assert CALLS[pair[1]][0] in second, message
+
+
+def test_one_rank_of_four_is_elsewhere(runtime: Runtime) -> None:
+    def work() -> str:
+        groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
+        groups.monitor.step = 7
+
+        def save() -> None:
+            with groups.monitor.phase("save"):
+                gather_objects(None, "world", groups, "whether there is room")
+
+        def forward() -> None:
+            with groups.monitor.phase("forward"):
+                all_reduce_numbers([1.0] * 5000, "world", groups, "sum", "tokens")
+
+        with pytest.raises(OutOfStepError) as caught:
+            (save if groups.rank == 2 else forward)()
+        return str(caught.value)
+
+    for rank, message in enumerate(run_distributed(work, 4, init=False, timeout_s=DEADLINE_S)):
+        assert message == (
+            f"rank {rank}: the ranks are out of step: ranks 0, 1, 3 are in tokens inside forward (all_reduce_numbers, sum of "
+            "5000, collective 1 of world, step 7); rank 2 is in whether there is room inside save (gather_objects, collective 1 "
+            "of world, step 7). All ranks make the same calls in the same order, with the same arguments where they must be "
+            "equal; nothing was exchanged"
+        )
+
+
+PLANS = (("world", "tp", "world", "world"), ("world", "tp", "world", "tp"), ("tp", "dp", "dp", "tp"))
+"""The group that each of four ranks calls on; tp is ranks 0, 1 and 2, 3, dp is 0, 2 and 1, 3."""
+
+
+def test_groups_of_different_ranks(runtime: Runtime) -> None:
+    """Rank 0 waits for rank 1 in one group, rank 1 for rank 0 in another: neither exchange would end."""
+
+    def work() -> list[str]:
+        groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
+        messages = []
+        for number, names in enumerate(PLANS):
+            if number == 2 and groups.rank == 3:
+                time.sleep(1.5)  # comes to what was given up long ago
+            with pytest.raises(OutOfStepError) as caught:
+                gather_objects(number, names[groups.rank], groups, f"from {groups.rank}")
+            messages.append(str(caught.value))
+            for name in ("world", "tp", "dp"):
+                assert gather_objects(groups.rank, name, groups, "afterwards") == groups.ranks(name)
+        return messages
+
+    messages = run_distributed(work, 4, init=False, timeout_s=DEADLINE_S)
+    for number, names in enumerate(PLANS):
+        for rank, of_rank in enumerate(messages):
+            # What a rank did not wait for, another one has told it of.
+            named = [other for other in range(4) if f"is in from {other} (gather_objects, " in of_rank[number]]
+            assert rank in named, of_rank[number]
+            assert len(named) > 1, of_rank[number]
+            assert any(f"of {name}, step 1)" in of_rank[number] for name in {*names} - {names[rank]}), of_rank[number]
+
+
+def test_a_rank_that_goes_on_alone_is_told_again(runtime: Runtime) -> None:
+    def work() -> list[str]:
+        groups = initialize(plan(Parallel(), 2), runtime.platform, TIMEOUT_S)
+        order = ["load", "step", "save"] if groups.rank == 0 else ["step", "save", "step"]
+        messages = []
+        for what in order:
+            with pytest.raises(OutOfStepError) as caught:
+                broadcast_object(what, "world", groups, what=what)
+            messages.append(str(caught.value))
+        return messages
+
+    for messages in run_distributed(work, 2, init=False, timeout_s=DEADLINE_S):
+        for number, (of_0, of_1) in enumerate([("load", "step"), ("step", "save"), ("save", "step")], 1):
+            assert (
+                f"rank 0 is in {of_0} (broadcast_object from its rank 0, collective {number} of world"
+                in messages[number - 1]
+            )
+            assert (
+                f"rank 1 is in {of_1} (broadcast_object from its rank 0, collective {number} of world"
+                in messages[number - 1]
+            )
+
+
+def test_what_one_rank_cannot_do_no_rank_does(runtime: Runtime) -> None:
+    def work() -> list[str]:
+        groups = initialize(plan(Parallel(), 2), runtime.platform, TIMEOUT_S)
+        messages = []
+        for call, kind in (
+            (lambda: agree("export", groups, DataError("no") if groups.rank == 1 else None), DataError),
+            (lambda: gather_objects((lambda: 0) if groups.rank == 1 else 0, "world", groups, "x"), ProcessGroupError),
+        ):
+            with pytest.raises(kind) as caught:
+                call()
+            assert type(caught.value) is kind
+            messages.append(str(caught.value))
+        assert gather_objects("y" * groups.rank, "world", groups) == ["", "y"]
+        return messages
+
+    of_0, of_1 = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
+    assert (of_0[0], of_1[0]) == ("rank 1: no", "no")
+    assert of_0[1] == of_1[1]
+    assert of_0[1].startswith("rank 1: an object for gather_objects cannot be pickled: ")
+
+
+def test_one_process_needs_no_exchange(runtime: Runtime) -> None:
+    def work() -> None:
+        groups = initialize(plan(Parallel(), 1), runtime.platform, TIMEOUT_S)
+        agree("export", groups)
+        with pytest.raises(DataError, match=r"^no$"):
+            agree("export", groups, DataError("no"))
+        with pytest.raises(ProcessGroupError, match="cannot be pickled"):
+            gather_objects(lambda: 0, "world", groups)
+
+    run_distributed(work, 1, init=False)
+
+
+@pytest.mark.parametrize("size", [0, 1, 700, 5000, 300_000])
+def test_objects_of_every_size(runtime: Runtime, size: int) -> None:
+    def work() -> tuple[object, ...]:
+        groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
+        mine = bytes([groups.rank]) * (size * (groups.rank + 1))
+        return (
+            gather_objects(mine, "world", groups) == [bytes([r]) * (size * (r + 1)) for r in range(4)],
+            broadcast_object(mine, "dp", groups, source=1)
+            == bytes([2 + groups.rank % 2]) * (size * (3 + groups.rank % 2)),
+            [len(part) for part in collect_objects(mine, "tp", groups) or []],
+            all_reduce_numbers([0.5 + groups.rank] * size, "world", groups) == [8.0] * size,
+        )
+
+    results = run_distributed(work, 4, init=False, timeout_s=DEADLINE_S)
+    assert [result[:2] + result[3:] for result in results] == [(True, True, True)] * 4
+    assert [result[2] for result in results] == [[size, 2 * size], [], [3 * size, 4 * size], []]
+
+
+def test_every_collective_of_the_package_says_what_it_is_for() -> None:
+    places = {"gather_objects": 3, "collect_objects": 3, "broadcast_object": 4, "all_reduce_numbers": 4}
+    found = 0
+    for path in Path(megascend.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in places:
+                found += 1
+                named = any(keyword.arg == "what" for keyword in node.keywords)
+                assert named or len(node.args) > places[node.func.id], f"{path}:{node.lineno}"
+    assert found > 10
+
+
+def test_no_object_travels_past_the_frames() -> None:
+    """torch's own object collectives are called by torch, in groups of their own, and where they are what is tested."""
+    names = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+    package = Path(megascend.__file__).parent
+    for path in package.rglob("*.py"):
+        if path == package / "acceptance" / "collective_ranks.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert node.func.attr not in names, f"{path}:{node.lineno}"

@@ -1,0 +1,164 @@
+"""Object collectives: values, refusals off Gloo, and errors that name who did not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megascend.bootstrap.runtime import Runtime
+from megascend.config import Parallel
+from megascend.distributed.channels import Channel
+from megascend.distributed.objects import all_reduce_numbers, barrier, broadcast_object, gather_objects
+from megascend.distributed.process_groups import ProcessGroups, initialize
+from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
+from megascend.testing import Lost, run_distributed
+from megascend.topology.topology import plan
+
+
+@pytest.fixture
+def groups_of_two_by_two(runtime: Runtime):
+    topology = plan(Parallel(tensor=2, context=2), 4)
+    return lambda timeout_s=30.0: initialize(topology, runtime.platform, timeout_s)
+
+
+def test_values(groups_of_two_by_two) -> None:
+    def work() -> tuple[object, ...]:
+        groups: ProcessGroups = groups_of_two_by_two()
+        barrier(groups)
+        return (
+            gather_objects({"rank": groups.rank}, "tp", groups),
+            gather_objects("x" * groups.rank, "dp_cp", groups),
+            broadcast_object(f"from {groups.rank}", "cp", groups, source=1),
+            all_reduce_numbers([float(groups.rank), 0.1], "world", groups),
+            all_reduce_numbers([float(groups.rank)], "tp", groups, op="max"),
+            all_reduce_numbers([2.0**53 + 2 * groups.rank], "tp", groups, op="min"),
+            all_reduce_numbers([], "world", groups),
+        )
+
+    results = run_distributed(work, 4, init=False)
+    tenth = pytest.approx(0.4, abs=1e-15)  # float32 would be off by 1e-9 and more
+    assert results[1] == (
+        [{"rank": 0}, {"rank": 1}],
+        ["x", "xxx"],
+        "from 3",
+        [6.0, tenth],
+        [1.0],
+        [2.0**53],
+        [],
+    )
+    assert results[2][:3] == ([{"rank": 2}, {"rank": 3}], ["", "xx"], "from 2")
+    assert results[2][5] == [2.0**53 + 4]
+
+
+def test_one_process(runtime: Runtime) -> None:
+    def work() -> None:
+        groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
+        barrier(groups)
+        assert gather_objects(3, "dp_cp", groups) == [3]
+        assert broadcast_object(4, "tp", groups) == 4
+        assert all_reduce_numbers([5.0], "ep", groups) == [5.0]
+
+    run_distributed(work, 1, init=False)
+
+
+def test_ranks_that_do_not_come_are_named(groups_of_two_by_two) -> None:
+    def work() -> tuple[str, float]:
+        groups: ProcessGroups = groups_of_two_by_two(2.0)
+        assert gather_objects(groups.rank, "world", groups) == [0, 1, 2, 3]
+        start = time.monotonic()
+        if groups.rank == 2:
+            time.sleep(6)
+            return "", 0.0
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            gather_objects(groups.rank, "world", groups)
+        return str(caught.value), time.monotonic() - start
+
+    results = run_distributed(work, 4, init=False, timeout_s=30)
+    for rank in (0, 1, 3):
+        message, seconds = results[rank]
+        assert message.startswith(f"rank {rank}: 1 of 4 ranks did not arrive at gather_objects within 2 s: rank 2."), (
+            message
+        )
+        assert seconds < 6
+
+
+def test_a_group_error_names_the_group(groups_of_two_by_two) -> None:
+    def work() -> str:
+        groups: ProcessGroups = groups_of_two_by_two(2.0)
+        if groups.rank == 3:
+            time.sleep(4)
+        if groups.rank != 2:
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            all_reduce_numbers([1.0], "tp", groups)
+        return str(caught.value)
+
+    message = run_distributed(work, 4, init=False, timeout_s=30)[2]
+    assert "1 of 2 ranks did not arrive at all_reduce_numbers on group 'tp' within 2 s: rank 3." in message
+
+
+def test_a_barrier_with_its_own_timeout_and_label(groups_of_two_by_two) -> None:
+    def work() -> tuple[str, float]:
+        groups: ProcessGroups = groups_of_two_by_two(60.0)
+        start = time.monotonic()
+        if groups.rank in (0, 3):
+            time.sleep(4)
+            return "", 0.0
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            barrier(groups, timeout_s=1.0, label="the checkpoint of step 7")
+        return str(caught.value), time.monotonic() - start
+
+    message, seconds = run_distributed(work, 4, init=False, timeout_s=30)[1]
+    assert "2 of 4 ranks did not arrive at the checkpoint of step 7 within 1 s: ranks 0, 3." in message
+    assert 0.9 < seconds < 10
+
+
+def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
+    def work() -> tuple[str, float]:
+        groups: ProcessGroups = groups_of_two_by_two(60.0)
+        barrier(groups)
+        if groups.rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if groups.rank > 1:
+            assert gather_objects(groups.rank, "tp", groups) == [2, 3]
+            return "", 0.0
+        start = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            gather_objects(groups.rank, "tp", groups)
+        return str(caught.value), time.monotonic() - start
+
+    results = run_distributed(work, 4, init=False, timeout_s=30, expect_lost={1})
+    message, seconds = results[0]
+    assert "1 of 2 ranks did not arrive at gather_objects on group 'tp'" in message
+    assert ": rank 1." in message
+    assert "Rank 1 is gone: its process has ended, last heard of" in message
+    assert seconds < 10  # of a timeout of 60
+    assert results[1] == Lost(-signal.SIGKILL)
+
+
+def test_nothing_travels_over_a_device_group(runtime: Runtime) -> None:
+    def work() -> None:
+        groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
+        with pytest.raises(ProcessGroupError, match="group 'mp' has no channel for objects"):
+            gather_objects(1, "mp", groups)
+        dist.Backend.register_backend("pretend", lambda s, r, n, t: dist.ProcessGroupGloo(s, r, n, t), devices=["cpu"])
+        with pytest.raises(ProcessGroupError, match="'dp' would go over pretend; objects travel on gloo only"):
+            Channel("dp", [0], 0, dist.new_group([0], backend="pretend"), 10)
+
+    run_distributed(work, 1, init=False)
+
+
+def test_wrong_arguments(runtime: Runtime) -> None:
+    def work() -> None:
+        groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
+        with pytest.raises(ProcessGroupError, match="source 1 is not a rank of group 'tp', which has 1"):
+            broadcast_object(1, "tp", groups, source=1)
+        with pytest.raises(ProcessGroupError, match="knows sum, max, min, not 'mean'"):
+            all_reduce_numbers([1.0], "tp", groups, op="mean")  # type: ignore[arg-type]
+
+    run_distributed(work, 1, init=False)

@@ -1,0 +1,260 @@
+"""Groups of real ranks: the ranks they hold, who owns them, and what happens when somebody is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascend.bootstrap.runtime import Runtime
+from megascend.config import Parallel
+from megascend.distributed import process_groups
+from megascend.distributed.launch import Launch
+from megascend.distributed.objects import all_reduce_numbers
+from megascend.distributed.process_groups import CARRIERS, GROUP_AXES, initialize
+from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
+from megascend.testing import run_distributed
+from megascend.topology.topology import plan
+
+
+def open_groups(runtime: Runtime, world: int, timeout_s: float = 30, **parallel: Any) -> process_groups.ProcessGroups:
+    return initialize(plan(Parallel(**parallel), world), runtime.platform, timeout_s)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"context": 2, "expert": 4}])
+def test_every_group_adds_up_over_the_ranks_of_the_topology(runtime: Runtime, parallel: dict[str, Any]) -> None:
+    topology = plan(Parallel(**parallel), 4)
+
+    def sums() -> dict[str, float]:
+        groups = initialize(topology, runtime.platform, 30)
+        found = {}
+        for name in GROUP_AXES:
+            value = torch.tensor(2.0**groups.rank)
+            dist.all_reduce(value, group=groups.device_group(name))
+            found[name] = value.item()
+            if name in CARRIERS:
+                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [found[name]]
+                assert groups.channel(name).group is not groups.device_group(name)
+        groups.destroy()
+        assert not dist.is_initialized()
+        return found
+
+    for rank, found in enumerate(run_distributed(sums, 4, init=False)):
+        for name, total in found.items():
+            assert total == sum(2.0**member for member in topology.group_of(rank, *GROUP_AXES[name])), name
+
+
+def test_one_process_needs_no_variables_and_can_do_it_again(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        groups = open_groups(runtime, 1)
+        try:
+            assert groups.ranks("dp_cp") == [0]
+            assert groups.coordinates.data == 0
+            with pytest.raises(ProcessGroupError, match="exist already"):
+                open_groups(runtime, 1)
+        finally:
+            groups.destroy()
+        groups.destroy()
+        with pytest.raises(ProcessGroupError, match="no channel for objects 'dp': these process groups were destroyed"):
+            groups.channel("dp")
+
+
+def test_several_ranks_can_do_it_again_with_another_layout(runtime: Runtime) -> None:
+    def twice() -> list[list[int]]:
+        found = []
+        for parallel in ({"tensor": 2}, {"pipeline": 2}):
+            groups = open_groups(runtime, 2, **parallel)
+            (value,) = all_reduce_numbers([1.0], "tp", groups)
+            found.append([int(value), groups.ranks("dp")[0]])
+            groups.destroy()
+        return found
+
+    assert run_distributed(twice, 2, init=False) == [[[2, 0], [1, 0]], [[2, 1], [1, 1]]]
+
+
+def test_a_default_group_of_the_trainer_is_used_and_left_alone(runtime: Runtime) -> None:
+    def adopt() -> tuple[list[int], bool]:
+        groups = open_groups(runtime, 2)
+        ranks = groups.ranks("dp")
+        groups.destroy()
+        return ranks, dist.is_initialized()
+
+    assert run_distributed(adopt, 2) == [([0, 1], True)] * 2
+
+
+def test_names(runtime: Runtime) -> None:
+    def names() -> None:
+        groups = open_groups(runtime, 1)
+        with pytest.raises(
+            ProcessGroupError, match="group 'mp' has no channel for objects; those that have: world, dp"
+        ):
+            groups.channel("mp")
+        with pytest.raises(ProcessGroupError, match="no process group 'ddp'; there are world, tp"):
+            groups.device_group("ddp")
+        groups.destroy()
+
+    run_distributed(names, 1, init=False)
+
+
+def test_another_world_size_is_refused_before_anything_is_created(runtime: Runtime) -> None:
+    def start() -> None:
+        with pytest.raises(TopologyError, match=r"for 4 ranks, but 2 were started \(WORLD_SIZE\); start 4 processes"):
+            open_groups(runtime, 4)
+        assert not dist.is_initialized()
+
+    run_distributed(start, 2, init=False)
+
+
+def test_missing_ranks_are_named_within_the_timeout(runtime: Runtime) -> None:
+    def late() -> tuple[str, float]:
+        start = time.monotonic()
+        if os.environ["RANK"] in ("1", "3"):
+            return "", 0.0
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            open_groups(runtime, 4, timeout_s=1.5)
+        assert not dist.is_initialized()
+        return str(caught.value), time.monotonic() - start
+
+    results = run_distributed(late, 4, init=False, timeout_s=30)
+    for rank in (0, 2):
+        message, seconds = results[rank]
+        assert f"rank {rank}: 2 of 4 ranks did not arrive at start-up within 1.5 s: ranks 1, 3." in message
+        assert 1.4 < seconds < 5
+
+
+def test_megatron_laying_out_ranks_differently_is_noticed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    original = parallel_state.initialize_model_parallel
+
+    def pipeline_first(**settings: Any) -> None:
+        original(**(settings | {"order": "pp-dp-cp-ep-tp"}))
+
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", pipeline_first)
+
+    def start() -> None:
+        with pytest.raises(ProcessGroupError, match=r"Megatron's group tp has ranks \[\d, \d\], the topology "):
+            open_groups(runtime, 4, tensor=2)
+        assert not dist.is_initialized()
+        assert not parallel_state.is_initialized()
+
+    run_distributed(start, 4, init=False)
+
+
+def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:
+    """A second name for gloo stands in for NCCL or HCCL: what is not called gloo needs a group beside it."""
+
+    class DevicePlatform(type(runtime.platform)):
+        backend = "pretend"
+
+    def create(*arguments: Any) -> Any:
+        store, rank, size, timeout = arguments
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def start() -> None:
+        dist.Backend.register_backend("pretend", create, devices=["cpu"])
+        groups = initialize(plan(Parallel(tensor=2), 2), DevicePlatform(), 30)
+        assert dist.get_backend(groups.device_group("tp")) == "pretend"
+        for name in CARRIERS:
+            assert groups.channel(name).ranks == groups.ranks(name)
+            group = groups.channel(name).group
+            if group is not None:
+                assert dist.get_backend(group) == "gloo"
+                assert dist.get_process_group_ranks(group) == groups.ranks(name)
+        groups.destroy()
+
+    run_distributed(start, 2, init=False)
+
+
+def test_an_existing_group_on_another_backend_is_refused(runtime: Runtime) -> None:
+    class DevicePlatform(type(runtime.platform)):
+        backend = "pretend"
+
+    def start() -> None:
+        with pytest.raises(ProcessGroupError, match="exists already is on gloo, but platform cpu commun"):
+            initialize(plan(Parallel(), 1), DevicePlatform(), 30)
+
+    run_distributed(start, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "of RANK and WORLD_SIZE only RANK is set"),
+        ({"WORLD_SIZE": "2"}, "only WORLD_SIZE is set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside WORLD_SIZE=2"),
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a' is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "MASTER_PORT is not set"),
+    ],
+)
+def test_half_a_launcher(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ProcessGroupError, match=message):
+        Launch.from_environment(environment)
+
+
+def test_launchers() -> None:
+    assert Launch.from_environment({}) == Launch()
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    assert Launch.from_environment(torchrun) == Launch(3, 1, 4, None, ("h", 5), False)
+    agent = Launch.from_environment(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent.agent_store
+    assert Launch.from_environment(torchrun | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+
+
+def test_an_attempt_does_not_see_what_the_one_before_left_in_the_store(tmp_path: Any) -> None:
+    first, second = (Launch(world_size=2, store_path=str(tmp_path / "store"), attempt=attempt) for attempt in (0, 1))
+    assert [first.store(5).add("times", 1), first.store(5).add("times", 1), second.store(5).add("times", 1)] == [
+        1,
+        2,
+        1,
+    ]
+
+
+def test_a_store_that_nobody_serves_is_a_timeout() -> None:
+    import socket
+
+    with socket.socket() as taken:  # bound, not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        launch = Launch(rank=1, local_rank=1, world_size=2, master=("127.0.0.1", taken.getsockname()[1]))
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1: no store answers at .*rank 0 has not started"):
+            launch.store(1.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.torchrun
+def test_under_torchrun(tmp_path: Any) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("""
+import os
+from megascend.bootstrap.runtime import bootstrap
+runtime = bootstrap("cpu")
+from megascend.config import Parallel
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import initialize
+from megascend.topology.topology import plan
+for _ in range(2):
+    groups = initialize(plan(Parallel(tensor=2), 2), runtime.platform, 60)
+    os.write(1, f"gathered {gather_objects(groups.rank, 'tp', groups)};".encode())
+    groups.destroy()
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("gathered [0, 1];") == 4
+
+
+def test_a_failure_inside_is_reported_with_its_rank(runtime: Runtime) -> None:
+    def start() -> None:
+        open_groups(runtime, 2, tensor=2)
+        raise ValueError(f"on {dist.get_rank()}")
+
+    with pytest.raises(DistributedTestError, match=r"ValueError: on [01]"):
+        run_distributed(start, 2, init=False)

@@ -1,0 +1,108 @@
+"""Which masks may reach the NPU's fused attention: decided on the mask's values, not on its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megascend.errors import DataError
+
+S = 8
+
+
+@pytest.fixture(autouse=True)
+def _needs_bootstrap(megatron_imported):
+    """megascend.engines.megatron imports Megatron."""
+
+
+def kernel_mask(mask, mask_type="causal", shape=(2, 4, S, S), **options):
+    from megascend.engines.megatron.attention_mask import AttentionShape, kernel_mask
+
+    return kernel_mask(mask, AttentionShape(*shape), mask_type, **options)
+
+
+def triangle(size=S):
+    return torch.ones(size, size, dtype=torch.bool).triu(1)
+
+
+def test_no_mask_stays_no_mask():
+    assert kernel_mask(None) is None
+
+
+@pytest.mark.parametrize("form", [(S, S), (1, 1, S, S), (2, 1, S, S), (2, 4, S, S)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_dense_causal_mask_is_dropped(form, dtype):
+    assert kernel_mask(triangle().expand(form).to(dtype)) is None
+
+
+def test_a_sequence_of_2048_tokens_is_no_exception():
+    """The kernel would take this one, and read it as the compressed triangle."""
+    assert kernel_mask(triangle(2048)[None, None], shape=(1, 1, 2048, 2048)) is None
+
+
+def test_padding_at_the_end_says_nothing_that_causal_attention_does_not_know():
+    mask = triangle().expand(2, 1, S, S).clone()
+    mask[1, :, :, 5:] = True  # as Hugging Face collators build it
+    assert kernel_mask(mask) is None
+    mask[1, :, 5:, :] = True  # rows of padding blocked altogether
+    assert kernel_mask(mask) is None
+
+
+def test_padding_on_the_left_is_refused():
+    mask = triangle().expand(2, 1, S, S).clone()
+    mask[0, :, :, :3] = True
+    with pytest.raises(DataError, match="Padding on the left must move to the right end"):
+        kernel_mask(mask)
+
+
+def test_samples_separated_by_the_mask_are_refused():
+    mask = triangle().clone()
+    mask[4:, :4] = True
+    with pytest.raises(DataError, match="not the causal triangle"):
+        kernel_mask(mask)
+
+
+def test_a_mask_that_lets_the_future_in_is_refused():
+    with pytest.raises(DataError, match="not the causal triangle"):
+        kernel_mask(torch.zeros(S, S, dtype=torch.bool))
+
+
+def test_a_padding_mask_of_keys_alone_is_refused_with_the_shapes_that_would_do():
+    with pytest.raises(DataError, match=r"\[2, 1, 1, 8\].*\[8, 8\], \[1, 1, 8, 8\], \[2, 1, 8, 8\], \[2, 4, 8, 8\]"):
+        kernel_mask(torch.zeros(2, 1, 1, S, dtype=torch.bool))
+
+
+def test_float_masks_are_refused():
+    additive = torch.zeros(S, S).masked_fill(triangle(), float("-inf"))
+    with pytest.raises(DataError, match=r"torch\.float32: the NPU kernel takes bool or uint8"):
+        kernel_mask(additive)
+
+
+def test_a_context_parallel_rank_holds_rows_of_the_triangle():
+    positions = torch.tensor([0, 1, 6, 7])  # rank 0 of 2: the first and the last chunk
+    rows = triangle()[positions][None, None]
+    assert kernel_mask(rows, shape=(1, 4, 4, S), positions=positions) is None
+    with pytest.raises(DataError, match="not the causal triangle"):
+        kernel_mask(rows, shape=(1, 4, 4, S), positions=torch.tensor([2, 3, 4, 5]))
+
+
+def test_a_mask_beside_packing_is_refused():
+    with pytest.raises(DataError, match="separates them by their lengths"):
+        kernel_mask(triangle(), packed=True)
+
+
+def test_a_general_mask_passes_in_the_kernels_shapes_only():
+    mask = torch.zeros(2, 1, S, S, dtype=torch.bool)
+    mask[:, :, :, 6:] = True
+    assert kernel_mask(mask, "general") is mask
+    with pytest.raises(DataError, match=r"\[2, 1, 1, 8\].*expand it to one of them"):
+        kernel_mask(mask[:, :, :1], "general")
+    with pytest.raises(DataError, match="pass the mask"):
+        kernel_mask(None, "general")
+
+
+def test_a_row_without_any_key_is_refused():
+    mask = torch.zeros(S, S, dtype=torch.bool)
+    mask[3] = True
+    with pytest.raises(DataError, match="allows no key at all"):
+        kernel_mask(mask, "general")

@@ -1,0 +1,336 @@
+"""What is exported after training is what plain transformers loads, to the last digit that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megascend import Adam, Adapters, Batching, Lora, Parallel
+from megascend.errors import CheckpointError
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "generation_config.json")
+LOAD = """
+import json, sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+options = {"output_loading_info": True, "dtype": "auto", "attn_implementation": "eager"}
+for line in sys.stdin:
+    path, tokens, result = json.loads(line)
+    model, info = AutoModelForCausalLM.from_pretrained(path, **options)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        logits = [model.eval()(torch.tensor([ids[:-1]])).logits[0].float().contiguous() for ids in tokens]
+    save_file({str(i): entry for i, entry in enumerate(logits)}, result)
+    print(next(model.parameters()).dtype, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    world_size: int = 1
+    parallel: Parallel = field(default_factory=Parallel)
+    arch: str = "qwen3"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    adam: dict[str, Any] = field(default_factory=dict)
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+TIED = {"tie_word_embeddings": True}
+LAYOUTS = {
+    "single": Layout(),
+    "TP2 x PP2": Layout(4, Parallel(tensor=2, pipeline=2)),
+    "tied, PP2": Layout(2, Parallel(pipeline=2), overrides=TIED),
+    "tied, TP2": Layout(2, Parallel(tensor=2), overrides=TIED),
+    "PP2 x VPP2": Layout(2, Parallel(pipeline=2, virtual_pipeline=2)),
+    "DP2, overlap": Layout(2, adam=OVERLAP),
+    "QKV bias, TP2": Layout(2, Parallel(tensor=2), arch="qwen2"),
+    "odd vocabulary, TP2": Layout(2, Parallel(tensor=2), overrides={"vocab_size": 301}),
+    "MoE EP2": Layout(2, Parallel(expert=2), arch="qwen3_moe"),
+    "MoE TP2 (ETP2)": Layout(2, Parallel(tensor=2), arch="qwen3_moe"),
+    "GLM-4 (fused gate and up), TP2": Layout(2, Parallel(tensor=2), arch="glm4"),
+}
+
+UNTRAINED = {  # correction biases do not move
+    "GLM-4.5, EP2": Layout(2, Parallel(expert=2), arch="glm4_moe"),
+    "dots1, PP2": Layout(2, Parallel(pipeline=2), arch="dots1"),
+}
+
+
+def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: str = "fp32", steps: int = 2):
+    """Rank 0's logits of three samples as they were when the model was exported."""
+
+    def on_rank():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(
+            checkpoint,
+            layout.parallel,
+            precision=precision,
+            optimizer=Adam(lr=1e-2, **layout.adam),
+            batching=Batching(micro_batch_tokens=64),
+            timeout_s=60,
+        )
+        for _ in range(steps):
+            backend.forward_backward(backend.shard(causal_samples(token_lists())))
+            assert not backend.optimizer_step().skipped
+        backend.export_hf(target)
+        return backend.forward(causal_samples(token_lists())[:3], logits=True).logits
+
+    return run_distributed(on_rank, layout.world_size, init=False)[0]
+
+
+@pytest.fixture(scope="module")
+def transformers_alone(tmp_path_factory) -> Iterator[Callable[[Path], tuple[str, list[torch.Tensor]]]]:
+    """dtype and logits of an exported model, by plain transformers, in a process without megascend."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    folder = tmp_path_factory.mktemp("transformers")
+    errors = folder / "transformers.stderr"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOAD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+    alarm = threading.Timer(300, process.kill)
+    alarm.start()
+
+    def load(path: Path) -> tuple[str, list[torch.Tensor]]:
+        result = folder / "logits.safetensors"
+        process.stdin.write(json.dumps([str(path), token_lists()[:3], str(result)]) + "\n")
+        process.stdin.flush()
+        dtype = process.stdout.readline().strip()
+        assert dtype, errors.read_text()[-3000:]
+        logits = load_file(result)
+        return dtype, [logits[str(index)] for index in range(3)]
+
+    yield load
+    alarm.cancel()
+    process.kill()
+    process.wait()
+
+
+def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+
+
+def relative_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest difference as a part of the largest logit: fp32 has seven digits, and trained logits reach twenty."""
+    return largest_difference(mine, theirs) / max(float(entry.abs().max()) for entry in theirs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name, transformers_alone):
+    layout = LAYOUTS[name]
+    checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)
+    before = load_file(checkpoint / "model.safetensors")
+    mine = train_and_export(checkpoint, tmp_path / "out", layout)
+    dtype, theirs = transformers_alone(tmp_path / "out")
+    assert dtype == "torch.float32"
+    # Relative to logits of about 10 in fp32, whose sums two implementations order differently, and each processor once more.
+    assert relative_difference(mine, theirs) <= 2e-6
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in after.items()} == {name: t.shape for name, t in before.items()}
+    assert all(not torch.equal(after[name], before[name]) for name in before)  # every tensor was trained
+
+
+@pytest.mark.parametrize("name", ["single", "TP2 x PP2", "odd vocabulary, TP2", "QKV bias, TP2", "MoE EP2", *UNTRAINED])
+def test_an_export_without_training_is_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
+    layout = (LAYOUTS | UNTRAINED)[name]
+    checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)
+    train_and_export(checkpoint, tmp_path / "out", layout, steps=0)
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_dtype_of_training_is_kept(parity_folder, tmp_path, precision, dtype, transformers_alone):
+    layout = LAYOUTS["TP2 x PP2"]
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    mine = train_and_export(checkpoint, tmp_path / "out", layout, precision)
+    found, theirs = transformers_alone(tmp_path / "out")
+    assert found == str(dtype)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
+    assert largest_difference(mine, theirs) <= (0.15 if precision == "bf16" else 0.02)
+
+
+@pytest.fixture
+def with_companions(parity_folder, tmp_path) -> Path:
+    checkpoint = tmp_path / "model"
+    shutil.copytree(case_checkpoint(parity_folder, "qwen3"), checkpoint)
+    for name in COMPANIONS:
+        (checkpoint / name).write_text("{}" if name.endswith("json") else f"# {name}")
+    return checkpoint
+
+
+def test_tokenizer_and_companions_come_along(with_companions, tmp_path):
+    train_and_export(with_companions, tmp_path / "out", LAYOUTS["single"], steps=0)
+    for name in COMPANIONS:
+        assert (tmp_path / "out" / name).read_text() == (with_companions / name).read_text()
+    mine, source = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", with_companions))
+    assert mine == source
+    assert not list(tmp_path.glob(".*"))  # nothing temporary is left
+
+
+def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path, transformers_alone):
+    target = tmp_path / "out"
+    shutil.copytree(with_companions, target)
+    (target / "model.safetensors").rename(target / "model-00001-of-00001.safetensors")
+    (target / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    for steps in (1, 2):
+        mine = train_and_export(with_companions, target, LAYOUTS["single"], steps=steps)
+        assert not list(target.glob("*index*")) + list(target.glob("*-of-*"))
+        _, theirs = transformers_alone(target)
+        assert largest_difference(mine, theirs) <= 1e-5
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_model_may_be_exported_over_its_own_checkpoint(with_companions, tmp_path, transformers_alone):
+    mine = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
+    _, theirs = transformers_alone(with_companions)
+    assert largest_difference(mine, theirs) <= 1e-5
+    assert all((with_companions / name).is_file() for name in COMPANIONS)
+
+
+def test_training_goes_on_from_an_export(with_companions, tmp_path):
+    """Exported, loaded again in another layout: the same logits."""
+    mine = train_and_export(with_companions, tmp_path / "one", LAYOUTS["single"])
+    again = train_and_export(tmp_path / "one", tmp_path / "two", LAYOUTS["TP2 x PP2"], steps=0)
+    assert largest_difference(mine, again) <= 1e-5
+
+
+def test_parents_of_the_target_are_made(with_companions, tmp_path):
+    train_and_export(with_companions, tmp_path / "a" / "b" / "c", LAYOUTS["single"], steps=0)
+    assert (tmp_path / "a" / "b" / "c" / "config.json").is_file()
+
+
+def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Parallel]) -> list[tuple[int, int]]:
+    """(tensors compared, tensors that differ from the checkpoint) of each layout's export; nothing is trained."""
+    from megascend.backend import MegatronBackend
+
+    found = []
+    for index, parallel in enumerate(layouts):
+        backend = MegatronBackend(checkpoint, parallel, "fp32", timeout_s=60)
+        backend.export_hf(folder / str(index))
+        backend.close()
+        mine, original = (load_file(path / "model.safetensors") for path in (folder / str(index), checkpoint))
+        found.append((len(original), sum(not torch.equal(mine[name], original[name]) for name in original)))
+    return found
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["own default group", "the trainer's default group"])
+def test_layouts_of_one_process_export_after_each_other(parity_folder, owned, tmp_path):
+    """mcore-bridge keeps the group it exports over in a module global, for ever: the second layout would use the first's."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    layouts = [Parallel(expert=2), Parallel(pipeline=2), Parallel(tensor=2), Parallel(expert=2)]
+    results = run_distributed(
+        export_one_after_another, 2, checkpoint, tmp_path / "out", layouts, init=not owned, timeout_s=120
+    )
+    for found in results:
+        assert len(found) == len(layouts)
+        assert all(count > 30 and differ == 0 for count, differ in found)
+
+
+@pytest.fixture
+def with_prediction_heads(parity_folder, tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """GLM-4.5 in bf16 as it is published: correction biases in fp32, and a layer after the last for multi-token prediction."""
+    checkpoint = tmp_path / "model"
+    shutil.copytree(case_checkpoint(parity_folder, "glm4_moe"), checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = {k: t if k.endswith("correction_bias") else t.bfloat16() for k, t in tensors.items()}
+    heads = {
+        "model.layers.4.eh_proj.weight": torch.randn(64, 128).bfloat16(),
+        "model.layers.4.mlp.gate.e_score_correction_bias": torch.randn(4),
+        "model.layers.4.shared_head.norm.weight": torch.randn(64).bfloat16(),
+    }
+    save_file(tensors | heads, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
+    config.pop("torch_dtype", None)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    return checkpoint, heads
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads, tmp_path, precision):
+    """Unchanged, in the dtype that they have; what is trained has the dtype of training, but for the fp32 biases."""
+    checkpoint, heads = with_prediction_heads
+    train_and_export(checkpoint, tmp_path / "out", Layout(2, Parallel(expert=2)), precision, steps=1)
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
+    assert set(before) == set(after)
+    for name, tensor in after.items():
+        if name in heads:
+            assert tensor.dtype == heads[name].dtype
+            assert torch.equal(tensor, heads[name])
+        elif name.endswith("correction_bias"):
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, before[name])
+        else:
+            assert tensor.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder, tmp_path, monkeypatch):
+    """As mcore-bridge writes GLM-4: transformers would start with random MLPs. What was at the target stays."""
+    from megascend.backend import MegatronBackend
+    from megascend.engines.megatron import weights
+
+    monkeypatch.setattr(weights, "joined", lambda stream, wanted: stream)
+    checkpoint = case_checkpoint(parity_folder, "glm4")
+    target = tmp_path / "out"
+    shutil.copytree(checkpoint, target)
+    before = (target / "model.safetensors").read_bytes()
+
+    def on_rank():
+        backend = MegatronBackend(checkpoint, Parallel(tensor=2), "fp32", timeout_s=60)
+        with pytest.raises(CheckpointError, match=r"lacks model.layers.0.mlp.gate_up_proj.weight.*have .*gate_proj"):
+            backend.export_hf(target)
+
+    run_distributed(on_rank, 2, init=False)
+    assert (target / "model.safetensors").read_bytes() == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_merged_adapter_is_exported_under_the_sources_names(parity_folder, tmp_path, transformers_alone):
+    from megascend.backend import MegatronBackend
+
+    checkpoint = case_checkpoint(parity_folder, "glm4")
+
+    def on_rank():
+        backend = MegatronBackend(
+            checkpoint, precision="fp32", adapters=Adapters(), batching=Batching(micro_batch_tokens=64), timeout_s=60
+        )
+        backend.add_adapter("a", Lora(rank=4, optimizer=Adam(lr=1e-2)))
+        backend.forward_backward(causal_samples(token_lists()), adapter="a")
+        backend.optimizer_step()
+        backend.forward_backward(causal_samples(token_lists()), adapter="a")
+        backend.optimizer_step()
+        backend.export_hf(tmp_path / "out", adapter="a")
+        return backend.forward(causal_samples(token_lists())[:3], logits=True, adapter="a").logits
+
+    [mine] = run_distributed(on_rank, 1, init=False)
+    _, theirs = transformers_alone(tmp_path / "out")
+    assert relative_difference(mine, theirs) <= 2e-6
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
+    assert set(before) == set(after)
+    assert any("gate_up_proj" in name and not torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,96 @@
+"""Settings of models that are honoured, against Hugging Face, and those that are refused before anything is built."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megascend import Batching, Parallel, Recompute
+from megascend.errors import ConfigError
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, token_lists, train_case
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+STEPS = 2
+EVERY_OTHER, ONE_DENSE = {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}
+ONE_EXPERT = {"num_experts_per_tok": 1, "norm_topk_prob": False}
+
+
+def selective(*modules: str) -> Recompute:
+    return Recompute(granularity="selective", modules=modules)
+
+
+CASES = [
+    Case("decoder_sparse_step: 2", arch="qwen3_moe", overrides=EVERY_OTHER),
+    Case("decoder_sparse_step: 2, PP2", 2, Parallel(pipeline=2), arch="qwen3_moe", overrides=EVERY_OTHER),
+    Case("mlp_only_layers, TP2 + SP", 2, Parallel(tensor=2), arch="qwen2_moe", overrides=ONE_DENSE),
+    Case("one expert by its probability", arch="qwen3_moe", overrides=ONE_EXPERT),
+    Case("attention_bias on q, k and v", arch="glm4_moe", overrides={"attention_bias": True}),
+    Case("recompute moe", arch="qwen3_moe", recompute=selective("moe")),
+    Case("recompute moe_act, layernorm", arch="qwen3_moe", recompute=selective("moe_act", "layernorm")),
+    Case("recompute shared_experts", arch="qwen2_moe", recompute=selective("shared_experts")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_honoured_as_in_hugging_face(parity_folder, case):
+    """Logits, and losses and gradient norms of two steps."""
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
+    tokens = token_lists()
+    found = differences(
+        train_case(case, checkpoint, tokens, steps=STEPS), hf_reference(parity_folder, checkpoint, tokens, steps=STEPS)
+    )
+    assert found.loss <= case.loss_bound
+    assert found.grad_norm <= case.norm_bound
+    assert found.logits is not None
+    assert found.logits <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides", "message"),
+    [
+        (
+            "llama",
+            {"attention_bias": True},
+            r"attention_bias: true gives every linear layer of llama's attention a bias",
+        ),
+        ("llama", {"mlp_bias": True}, r"mlp_bias: true gives gate_proj, up_proj and down_proj biases"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, r"num_experts_per_tok: 1 with norm_topk_prob: true"),
+    ],
+)
+def test_what_the_model_asks_for_and_cannot_have_is_refused_before_ranks_meet(parity_folder, arch, overrides, message):
+    from megascend.backend import MegatronBackend
+
+    checkpoint = case_checkpoint(parity_folder, arch, **overrides)
+
+    def on_rank():
+        with pytest.raises(ConfigError, match=message):
+            MegatronBackend(checkpoint, precision="fp32", batching=Batching(micro_batch_tokens=64), timeout_s=60)
+        return dist.is_initialized()
+
+    assert run_distributed(on_rank, 1, init=False) == [False]
+
+
+@pytest.mark.parametrize(
+    ("arch", "module", "message"),
+    [
+        ("qwen3", "moe", "recompute.modules: moe, but qwen3 has no experts"),
+        ("qwen3_moe", "shared_experts", "recompute.modules: shared_experts, but qwen3_moe has no shared experts"),
+        ("qwen3_moe", "mla_up_proj", "recompute.modules: mla_up_proj, but qwen3_moe has no latent attention"),
+    ],
+)
+def test_recomputing_what_a_model_has_not_is_refused(parity_folder, arch, module, message):
+    from megascend.backend import MegatronBackend
+
+    checkpoint = case_checkpoint(parity_folder, arch)
+
+    def on_rank():
+        with pytest.raises(ConfigError, match=message):
+            MegatronBackend(checkpoint, precision="fp32", recompute=selective(module), timeout_s=60)
+
+    run_distributed(on_rank, 1, init=False)
+
+
+def test_a_module_that_nobody_knows_is_refused_by_its_setting():
+    with pytest.raises(ConfigError, match=r"modules\.0: Input should be 'core_attn', 'layernorm', 'mlp', 'moe'"):
+        selective("attention")

@@ -1,0 +1,412 @@
+"""Load-balancing losses and correction biases: by their own definitions, in every layout, over real tokens only."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascend import Adam, Batching, Moe, Parallel, Recompute
+from megascend.batch.packing import plan_micro_batches, shard, split_to
+from megascend.errors import ConfigError
+from megascend.testing import run_distributed
+from megascend.testing.parity import LR, PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
+from megascend.testing.reference import run_reference
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+ODD = (20, 34, 9, 27, 17, 40, 26, 11)  # tokens run: 19, 33, 8...: padding under CP and SP, packed and padded
+COEFFICIENT = 0.5  # moves the gradient norm of the first step by more than 1e-2
+STEPS = 3
+WHOLE = 4096
+LAYOUTS = {
+    "single": (1, Parallel()),
+    "TP2 + SP, ETP2": (2, Parallel(tensor=2)),
+    "CP2": (2, Parallel(context=2)),
+    "EP2": (2, Parallel(expert=2)),
+    "DP2": (2, Parallel()),
+}
+FORMULAS = ("megatron", "transformers")
+
+
+def backend_of(checkpoint: Path, parallel: Parallel, moe: Moe, **options):
+    from megascend.backend import MegatronBackend
+
+    batching = Batching(packing=options.pop("packing", True), micro_batch_tokens=options.pop("budget", WHOLE))
+    optimizer = options.pop("optimizer", Adam(lr=LR, weight_decay=0.01, max_grad_norm=1.0))
+    settings = {"precision": "fp32", "timeout_s": 60} | options
+    return MegatronBackend(checkpoint, parallel, batching=batching, optimizer=optimizer, moe=moe, **settings)
+
+
+def trajectory(backend, samples, steps: int = STEPS) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(backend.forward_backward(samples).loss)
+        norms.append(backend.optimizer_step().grad_norm)
+    return losses, norms
+
+
+# --- the formulas ---
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_gradients_are_those_of_the_definitions(function):
+    """The two losses written out in float64, differentiated by autograd down to the router's logits."""
+    from megascend.engines.megatron.load_balancing import gradients, scores
+
+    layers, tokens, experts, top_k = 3, 11, 5, 2
+    logits = torch.randn(layers, tokens, experts, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits.requires_grad_()
+    raw = logits.softmax(-1) if function == "softmax" else logits.sigmoid()
+    probabilities = raw / raw.sum(-1, keepdim=True)
+    chosen = torch.zeros_like(probabilities).scatter(2, probabilities.topk(top_k).indices, 1.0).detach()
+    by_layer = [
+        sum(chosen[layer, :, e].mean() / top_k * probabilities[layer, :, e].mean() for e in range(experts))
+        for layer in range(layers)
+    ]
+    pooled = sum(chosen[:, :, e].mean() * probabilities[:, :, e].mean() for e in range(experts))
+    expected = {"megatron": experts * sum(by_layer), "transformers": experts * pooled}
+    for formula, loss in expected.items():
+        (reference,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        mine = logits.detach().float().requires_grad_()
+        rows = gradients(formula, chosen.sum(1).float(), tokens, top_k)
+        scores(mine, function).backward(rows[:, None].expand(-1, tokens, -1))
+        torch.testing.assert_close(mine.grad.double(), reference, rtol=1e-5, atol=1e-8)
+
+
+def test_without_tokens_there_is_no_gradient():
+    from megascend.engines.megatron.load_balancing import gradients
+
+    for formula in FORMULAS:
+        assert not gradients(formula, torch.zeros(2, 4), 0, 2).any()
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
+    """Losses and gradient norms of three steps, packed and padded, samples of odd lengths."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    world_size, parallel = LAYOUTS[layout]
+    tokens = token_lists(lengths=ODD)
+    samples = causal_samples(tokens)
+    data = world_size // (parallel.tensor * parallel.context)
+    groups = shard([len(sample) for sample in samples], [None] * len(samples), data)
+
+    def on_rank():
+        found = {}
+        for formula in FORMULAS:
+            for packing in (True, False):
+                moe = Moe(aux_loss=formula, aux_loss_coefficient=COEFFICIENT)
+                backend = backend_of(checkpoint, parallel, moe, packing=packing)
+                found[formula, packing] = trajectory(backend, backend.shard(samples))
+                backend.close()
+        return found
+
+    norms = {}
+    for formula in FORMULAS:
+        norms[formula] = hf_reference(
+            parity_folder, checkpoint, tokens, STEPS, COEFFICIENT, aux_formula=formula, micro_batches=groups
+        )
+    for found in run_distributed(on_rank, world_size, init=False, timeout_s=120):
+        for (formula, packing), (losses, grad_norms) in found.items():
+            assert losses == pytest.approx(norms[formula].losses, abs=5e-5), (formula, packing)
+            assert grad_norms == pytest.approx(norms[formula].grad_norms, abs=3e-4), (formula, packing)
+
+
+def test_the_reference_tells_padding_and_formulas_apart(parity_folder):
+    """What the bounds above would have to notice: another formula, no loss, and a padding token that counts."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    tokens = token_lists(lengths=ODD)
+    plain = hf_reference(parity_folder, checkpoint, tokens, 1).grad_norms[0]
+    by_formula = [
+        hf_reference(parity_folder, checkpoint, tokens, STEPS, COEFFICIENT, aux_formula=formula).grad_norms[0]
+        for formula in FORMULAS
+    ]
+    assert min(abs(a - b) for a, b in zip([plain, *by_formula], [*by_formula, plain], strict=True)) > 1e-2
+
+
+PADDED = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+
+checkpoint, tokens, prompt, coefficient = json.loads(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+length = max(map(len, tokens)) - 1
+ids = torch.tensor([row[:-1] + [7] * (length + 1 - len(row)) for row in tokens])
+mask = torch.tensor([[1] * (len(row) - 1) + [0] * (length + 1 - len(row)) for row in tokens])
+out = model(ids, attention_mask=mask, output_router_logits=True)
+logprobs = out.logits.log_softmax(-1)
+terms = [logprobs[i, prompt - 1 : len(row) - 1].gather(1, torch.tensor(row[prompt:])[:, None]) for i, row in enumerate(tokens)]
+loss = -torch.cat(terms).mean()
+(loss + coefficient * out.aux_loss).backward()
+print(float(loss), float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+"""
+
+
+def test_a_padded_batch_counts_what_transformers_counts_by_its_attention_mask(parity_folder):
+    """The loss that the Hugging Face model itself returns for a padded batch and its mask."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    tokens = token_lists(lengths=ODD)
+    done = run_reference(PADDED, json.dumps([str(checkpoint), tokens, PROMPT, COEFFICIENT]))
+    assert done.returncode == 0, done.stderr
+    loss, norm = map(float, done.stdout.split())
+
+    def on_rank():
+        moe = Moe(aux_loss="transformers", aux_loss_coefficient=COEFFICIENT)
+        return trajectory(backend_of(checkpoint, Parallel(), moe, packing=False), causal_samples(tokens), steps=1)
+
+    [(losses, norms)] = run_distributed(on_rank, 1, init=False)
+    assert losses[0] == pytest.approx(loss, abs=5e-5)
+    assert norms[0] == pytest.approx(norm, abs=3e-4)
+
+
+@pytest.mark.parametrize("name", ["PP2", "PP2 x VPP2, full recompute", "full recompute", "selective recompute"])
+def test_pipelines_and_recomputation_find_their_own_micro_batch(parity_folder, name):
+    """Several micro batches in flight, each with its own padding; recomputed routers are not counted twice."""
+    full, selective = Recompute(granularity="full"), Recompute(granularity="selective", modules=("moe",))
+    world_size, parallel, recompute = {
+        "PP2": (2, Parallel(pipeline=2), Recompute()),
+        "PP2 x VPP2, full recompute": (2, Parallel(pipeline=2, virtual_pipeline=2), full),
+        "full recompute": (1, Parallel(), full),
+        "selective recompute": (1, Parallel(), selective),
+    }[name]
+    formula = "megatron" if parallel.pipeline > 1 else "transformers"
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    tokens = token_lists(lengths=ODD)
+    samples = causal_samples(tokens)
+    lengths, pairs = [len(sample) for sample in samples], [None] * len(samples)
+    groups = plan_micro_batches(lengths, pairs, 80, False)
+    if parallel.virtual_pipeline > 1:
+        groups = split_to(groups, 4, lengths, pairs)  # as the interleaved schedule needs it
+
+    def on_rank():
+        moe = Moe(aux_loss=formula, aux_loss_coefficient=COEFFICIENT)
+        backend = backend_of(checkpoint, parallel, moe, packing=False, budget=80, recompute=recompute)
+        return trajectory(backend, samples)
+
+    reference = hf_reference(
+        parity_folder, checkpoint, tokens, STEPS, COEFFICIENT, aux_formula=formula, micro_batches=groups
+    )
+    for losses, norms in run_distributed(on_rank, world_size, init=False, timeout_s=120):
+        assert losses == pytest.approx(reference.losses, abs=5e-5)
+        assert norms == pytest.approx(reference.grad_norms, abs=3e-4)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_dummy_batches_count_nowhere(parity_folder, formula):
+    """Three samples in three micro batches on two ranks: the mean is over three, and the fourth is nobody's."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    tokens = token_lists(lengths=(40, 34, 27))
+    samples = causal_samples(tokens)
+
+    def on_rank():
+        moe = Moe(aux_loss=formula, aux_loss_coefficient=COEFFICIENT)
+        backend = backend_of(checkpoint, Parallel(expert=2), moe, budget=40)
+        return trajectory(backend, samples[:2] if backend.rank == 0 else samples[2:])
+
+    reference = hf_reference(
+        parity_folder, checkpoint, tokens, STEPS, COEFFICIENT, aux_formula=formula, micro_batches=[[0], [1], [2]]
+    )
+    for losses, norms in run_distributed(on_rank, 2, init=False):
+        assert losses == pytest.approx(reference.losses, abs=5e-5)
+        assert norms == pytest.approx(reference.grad_norms, abs=3e-4)
+
+
+def test_fp16_scales_the_loss_with_the_rest(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    samples = causal_samples(token_lists(lengths=ODD))
+
+    def on_rank():
+        moe = Moe(aux_loss="transformers", aux_loss_coefficient=COEFFICIENT)
+        return trajectory(backend_of(checkpoint, Parallel(), moe, precision="fp16"), samples, steps=1)
+
+    [(_, norms)] = run_distributed(on_rank, 1, init=False)
+    reference = hf_reference(
+        parity_folder, checkpoint, token_lists(lengths=ODD), STEPS, COEFFICIENT, aux_formula="transformers"
+    )
+    assert norms[0] == pytest.approx(reference.grad_norms[0], abs=1e-2)
+
+
+# --- the settings ---
+
+
+def test_a_coefficient_without_a_formula_is_refused_with_what_to_set():
+    with pytest.raises(ConfigError, match=r"set moe\.aux_loss to megatron \(what megascend 0\.1 always used\)"):
+        Moe(aux_loss_coefficient=0.01)
+    with pytest.raises(ConfigError, match="needs aux_loss_coefficient above 0"):
+        Moe(aux_loss="transformers")
+    assert Moe(aux_loss_coefficient=0.0).aux_loss == "none"  # a file of 0.1 with everything spelt out
+
+
+@pytest.mark.parametrize(
+    ("arch", "parallel", "settings", "message"),
+    [
+        ("qwen3_moe", Parallel(pipeline=2), {"aux_loss": "transformers"}, r"parallel\.pipeline=2: .* all layers"),
+        ("glm4_moe", Parallel(), {"aux_loss": "transformers"}, r"computes no auxiliary loss for glm4_moe"),
+        ("qwen3", Parallel(), {"aux_loss": "megatron"}, r"qwen3 has no experts to balance"),
+        ("qwen3_moe", Parallel(), {"bias_update_rate": 0.001}, r"routers of qwen3_moe have no correction bias"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(parity_folder, arch, parallel, settings, message):
+    checkpoint = case_checkpoint(parity_folder, arch)
+    if "aux_loss" in settings:
+        settings = settings | {"aux_loss_coefficient": 0.1}
+
+    def on_rank():
+        with pytest.raises(ConfigError, match=message):
+            backend_of(checkpoint, parallel, Moe(**settings))
+
+    run_distributed(on_rank, parallel.pipeline, init=False)
+
+
+# --- the correction bias, and whatever else a step could change ---
+
+
+def state(backend) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of this rank's model, temporary ones included."""
+    found = {}
+    for number, chunk in enumerate(backend._strategy.bare_chunks):
+        tensors = [*chunk.named_parameters(), *chunk.named_buffers()]
+        found |= {f"{number}.{name}": tensor.detach().clone() for name, tensor in tensors}
+    return found
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "glm4_moe", "dots1"])
+def test_a_skipped_step_and_one_at_lr_0_change_nothing(parity_folder, arch):
+    checkpoint = case_checkpoint(parity_folder, arch)
+    samples = causal_samples(token_lists())
+    frozen = Adam(lr=0.0)
+
+    def on_rank():
+        backend = backend_of(checkpoint, Parallel(), Moe(), optimizer=frozen)
+        before = state(backend)
+        backend.forward(samples)
+        found = [changed(before, state(backend))]
+        backend.forward_backward(samples)
+        assert not backend.optimizer_step().skipped
+        found.append(changed(before, state(backend)))
+        backend.close()
+        rate = {"bias_update_rate": 1e-3} if arch in ("glm4_moe", "dots1") else {}
+        backend = backend_of(checkpoint, Parallel(), Moe(**rate))
+        backend.forward_backward(samples)
+        backend.optimizer_step()
+        before = state(backend)
+        backend.forward_backward(samples, lambda logprobs, inputs: logprobs * math.nan)
+        assert backend.optimizer_step().skipped
+        return [*found, changed(before, state(backend))]
+
+    assert run_distributed(on_rank, 1, init=False) == [[[], [], []]]
+
+
+BIAS = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+
+checkpoint, tokens = json.loads(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+found = {}
+for name, module in model.named_modules():
+    if hasattr(module, "e_score_correction_bias"):
+        def hook(module, inputs, output, name=name):
+            with torch.no_grad():
+                x = inputs[0].reshape(-1, module.weight.shape[1]).float()
+                choice = (x @ module.weight.float().T).sigmoid() + module.e_score_correction_bias
+                counts = found.setdefault(name, torch.zeros(choice.shape[1]))
+                counts += torch.bincount(choice.topk(2).indices.flatten(), minlength=choice.shape[1])
+        module.register_forward_hook(hook)
+for row in tokens:
+    with torch.no_grad():
+        model(torch.tensor([row[:-1]]))
+print(json.dumps([found[name].tolist() for name in found]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (1, Parallel()),
+        (2, Parallel(tensor=2)),
+        (2, Parallel(context=2)),
+        (2, Parallel(expert=2)),
+        (2, Parallel(pipeline=2)),
+    ],
+    ids=["single", "TP2 + SP", "CP2", "EP2", "PP2"],
+)
+def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, world_size, parallel):
+    """The load is what the Hugging Face model's own routers see, each sample by itself."""
+    checkpoint = case_checkpoint(parity_folder, "glm4_moe")
+    tokens = token_lists(lengths=(20, 34, 9))
+    done = run_reference(BIAS, json.dumps([str(checkpoint), tokens]))
+    assert done.returncode == 0, done.stderr
+    loads = json.loads(done.stdout.splitlines()[-1])
+    expected = [[0.25 * math.copysign(load != sum(row) / 4, sum(row) / 4 - load) for load in row] for row in loads]
+    samples = causal_samples(tokens)
+
+    def on_rank():
+        optimizer = Adam(lr=0.0)
+        backend = backend_of(
+            checkpoint, parallel, Moe(bias_update_rate=0.25), optimizer=optimizer, packing=False, budget=40
+        )
+        mine = samples if backend.topology.data == 1 else (samples[:2], samples[2:])[backend.rank]  # and a dummy batch
+        moved = []
+        for times in (1, 2):  # accumulated over calls
+            before = state(backend)
+            for _ in range(times):
+                backend.forward(mine)
+                backend.forward_backward(mine)
+            backend.optimizer_step()
+            after = state(backend)
+            moved.append([(after[n] - before[n]).tolist() for n in before if n.endswith("expert_bias")])
+            for name in before:
+                if name.endswith("expert_bias"):
+                    dict(backend._strategy.bare_chunks[0].named_buffers())[name[2:]].copy_(before[name])
+        return moved
+
+    ranks = run_distributed(on_rank, world_size, init=False)
+    if parallel.pipeline > 1:
+        ranks = [[first + second for first, second in zip(*ranks, strict=True)]]
+    for first, second in ranks:
+        assert torch.allclose(torch.tensor(first), torch.tensor(expected))
+        assert torch.allclose(torch.tensor(second), torch.tensor(expected))
+
+
+def test_the_bias_survives_16_bits_and_a_checkpoint(parity_folder, tmp_path):
+    """fp32 in every precision; what training has made of it is saved and loaded."""
+    checkpoint = case_checkpoint(parity_folder, "glm4_moe")
+    samples = causal_samples(token_lists())
+
+    def biases(backend):
+        return {name: value for name, value in state(backend).items() if name.endswith("expert_bias")}
+
+    def on_rank():
+        backend = backend_of(checkpoint, Parallel(), Moe(bias_update_rate=1e-3), precision="bf16")
+        first = biases(backend)
+        backend.forward_backward(samples)
+        backend.optimizer_step()
+        trained = biases(backend)
+        backend.save(tmp_path / "checkpoint", wait=True)
+        backend.close()
+        backend = backend_of(checkpoint, Parallel(), Moe(bias_update_rate=1e-3), precision="bf16")
+        backend.load(tmp_path / "checkpoint")
+        loaded = biases(backend)
+        return first, trained, loaded
+
+    from safetensors.torch import load_file
+
+    [(first, trained, loaded)] = run_distributed(on_rank, 1, init=False)
+    source = [
+        v for k, v in sorted(load_file(checkpoint / "model.safetensors").items()) if k.endswith("correction_bias")
+    ]
+    assert [bias.tolist() for bias in first.values()] == [bias.tolist() for bias in source]
+    assert len(changed(first, trained)) == len(first) == 3
+    assert changed(trained, loaded) == []

@@ -1,0 +1,366 @@
+"""Losses of a user's own on real ranks: no layout's padding reaches them, and what goes wrong in one ends the step on all."""
+
+import math
+
+import pytest
+import torch
+
+from megascend import Adapters, Batching, Lora, Loss, Parallel, Sample
+from megascend.errors import DataError, LossFunctionError
+from megascend.testing import run_distributed
+from megascend.testing.parity import PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+LAYOUTS = {
+    "single": (1, Parallel(), True),
+    "single, padded": (1, Parallel(), False),
+    "CP2": (2, Parallel(context=2), True),
+    "TP2 + SP": (2, Parallel(tensor=2, sequence=True), True),
+    "PP2": (2, Parallel(pipeline=2), True),
+    "DP2, padded": (2, Parallel(), False),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+TOKENS = token_lists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder):
+    return case_checkpoint(parity_folder, "qwen3")
+
+
+def make_backend(checkpoint, parallel, packing=True, **options):
+    from megascend.backend import MegatronBackend
+
+    batching = Batching(micro_batch_tokens=100, packing=packing)
+    options.setdefault("timeout_s", 60)
+    return MegatronBackend(model=checkpoint, parallel=parallel, precision="fp32", batching=batching, **options)
+
+
+def with_fields(fields):
+    """Samples of TOKENS with per-token ``fields``; those that Sample does not know become ``extra``."""
+    known = ("old_logprobs", "advantages", "ref_logprobs")
+    samples = []
+    for base, of in zip(causal_samples(TOKENS), fields, strict=True):
+        named = {name: of[name] for name in of if name in known}
+        extra = {name: of[name] for name in of if name not in known}
+        samples.append(Sample(base.input_ids, base.target_ids, base.weights, extra=extra, **named))
+    return samples
+
+
+def in_the_prompt(value, values):
+    """``values`` with ``value`` wherever a sample has weight 0."""
+    return [value] * (PROMPT - 1) + values[PROMPT - 1 :]
+
+
+def figures(checkpoint, layout, samples, loss):
+    world_size, parallel, packing = LAYOUTS[layout]
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, packing)
+        result = backend.forward_backward(backend.shard(samples), loss)
+        step = backend.optimizer_step()
+        return result.loss, step.grad_norm, step.skipped, result.metrics
+
+    return run_distributed(on_rank, world_size, init=False)
+
+
+def equals_hugging_face(found, reference):
+    for loss, norm, skipped, metrics in found:
+        assert loss == pytest.approx(reference.losses[0], rel=2e-5)
+        assert norm == pytest.approx(reference.grad_norms[0], rel=5e-5)
+        assert not skipped
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+@every_layout
+def test_a_loss_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, parity_folder, layout):
+    """1 / p, and p is 0 in the prompt, and wherever a layout pads."""
+    fields = [{"p": in_the_prompt(0.0, [0.25 + 0.5 * (place % 3) for place in range(len(ids) - 1)])} for ids in TOKENS]
+    reference = hf_reference(parity_folder, checkpoint, TOKENS, steps=1, loss="divided", fields=fields)
+    found = figures(checkpoint, layout, with_fields(fields), lambda logprobs, inputs: -logprobs / inputs.extra["p"])
+    equals_hugging_face(found, reference)
+
+
+@every_layout
+@pytest.mark.parametrize("loss", ["ppo", "importance_sampling"])
+def test_a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business(checkpoint, parity_folder, layout, loss):
+    fields = [
+        {
+            "old_logprobs": in_the_prompt(-200.0, [-5.0 - 0.1 * (place % 7) for place in range(len(ids) - 1)]),
+            "advantages": in_the_prompt(1.0, [0.5 - (place % 2) for place in range(len(ids) - 1)]),
+        }
+        for ids in TOKENS
+    ]
+    reference = hf_reference(parity_folder, checkpoint, TOKENS, steps=1, loss=loss, fields=fields)
+    equals_hugging_face(figures(checkpoint, layout, with_fields(fields), loss), reference)
+
+
+@every_layout
+def test_an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, layout):
+    """The same loss with finite fields there is the reference: those tokens must not matter."""
+
+    def bonus(logprobs, inputs):
+        return -logprobs - 0.1 * inputs.entropy / inputs.extra["p"]
+
+    def of(value):
+        return with_fields([{"p": in_the_prompt(value, [0.5] * (len(ids) - 1))} for ids in TOKENS])
+
+    loss = Loss("bonus", bonus, entropy=True)
+    (plain, norm, *_), *_ = figures(checkpoint, "single", of(1.0), loss)
+    for found in figures(checkpoint, layout, of(0.0), loss):
+        assert found[0] == pytest.approx(plain, rel=2e-5)
+        assert found[1] == pytest.approx(norm, rel=5e-5)
+
+
+@every_layout
+def test_padding_adds_nothing_to_sums_over_samples(checkpoint, layout):
+    """A pair loss that sums whole samples itself, without weights, sees zeros where a layout pads."""
+
+    def sums(logprobs, inputs):
+        totals = logprobs.new_zeros(inputs.sample_count).index_add(0, inputs.sample, logprobs)
+        totals = inputs.reduce_context(totals)
+        margins = totals[inputs.pairs[:, 0]] - totals[inputs.pairs[:, 1]]
+        return -torch.nn.functional.logsigmoid(0.1 * margins), {"margin": margins.detach()}
+
+    samples = causal_samples(TOKENS)
+    for index, sample in enumerate(samples):
+        sample.weights = torch.ones_like(sample.weights)
+        sample.pair, sample.chosen = index // 2, index % 2 == 0
+    loss = Loss("sums", sums, per="pair")
+    (value, norm, _, metrics), *_ = figures(checkpoint, "single", samples, loss)
+    for found in figures(checkpoint, layout, samples, loss):
+        assert found[0] == pytest.approx(value, rel=2e-5)
+        assert found[1] == pytest.approx(norm, rel=5e-5)
+        assert found[3]["margin"] == pytest.approx(metrics["margin"], rel=2e-5)
+
+
+def reverse_kl(logprobs, inputs):
+    """The example of docs/data.md."""
+    log_ratio = logprobs - inputs.extra["teacher"]
+    return log_ratio, {"gap": log_ratio.detach().abs()}
+
+
+def test_a_rank_without_samples_need_not_have_the_fields_of_a_callable(checkpoint, parity_folder):
+    fields = [{"teacher": [-5.0 + 0.01 * place for place in range(len(ids) - 1)]} for ids in TOKENS]
+    reference = hf_reference(parity_folder, checkpoint, TOKENS, steps=1, loss="reverse_kl", fields=fields)
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel())
+        result = backend.forward_backward(with_fields(fields) if backend.rank == 1 else [], reverse_kl)
+        step = backend.optimizer_step()
+        return result.loss, step.grad_norm, step.skipped, result.metrics
+
+    found = run_distributed(on_rank, 2, init=False)
+    equals_hugging_face(found, reference)
+    assert found[0][3] == found[1][3]
+    assert found[0][3]["gap"] > 0
+
+
+# --- a function that raises ---
+
+
+def raises_forward(logprobs, inputs):
+    raise KeyError("teacher")
+
+
+class _RaisesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise ArithmeticError("in the backward pass")
+
+
+def raises_backward(logprobs, inputs):
+    return _RaisesBackward.apply(-logprobs)
+
+
+def raises_between_reductions(logprobs, inputs):
+    inputs.sum_per_sample(logprobs)
+    raise RuntimeError("after a sum over context parallel ranks")
+
+
+FAILURES = {
+    "KeyError: 'teacher'": raises_forward,
+    "ArithmeticError: in the backward pass": raises_backward,
+    "RuntimeError: after a sum": raises_between_reductions,
+    "returned loss of shape": lambda logprobs, inputs: logprobs.sum(),
+    "do not depend on logprobs": lambda logprobs, inputs: -logprobs.detach(),
+}
+RAISING_LAYOUTS = {
+    "single": (1, Parallel()),
+    "DP2": (2, Parallel()),
+    "TP2 + SP": (2, Parallel(tensor=2, sequence=True)),
+    "PP2": (2, Parallel(pipeline=2)),
+    "CP2": (2, Parallel(context=2)),
+}
+
+
+@pytest.mark.parametrize("layout", RAISING_LAYOUTS)
+def test_a_function_that_raises_on_one_rank_ends_the_step_on_all(checkpoint, layout):
+    """With its traceback, at once (the time-out is longer than the test's own), and nothing of the step is kept."""
+    world_size, parallel = RAISING_LAYOUTS[layout]
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, timeout_s=600)
+        samples = backend.shard(causal_samples(TOKENS))
+
+        def on_the_last_rank(function):
+            def loss(logprobs, inputs):
+                if backend.rank == world_size - 1:
+                    return function(logprobs, inputs)
+                return -inputs.sum_per_sample(logprobs)[inputs.sample] if parallel.context > 1 else -logprobs
+
+            return loss
+
+        backend.forward_backward(samples)
+        before = backend.optimizer_step()
+        messages = []
+        for function in FAILURES.values():
+            backend.forward_backward(samples)  # what it has accumulated is dropped, too
+            with pytest.raises(LossFunctionError) as caught:
+                backend.forward_backward(samples, on_the_last_rank(function))
+            messages.append(str(caught.value))
+        backend.forward_backward(samples)
+        after = backend.optimizer_step()
+        return before, messages, after
+
+    for _, messages, after in run_distributed(on_rank, world_size, init=False, timeout_s=120):
+        for text, message in zip(FAILURES, messages, strict=True):
+            assert message.startswith(f"rank {world_size - 1}: loss 'loss' "), message
+            assert "micro batch 1" in message
+            assert text in message
+            if text[0].isupper():  # an exception of the function's own
+                assert f"raise {text.split(':')[0]}" in message.partition("Traceback")[2]
+        assert not after.skipped
+        assert after == run_distributed(lambda: undisturbed(checkpoint, parallel), world_size, init=False)[0]
+
+
+def undisturbed(checkpoint, parallel):
+    """The second step of a run in which nothing has raised."""
+    backend = make_backend(checkpoint, parallel)
+    for _ in range(2):
+        backend.forward_backward(backend.shard(causal_samples(TOKENS)))
+        step = backend.optimizer_step()
+    return step
+
+
+def test_context_parallel_ranks_that_reduce_unequally_are_told(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(context=2), timeout_s=600)
+
+        def uneven(logprobs, inputs):
+            for _ in range(1 + backend.rank):
+                inputs.sum_per_sample(logprobs)
+            return -logprobs
+
+        with pytest.raises(LossFunctionError, match=r"equally often.*rank 0 returned; rank 1 reduces values of shape"):
+            backend.forward_backward(causal_samples(TOKENS), uneven)
+
+    run_distributed(on_rank, 2, init=False, timeout_s=60)
+
+
+def test_a_function_that_hides_another_ranks_failure_does_not_hang(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(context=2), timeout_s=600)
+
+        def careless(logprobs, inputs):
+            if backend.rank == 1:
+                raise OSError("no such file")
+            try:
+                inputs.sum_per_sample(logprobs)
+            except Exception:  # noqa: BLE001 - what this test is about
+                return -logprobs
+            return -logprobs
+
+        with pytest.raises(LossFunctionError, match=r"rank 1: .*OSError: no such file"):
+            backend.forward_backward(causal_samples(TOKENS), careless)
+
+    run_distributed(on_rank, 2, init=False, timeout_s=60)
+
+
+def test_the_exception_itself_is_the_cause_where_it_was_raised(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel())
+        with pytest.raises(LossFunctionError) as caught:
+            backend.forward_backward(causal_samples(TOKENS), raises_forward)
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    run_distributed(on_rank, 1, init=False)
+
+
+def test_a_parameter_of_the_loss_itself_is_refused(checkpoint):
+    """It would get a gradient that nobody divides, reduces or steps."""
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel())
+        temperature = torch.ones(3, requires_grad=True)
+        with pytest.raises(LossFunctionError, match=r"shape \(3,\) that requires a gradient"):
+            backend.forward_backward(causal_samples(TOKENS), lambda logprobs, inputs: -logprobs * temperature.sum())
+
+    run_distributed(on_rank, 1, init=False)
+
+
+def test_a_function_may_work_in_place(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel())
+        plain = backend.forward_backward(causal_samples(TOKENS), lambda logprobs, inputs: -logprobs)
+        first = backend.optimizer_step().grad_norm, plain.loss
+        backend.close()
+        backend = make_backend(checkpoint, Parallel())
+        mine = backend.forward_backward(causal_samples(TOKENS), lambda logprobs, inputs: logprobs.neg_())
+        return first, (backend.optimizer_step().grad_norm, mine.loss)
+
+    first, second = run_distributed(on_rank, 1, init=False)[0]
+    assert second == first
+
+
+def test_adapters_keep_the_gradients_of_calls_before_the_one_that_failed(checkpoint):
+    def on_rank():
+        norms = []
+        for fails in (False, True):
+            backend = make_backend(checkpoint, Parallel(), adapters=Adapters())
+            backend.add_adapter("a", Lora(rank=4))
+            samples = backend.shard(causal_samples(TOKENS))
+            backend.forward_backward(samples, adapter="a")
+            if fails:
+                with pytest.raises(LossFunctionError, match="KeyError"):
+                    backend.forward_backward(samples, raises_on_rank_1, adapter="a")
+            norms.append(backend.optimizer_step().adapters["a"].grad_norm)
+            backend.close()
+        return norms
+
+    for undisturbed_norm, norm in run_distributed(on_rank, 2, init=False, timeout_s=60):
+        assert norm == undisturbed_norm > 0
+
+
+def raises_on_rank_1(logprobs, inputs):
+    return raises_forward(logprobs, inputs) if torch.distributed.get_rank() == 1 else -logprobs
+
+
+# --- what ranks were given ---
+
+
+@pytest.mark.parametrize("field", ["target_ids", "weights", "advantages", "p"])
+def test_ranks_of_one_replica_given_other_values_of_a_field_are_told(checkpoint, field):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(tensor=2))
+        samples = with_fields([{"advantages": [1.0] * (len(ids) - 1), "p": [1.0] * (len(ids) - 1)} for ids in TOKENS])
+        values = samples[2].extra if field == "p" else vars(samples[2])
+        values[field] = values[field] + backend.rank
+        with pytest.raises(DataError, match=rf"ranks 0 and 1 .*\(their {field} differ\)"):
+            backend.forward_backward(samples)
+
+    run_distributed(on_rank, 2, init=False)
+
+
+def test_weights_that_float32_cannot_sum_are_an_error_on_every_rank(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel())
+        sample = Sample([1, 2], [2, 3], [1e37 if backend.rank else 1.0, 1.0])
+        with pytest.raises(DataError, match=r"sum to 1e\+37"):
+            backend.forward_backward([sample])
+
+    run_distributed(on_rank, 2, init=False)

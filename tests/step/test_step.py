@@ -1,0 +1,334 @@
+"""The step on real ranks: normalisation, accumulation, skipping, every built-in loss, and the forward pass."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascend import Adam, Batching, Parallel, Sample
+from megascend.errors import ConfigError, DataError
+from megascend.testing import run_distributed
+from megascend.testing.parity import PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+LAYOUTS = {
+    "single": (1, Parallel()),
+    "TP2 + SP": (2, Parallel(tensor=2, sequence=True)),
+    "PP2": (2, Parallel(pipeline=2)),
+    "CP2": (2, Parallel(context=2)),
+    "DP2": (2, Parallel()),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder):
+    return case_checkpoint(parity_folder, "qwen3")
+
+
+def make_backend(checkpoint, parallel=None, *, lr=1e-3, optimizer=None, **options):
+    from megascend.backend import MegatronBackend
+
+    options.setdefault("batching", Batching(micro_batch_tokens=64))
+    options.setdefault("precision", "fp32")
+    adam = Adam(lr=lr, **(optimizer or {}))
+    return MegatronBackend(model=checkpoint, parallel=parallel or Parallel(), optimizer=adam, timeout_s=60, **options)
+
+
+def one_step(checkpoint, parallel=None, **options):
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, **options)
+        result = backend.forward_backward(backend.shard(causal_samples(token_lists())))
+        return result.loss, backend.optimizer_step().grad_norm, result.micro_batches
+
+    return on_rank
+
+
+def test_the_loss_does_not_depend_on_how_samples_fall_into_micro_batches(checkpoint):
+    settings = [(48, True), (100, True), (4096, True), (48, False), (4096, False)]
+    runs = [
+        run_distributed(
+            one_step(checkpoint, batching=Batching(micro_batch_tokens=tokens, packing=packing)), 1, init=False
+        )[0]
+        for tokens, packing in settings
+    ]
+    assert len({count for *_, count in runs}) >= 3
+    for loss, norm, _ in runs:
+        assert loss == pytest.approx(runs[0][0], abs=2e-6)
+        assert norm == pytest.approx(runs[0][1], abs=2e-5)
+
+
+def test_interleaved_pipelines_are_deterministic(checkpoint):
+    """A send that is still under way must not see its memory reused: ten runs of many small messages are all equal."""
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(pipeline=2, virtual_pipeline=2), lr=1e-2)
+        assert backend._strategy.config.deallocate_pipeline_outputs is False
+        figures = []
+        for _ in range(6):
+            result = backend.forward_backward(causal_samples(token_lists()))
+            figures.append((result.loss, backend.optimizer_step().grad_norm))
+        return figures
+
+    runs = [run_distributed(on_rank, 2, init=False)[0] for _ in range(10)]
+    assert all(run == runs[0] for run in runs)
+
+
+def test_several_calls_add_up(checkpoint):
+    """Two calls on halves with equally many trained tokens give the sum of their gradients: twice the mean's norm."""
+    samples = causal_samples(token_lists(lengths=(20, 20, 30, 30)))
+
+    def on_rank():
+        backend = make_backend(checkpoint, lr=0.0)
+        backend.forward_backward(samples)
+        whole = backend.optimizer_step().grad_norm
+        backend.forward_backward(samples[0:3:2])
+        backend.forward_backward(samples[1:4:2])
+        return whole, backend.optimizer_step().grad_norm
+
+    whole, summed = run_distributed(on_rank, 1, init=False)[0]
+    assert summed == pytest.approx(2 * whole, rel=1e-5)
+
+
+def test_overlapped_reduction_refuses_a_second_call(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, optimizer={"overlap_grad_reduce": True})
+        backend.forward_backward(causal_samples(token_lists()))
+        with pytest.raises(ConfigError, match="overlap_grad_reduce"):
+            backend.forward_backward(causal_samples(token_lists()))
+
+    run_distributed(on_rank, 2, init=False)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, Parallel()), (2, Parallel(pipeline=2, virtual_pipeline=2)), (2, Parallel())],
+    ids=["single", "PP2 x VPP2", "DP2"],
+)
+def test_gradients_of_every_chunk_start_from_zero(checkpoint, world_size, parallel):
+    """With a learning rate of 0 identical steps must have identical norms; leftover gradients would make them grow."""
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, lr=0.0)
+        norms = []
+        for _ in range(3):
+            backend.forward_backward(backend.shard(causal_samples(token_lists())))
+            norms.append(backend.optimizer_step().grad_norm)
+        leftover = [float(buffer.grad_data.abs().max()) for c in backend._strategy.chunks for buffer in c.buffers]
+        return norms, leftover
+
+    for norms, leftover in run_distributed(on_rank, world_size, init=False):
+        assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
+        assert leftover == [0.0] * len(leftover)
+
+
+@pytest.mark.parametrize("layout", ["DP2", "TP2 + SP", "PP2"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_step_with_nan_on_one_rank_is_skipped_by_all(checkpoint, layout, distributed):
+    world_size, parallel = LAYOUTS[layout]
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, lr=1e-2, optimizer={"distributed": distributed})
+        samples = backend.shard(causal_samples(token_lists()))
+
+        def poisoned(logprobs, inputs):
+            values = -logprobs
+            return values * math.nan if dist.get_rank() == world_size - 1 else values
+
+        before = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        backend.forward_backward(samples)
+        good = backend.optimizer_step()
+        middle = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        skips = []
+        for _ in range(2):
+            backend.forward_backward(samples, poisoned)
+            skips.append(backend.optimizer_step())
+        after = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        backend.forward_backward(samples)
+        last = backend.optimizer_step()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, middle, strict=True))
+        unchanged = all(torch.equal(a, b) for a, b in zip(middle, after, strict=True))
+        return good.skipped, moved, [s.skipped for s in skips], skips[1].skipped_in_a_row, unchanged, last
+
+    for good, moved, skips, in_a_row, unchanged, last in run_distributed(on_rank, world_size, init=False):
+        assert (good, moved, skips, in_a_row, unchanged) == (False, True, [True, True], 2, True)
+        assert not last.skipped
+        assert last.skipped_in_a_row == 0
+        assert math.isfinite(last.grad_norm)
+
+
+def policy_fields(tokens):
+    generator = torch.Generator().manual_seed(5)
+    return [
+        {
+            "old_logprobs": (-5 + torch.randn(len(ids) - 1, generator=generator)).tolist(),
+            "advantages": torch.randn(len(ids) - 1, generator=generator).tolist(),
+            "ref_logprobs": (-6 + torch.randn(len(ids) - 1, generator=generator)).tolist(),
+            "pair": index // 2,
+            "chosen": index % 2 == 0,
+        }
+        for index, ids in enumerate(tokens)
+    ]
+
+
+def policy_samples(tokens, fields):
+    samples = []
+    for base, extra in zip(causal_samples(tokens), fields, strict=True):
+        samples.append(Sample(input_ids=base.input_ids, target_ids=base.target_ids, weights=base.weights, **extra))
+    return samples
+
+
+@every_layout
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "dpo"])
+def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, parity_folder, layout, loss):
+    world_size, parallel = LAYOUTS[layout]
+    tokens = token_lists()
+    fields = policy_fields(tokens)
+    expected = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss=loss, fields=fields)
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, batching=Batching(micro_batch_tokens=100))
+        result = backend.forward_backward(backend.shard(policy_samples(tokens, fields)), loss)
+        return result.loss, backend.optimizer_step().grad_norm, result.metrics
+
+    for value, norm, metrics in run_distributed(on_rank, world_size, init=False):
+        assert value == pytest.approx(expected.losses[0], rel=2e-5, abs=1e-5)
+        assert norm == pytest.approx(expected.grad_norms[0], rel=2e-5)
+        assert (
+            set(metrics)
+            == {
+                "importance_sampling": {"ratio"},
+                "ppo": {"ratio", "clip_fraction", "kl"},
+                "dpo": {"accuracy", "reward_chosen", "reward_rejected"},
+            }[loss]
+        )
+        assert all(math.isfinite(figure) for figure in metrics.values())
+
+
+@every_layout
+@pytest.mark.parametrize("packing", [True, False])
+def test_forward_returns_each_samples_logprobs_in_the_callers_order(checkpoint, parity_folder, layout, packing):
+    world_size, parallel = LAYOUTS[layout]
+    tokens = token_lists()
+    logits = hf_reference(parity_folder, checkpoint, tokens, steps=0).logits
+    log_p = [entry.log_softmax(-1) for entry in logits]
+    expected = [p.gather(1, torch.tensor(ids[1:])[:, None])[:, 0] for p, ids in zip(log_p, tokens, strict=True)]
+    entropies = [-(p.exp() * p).sum(-1) for p in log_p]
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, batching=Batching(micro_batch_tokens=128, packing=packing))
+        mine = range(backend.topology.coordinates(backend.rank).data, len(tokens), backend.topology.data)
+        samples = causal_samples(tokens)
+        result = backend.forward([samples[index] for index in mine], entropy=True, logits=True)
+        return list(mine), result
+
+    for mine, result in run_distributed(on_rank, world_size, init=False):
+        for position, index in enumerate(mine):
+            torch.testing.assert_close(result.logprobs[position], expected[index], atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(result.entropy[position], entropies[index], atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(result.logits[position], logits[index], atol=1e-5, rtol=1e-5)
+
+
+def test_a_loss_of_ones_own_gets_its_extra_fields(checkpoint):
+    """Weighted by an extra field, the loss equals cross entropy with that field as the weight."""
+    tokens = token_lists()
+
+    def on_rank():
+        backend = make_backend(checkpoint, lr=0.0)
+        base = causal_samples(tokens)
+        scaled = [
+            Sample(s.input_ids, s.target_ids, s.weights, extra={"importance": 0.5 + s.weights.cumsum(0) % 3})
+            for s in base
+        ]
+        result = backend.forward_backward(scaled, lambda logprobs, inputs: -logprobs * inputs.extra["importance"])
+        norm = backend.optimizer_step().grad_norm
+        weighted = [Sample(s.input_ids, s.target_ids, s.weights * s.extra["importance"]) for s in scaled]
+        same = backend.forward_backward(weighted)
+        ratio = sum(float(w.weights.sum()) for w in weighted) / sum(float(s.weights.sum()) for s in base)
+        return result.loss, norm, same.loss * ratio, backend.optimizer_step().grad_norm * ratio
+
+    loss, norm, expected_loss, expected_norm = run_distributed(on_rank, 1, init=False)[0]
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_a_rank_without_samples_keeps_the_others_company(parity_folder, arch):
+    checkpoint = case_checkpoint(parity_folder, arch)
+    parallel = Parallel(expert=2) if arch == "qwen3_moe" else Parallel()
+    tokens = token_lists()
+    expected = hf_reference(parity_folder, checkpoint, tokens, steps=1)
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel)
+        samples = causal_samples(tokens) if backend.rank == 0 else []
+        result = backend.forward_backward(samples)
+        return result.loss, backend.optimizer_step().grad_norm, backend.forward(samples).logprobs
+
+    for rank, (loss, norm, logprobs) in enumerate(run_distributed(on_rank, 2, init=False)):
+        assert loss == pytest.approx(expected.losses[0], abs=1e-5)
+        assert norm == pytest.approx(expected.grad_norms[0], abs=1e-4)
+        assert len(logprobs) == (len(tokens) if rank == 0 else 0)
+
+
+def test_ranks_that_must_agree_on_samples_are_told_when_they_do_not(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(tensor=2))
+        tokens = token_lists()[: 3 + backend.rank]
+        with pytest.raises(DataError, match=r"ranks 0 and 1 differ only in tensor, pipeline or context"):
+            backend.forward_backward(causal_samples(tokens))
+
+    run_distributed(on_rank, 2, init=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_the_precision_asked_for_is_the_one_that_runs(checkpoint, precision):
+    wanted = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(pipeline=2), precision=precision)
+        strategy = backend._strategy
+        parameters = {p.dtype for chunk in strategy.bare_chunks for p in chunk.parameters()}
+        result = backend.forward_backward(causal_samples(token_lists()))
+        step = backend.optimizer_step()
+        masters = {p.dtype for group in strategy.optimizer.megatron.param_groups for p in group["params"]}
+        return parameters, strategy.config.pipeline_dtype, masters, result.loss, step
+
+    for parameters, pipeline_dtype, masters, loss, step in run_distributed(on_rank, 2, init=False):
+        assert parameters == {wanted}
+        assert pipeline_dtype == wanted
+        assert masters == {torch.float32}
+        assert math.isfinite(loss)
+        assert not step.skipped
+        assert step.loss_scale == (2.0**16 if precision == "fp16" else 1.0)
+
+
+def test_weight_decay_leaves_vectors_alone(checkpoint):
+    """With zero gradients (advantages of 0) a step moves matrices by weight decay and norms not at all."""
+
+    def on_rank():
+        backend = make_backend(checkpoint, lr=0.1, optimizer={"weight_decay": 0.5})
+        before = {n: p.clone() for n, p in backend._strategy.bare_chunks[0].named_parameters()}
+        backend.forward_backward(causal_samples(token_lists()), lambda logprobs, inputs: logprobs * 0.0)
+        backend.optimizer_step()
+        after = dict(backend._strategy.bare_chunks[0].named_parameters())
+        return {n: float((after[n] / before[n]).median()) for n in before if before[n].dim() > 1}, max(
+            float((after[n] - before[n]).abs().max()) for n in before if before[n].dim() == 1
+        )
+
+    matrices, vectors = run_distributed(on_rank, 1, init=False)[0]
+    assert all(ratio == pytest.approx(0.95, rel=1e-4) for ratio in matrices.values()), matrices
+    assert vectors == 0.0
+
+
+def test_targets_of_the_prompt_do_not_count(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint)
+        result = backend.forward_backward(causal_samples(token_lists()))
+        return result.tokens, result.total_tokens
+
+    lengths = [len(ids) for ids in token_lists()]
+    tokens, total = run_distributed(on_rank, 1, init=False)[0]
+    assert total == sum(lengths) - len(lengths)
+    assert tokens == sum(length - PROMPT for length in lengths)
