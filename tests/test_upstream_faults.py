@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
+from megascend.huggingface.model_shape import ModelShape
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,
@@ -29,7 +30,7 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
-from megascend.topology.topology import ModelShape, plan
+from megascend.topology.topology import plan
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")

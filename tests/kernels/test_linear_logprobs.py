@@ -147,12 +147,12 @@ def test_the_weight_gradient_is_added_to_the_main_buffer(dtype):
     assert (weight.main_grad[VOCABULARY:] == 1).all()
 
 
-RUNS = ((2, slice(10, 70)), (0, slice(100, 150)))
-"""Matrix and tokens; some tokens have no run, one matrix has no tokens, and runs cross the borders of chunks."""
+SEGMENTS = ((2, slice(10, 70)), (0, slice(100, 150)))
+"""Matrix and tokens; some tokens have no segment, one matrix has no tokens, and segments cross the borders of chunks."""
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_adapters_add_to_the_logits_of_their_runs(fused):
+def test_adapters_add_to_the_logits_of_their_segments(fused):
     """The weight is frozen and has rows of padding; gradients are those of autograd through whole logits."""
     hidden, weight, targets, _ = inputs()
     generator = torch.Generator().manual_seed(4)
@@ -162,15 +162,15 @@ def test_adapters_add_to_the_logits_of_their_runs(fused):
 
     leaves = [tensor.double().requires_grad_() for tensor in (hidden, down, up)]
     logits = leaves[0] @ weight.double().t()
-    for number, run in RUNS:
+    for number, segment in SEGMENTS:
         own = torch.zeros(TOKENS, 1, dtype=torch.float64)
-        own[run] = 1
+        own[segment] = 1
         logits = logits + own * (leaves[1] @ leaves[2][number])
     (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * -coefficients).sum().backward()
 
     padded = torch.cat([weight, torch.full((3, HIDDEN), 9.0)])
     grads = torch.ones_like(up)  # of an earlier micro batch
-    lora_delta = LowRank(up, grads, RUNS)
+    lora_delta = LowRank(up, grads, SEGMENTS)
     mine = [tensor.clone().requires_grad_() for tensor in (hidden, down)]
     shard = VocabShard(0, VOCABULARY)
     if fused:

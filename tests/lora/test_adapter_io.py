@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Adam, Adapters, Batching, CheckpointError, ConfigError, Lora, Parallel, Schedule
-from megascend.lora.adapter_io import OPTIMIZER, STATE, Saved, read, write
+from megascend.lora.adapter_io import OPTIMIZER, STATE, SavedAdapter, read, write
 from megascend.lora.factors import Factors
 from megascend.testing import run_distributed
 from megascend.testing.lora_parity import ALL
@@ -80,7 +80,7 @@ def saved_adapter(**changes):
 
     lora = Lora(rank=2, alpha=3.0, targets=("q_proj", "v_proj"), seed=5, optimizer=Adam(lr=0.5, betas=(0.8, 0.9)))
     fields = {"taken": 3, "step_count": 5, "skipped_in_a_row": 1, "loss_scale": 1024.0, "good_steps": 2} | changes
-    return Saved(lora, factors(0), (factors(1), factors(2)), **fields)
+    return SavedAdapter(lora, factors(0), (factors(1), factors(2)), **fields)
 
 
 def equal(one, other):

@@ -214,9 +214,9 @@ def test_dropout_drops_the_right_share_and_differs_by_step_seed_and_layer(dense)
         seen = []
         original = layers.drop
 
-        def recording(x, stage, routing, site, *, local):
-            out = original(x, stage, routing, site, local=local)
-            seen.append((site.parts[0].name, (out != 0) | (x == 0), (out / x)[out != 0]))
+        def recording(x, stacked, segments, target, *, local):
+            out = original(x, stacked, segments, target, local=local)
+            seen.append((target.slices[0].name, (out != 0) | (x == 0), (out / x)[out != 0]))
             return out
 
         layers.drop = recording
@@ -363,7 +363,7 @@ def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
     ],
 )
 def test_targets_on_some_pipeline_stages_only(deep, tmp_path, limits, targets):
-    """Of the backend, so that a stage has no adapted layer at all, or of the adapter; with and without chunks."""
+    """Of the backend, so that a pipeline stage has no adapted layer at all, or of the adapter; with and without chunks."""
 
     def on_rank(parallel, path):
         backend = make_backend(deep, parallel, Adapters(targets=limits))

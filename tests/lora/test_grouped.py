@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megascend.lora.grouped import GroupedLinear, Groups, accumulate, product
-from megascend.lora.segments import cut, route, run_lengths
+from megascend.lora.grouped import GroupedLinear, Segments, accumulate, product
+from megascend.lora.segments import cut, token_segments, tokens_per_adapter
 
 CPU = torch.device("cpu")
 
@@ -13,14 +13,14 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("known", [True, False])
 def test_products_of_runs(counts, known):
     rows, weights = torch.randn(sum(counts), 4), torch.randn(len(counts), 4, 6)
-    groups = Groups.of(counts, CPU)
-    groups = groups if known else Groups(groups.ends)
+    segments = Segments.of(counts, CPU)
+    segments = segments if known else Segments(segments.ends)
     owner = [g for g, count in enumerate(counts) for _ in range(count)]
     expected = (
         torch.stack([row @ weights[g] for row, g in zip(rows, owner, strict=True)]) if owner else rows @ weights[0]
     )
-    torch.testing.assert_close(product(rows, weights, groups), expected)
-    assert groups.sizes() == counts
+    torch.testing.assert_close(product(rows, weights, segments), expected)
+    assert segments.sizes() == counts
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -33,7 +33,7 @@ def test_accumulation_adds_to_what_is_there(transposed):
         for row in range(start, start + count):
             expected[g] += torch.outer(left[row], right[row])
         start += count
-    accumulate(into, left, right, Groups.of(counts, CPU))
+    accumulate(into, left, right, Segments.of(counts, CPU))
     torch.testing.assert_close(into, expected)
     single = torch.zeros(1, 3, 5)
     accumulate(single, left, right, None)
@@ -43,60 +43,60 @@ def test_accumulation_adds_to_what_is_there(transposed):
 @pytest.mark.parametrize("counts", [None, [2, 0, 3]])
 @pytest.mark.parametrize("with_base", [False, True])
 def test_gradients_equal_autograds(counts, with_base):
-    groups = None if counts is None else Groups.of(counts, CPU)
+    segments = None if counts is None else Segments.of(counts, CPU)
     count = 1 if counts is None else len(counts)
     rows = torch.randn(5, 4, requires_grad=True)
     weights, base = torch.randn(count, 4, 3), torch.randn(5, 3, requires_grad=True) if with_base else None
-    grads, upstream = torch.full((count, 4, 3), 0.5), torch.randn(5, 3)
-    GroupedLinear.apply(rows, weights, grads, groups, base).backward(upstream)
+    grads, grad = torch.full((count, 4, 3), 0.5), torch.randn(5, 3)
+    GroupedLinear.apply(rows, weights, grads, segments, base).backward(grad)
     found = rows.grad, None if base is None else base.grad
 
     rows.grad = None
     leaf = weights.clone().requires_grad_()
     owner = [0] * 5 if counts is None else [g for g, c in enumerate(counts) for _ in range(c)]
-    torch.stack([row @ leaf[g] for row, g in zip(rows, owner, strict=True)]).backward(upstream)
+    torch.stack([row @ leaf[g] for row, g in zip(rows, owner, strict=True)]).backward(grad)
     torch.testing.assert_close(found[0], rows.grad)
     torch.testing.assert_close(grads, 0.5 + leaf.grad)
     if base is not None:
-        assert torch.equal(found[1], upstream)
+        assert torch.equal(found[1], grad)
 
 
 def test_one_runs_values_do_not_reach_anothers():
     counts = [3, 2, 4]
-    rows, weights, upstream = torch.randn(9, 4), torch.randn(3, 4, 6), torch.randn(9, 6)
-    clean = product(rows, weights, Groups.of(counts, CPU))
+    rows, weights, grad = torch.randn(9, 4), torch.randn(3, 4, 6), torch.randn(9, 6)
+    clean = product(rows, weights, Segments.of(counts, CPU))
     clean_grads = torch.zeros(3, 4, 6)
-    accumulate(clean_grads, rows, upstream, Groups.of(counts, CPU))
+    accumulate(clean_grads, rows, grad, Segments.of(counts, CPU))
     rows[3:5] = torch.nan
     weights[1] = torch.inf
-    spoiled = product(rows, weights, Groups.of(counts, CPU))
+    spoiled = product(rows, weights, Segments.of(counts, CPU))
     spoiled_grads = torch.zeros(3, 4, 6)
-    accumulate(spoiled_grads, rows, upstream, Groups.of(counts, CPU))
+    accumulate(spoiled_grads, rows, grad, Segments.of(counts, CPU))
     for whole, other, own in ((clean, spoiled, [0, 1, 2, 5, 6, 7, 8]), (clean_grads, spoiled_grads, [0, 2])):
         assert torch.equal(whole[own], other[own])
 
 
 def test_run_lengths():
-    assert run_lengths([0, 0, 2], [3, 4, 5], 4) == [7, 0, 5, 0]
-    assert run_lengths([], [], 2) == [0, 0]
+    assert tokens_per_adapter([0, 0, 2], [3, 4, 5], 4) == [7, 0, 5, 0]
+    assert tokens_per_adapter([], [], 2) == [0, 0]
 
 
 @pytest.mark.parametrize("counts", [[4, 0, 6, 2], [12], [0, 12, 0], [1] * 12])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_cut_and_route_agree_with_counting(counts, ranks):
-    adapter_index = torch.tensor([slot for slot, count in enumerate(counts) for _ in range(count)])
+    adapter_index = torch.tensor([index for index, count in enumerate(counts) for _ in range(count)])
     size = len(adapter_index) // ranks
     for rank in range(ranks):
         mine = adapter_index[rank * size : (rank + 1) * size]
-        expected = [int((mine == slot).sum()) for slot in range(len(counts))]
+        expected = [int((mine == index).sum()) for index in range(len(counts))]
         assert cut(counts, rank * size, (rank + 1) * size) == expected
-        routing = route(adapter_index, counts, None, (rank, ranks), CPU)
-        assert torch.equal(routing.adapter_index[routing.mine], mine)
+        found = token_segments(adapter_index, counts, None, (rank, ranks), CPU)
+        assert torch.equal(found.adapter_index[found.mine], mine)
         if len(counts) - counts.count(0) == 1:
-            assert routing.single == int(adapter_index[0])
-            assert routing.whole is None
-            assert routing.local is None
+            assert found.single == int(adapter_index[0])
+            assert found.whole is None
+            assert found.local is None
         else:
-            assert routing.single is None
-            assert routing.whole.sizes() == counts
-            assert routing.local.sizes() == expected
+            assert found.single is None
+            assert found.whole.sizes() == counts
+            assert found.local.sizes() == expected

@@ -7,9 +7,9 @@ import torch
 
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
-from megascend.lora.layout import families
+from megascend.lora.layout import shape_groups
 from megascend.lora.registry import AdapterRegistry, check_name
-from megascend.lora.target_modules import Part, Site, restrict
+from megascend.lora.target_modules import FusedSlice, TargetModule, restrict
 
 ODD_NAMES = [
     "", "../x", "..", ".", "a/b", "a\\b", ".hidden", "a..b", "x.", "-x", "_x", "a b", "a\n", "a\0b", "ä", "名", "x²",
@@ -17,20 +17,22 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
-def one_site(layer=0, experts=1, start=0, count=None, in_start=0, in_features=6, in_total=6):
+def make_target(layer=0, experts=1, start=0, count=None, in_start=0, in_features=6, in_total=6):
     kind = "mlp.experts" if count else "mlp"
-    part = Part(f"model.layers.{layer}.{kind}.down_proj", 4, torch.arange(4), torch.arange(4))
-    return Site(None, "row", (part,), in_features, 4, in_start, in_total, experts, start, count)
+    part = FusedSlice(f"model.layers.{layer}.{kind}.down_proj", 4, torch.arange(4), torch.arange(4))
+    return TargetModule(None, "row", (part,), in_features, 4, in_start, in_total, experts, start, count)
 
 
 def embedding(in_start=0, in_features=9):
     rows = torch.arange(400)
-    return Site(None, "row", (Part("model.embed_tokens", 400, rows, rows),), in_features, 400, in_start, 9)
+    return TargetModule(
+        None, "row", (FusedSlice("model.embed_tokens", 400, rows, rows),), in_features, 400, in_start, 9
+    )
 
 
-def make_registry(limits=None, sites=None, **options):
-    of = families(sites or [one_site(0), one_site(1)])
-    names = [part.name for family in of for site in family.sites for part in site.parts]
+def make_registry(limits=None, target_modules=None, **options):
+    of = shape_groups(target_modules or [make_target(0), make_target(1)])
+    names = [each.name for group in of for target in group.target_modules for each in target.slices]
     settings = {"adam": Adam(), "schedule": Schedule(), "seed": 3, "scales_loss": False} | options
     return AdapterRegistry(limits or Adapters(), of, names, device=torch.device("cpu"), **settings)
 
@@ -91,7 +93,7 @@ def test_settings_that_no_adapter_can_have_are_refused_when_written_down():
 
 
 def test_dropout_on_experts_is_refused():
-    registry = make_registry(sites=[one_site(0), one_site(1, experts=2, count=2)])
+    registry = make_registry(target_modules=[make_target(0), make_target(1, experts=2, count=2)])
     with pytest.raises(ConfigError, match=r"dropout 0\.1 on experts.*set dropout: 0"):
         add(registry, "a", Lora(dropout=0.1))
     add(registry, "a", Lora(dropout=0.1, targets=("mlp.down_proj",)))
@@ -112,26 +114,30 @@ def test_first_values_are_pefts_and_the_same_in_every_layout():
     assert torch.equal(registry.create("c", Lora(rank=64, seed=3)).values, whole.values)
 
     for rank in range(2):  # the input's columns divided over two ranks; only layer 1 on this pipeline stage
-        part = make_registry(sites=[one_site(1, in_start=3 * rank, in_features=3)]).create("a", Lora(rank=64))
+        part = make_registry(target_modules=[make_target(1, in_start=3 * rank, in_features=3)]).create(
+            "a", Lora(rank=64)
+        )
         mine = next(values for span, values in part.views(part.values.detach()) if span.factor == "a")
         assert torch.equal(mine[0], views["a"][1, ..., 3 * rank : 3 * rank + 3])
 
 
 def test_experts_draw_by_their_number_in_the_model():
-    whole = make_registry(sites=[one_site(experts=4, count=4)]).create("a", Lora(rank=2))
-    half = make_registry(sites=[one_site(experts=2, start=2, count=4)]).create("a", Lora(rank=2))
+    whole = make_registry(target_modules=[make_target(experts=4, count=4)]).create("a", Lora(rank=2))
+    half = make_registry(target_modules=[make_target(experts=2, start=2, count=4)]).create("a", Lora(rank=2))
     of = [next(v for s, v in x.views(x.values.detach()) if s.factor == "a") for x in (whole, half)]
     assert torch.equal(of[0][0, 2:], of[1][0])
     assert len({tuple(expert.flatten().tolist()) for expert in of[0][0]}) == 4
 
 
 def test_only_targets_get_values():
-    sites = [one_site(0), one_site(1)]
-    made = make_registry(sites=sites).create("a", Lora(rank=2, targets=("model.layers.1.mlp.down_proj",)))
+    target_modules = [make_target(0), make_target(1)]
+    made = make_registry(target_modules=target_modules).create(
+        "a", Lora(rank=2, targets=("model.layers.1.mlp.down_proj",))
+    )
     a = next(values for span, values in made.views(made.values.detach()) if span.factor == "a")
     assert not a[0].any()
     assert a[1].all()
-    assert restrict(sites[0], made.lora.targets) is None
+    assert restrict(target_modules[0], made.lora.targets) is None
 
 
 def test_an_adapter_has_its_own_optimizer_and_schedule_or_the_backends():
@@ -180,10 +186,10 @@ def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
 def test_an_embedding_starts_with_a_zero_and_b_normal_as_in_peft():
     lora = Lora(rank=5, targets=("embed_tokens",))
     limits = Adapters(targets=("embed_tokens", "down_proj"))
-    made = make_registry(limits, [embedding(), one_site(0)]).create("a", lora)
-    found = {(span.family, span.factor): values for span, values in made.views(made.values.detach())}
+    made = make_registry(limits, [embedding(), make_target(0)]).create("a", lora)
+    found = {(span.shape_group, span.factor): values for span, values in made.views(made.values.detach())}
     b = found[0, "b"]
     assert (float(b.mean()), float(b.std())) == (pytest.approx(0, abs=0.1), pytest.approx(1, abs=0.1))
     assert not any(values.any() for which, values in found.items() if which != (0, "b"))
-    shard = make_registry(limits, [embedding(5, 4), one_site(0)]).create("a", lora)
-    assert torch.equal(next(v for s, v in shard.views(shard.values) if (s.family, s.factor) == (0, "b")), b)
+    shard = make_registry(limits, [embedding(5, 4), make_target(0)]).create("a", lora)
+    assert torch.equal(next(v for s, v in shard.views(shard.values) if (s.shape_group, s.factor) == (0, "b")), b)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megascend.errors import ConfigError
-from megascend.lora.target_modules import ModelLayout, find_sites, matches, restrict
+from megascend.lora.target_modules import ModelLayout, find_target_modules, matches, restrict
 
 HIDDEN, HEADS, GROUPS, SIZE, MIDDLE, EXPERTS, VOCABULARY = 6, 4, 2, 3, 8, 4, 7
 CONFIG = SimpleNamespace(
@@ -51,7 +51,7 @@ def megatron_layer(tensor, rank):
     return torch.cat(qkv), hf["o_proj"].chunk(tensor, 1)[rank], fc1, hf["down_proj"].chunk(tensor, 1)[rank]
 
 
-def sites_of(tensor=1, rank=0, experts=False, expert=1, expert_rank=0, ends=False, tied=False):
+def target_modules_of(tensor=1, rank=0, experts=False, expert=1, expert_rank=0, embedding_and_head=False, tied=False):
     qkv, proj, fc1, fc2 = (SimpleNamespace(weight=part) for part in megatron_layer(tensor, rank))
     mlp = SimpleNamespace(linear_fc1=fc1, linear_fc2=fc2)
     if experts:
@@ -68,40 +68,40 @@ def sites_of(tensor=1, rank=0, experts=False, expert=1, expert_rank=0, ends=Fals
     padded = SimpleNamespace(weight=torch.empty(-(-VOCABULARY // tensor), HIDDEN), reduce_scatter_embeddings=False)
     chunk = SimpleNamespace(
         decoder=SimpleNamespace(layers=[layer]),
-        pre_process=ends,
-        post_process=ends,
+        pre_process=embedding_and_head,
+        post_process=embedding_and_head,
         share_embeddings_and_output_weights=tied,
         embedding=SimpleNamespace(word_embeddings=padded),
         output_layer=padded,
     )
-    return find_sites([chunk], ModelLayout(CONFIG, topology, place, names, VOCABULARY))
+    return find_target_modules([chunk], ModelLayout(CONFIG, topology, place, names, VOCABULARY))
 
 
 @pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("experts", [False, True])
 def test_every_row_and_column_is_where_the_site_says(tensor, rank, experts):
-    sites = sites_of(tensor, rank, experts)
+    target_modules = target_modules_of(tensor, rank, experts)
     covered = []
-    for site in sites:
-        local = getattr(site.module, "weight", None)
-        local = site.module.weight0 if local is None else local
-        columns = slice(site.in_start, site.in_start + site.in_features)
-        for part in site.parts:
+    for target in target_modules:
+        local = getattr(target.module, "weight", None)
+        local = target.module.weight0 if local is None else local
+        columns = slice(target.in_start, target.in_start + target.in_features)
+        for part in target.slices:
             whole = HUGGING_FACE[part.name.rsplit(".", 1)[-1]]
-            assert (part.out_features, site.in_total) == tuple(whole.shape)
+            assert (part.out_features, target.in_total) == tuple(whole.shape)
             assert torch.equal(local[part.local_rows], whole[part.global_rows][:, columns])
-        rows = torch.cat([part.local_rows for part in site.parts]).sort().values
-        assert torch.equal(rows, torch.arange(site.out_features)), "every row has exactly one part"
-        covered += [part.name for part in site.parts]
+        rows = torch.cat([part.local_rows for part in target.slices]).sort().values
+        assert torch.equal(rows, torch.arange(target.out_features)), "every row is in exactly one slice"
+        covered += [part.name for part in target.slices]
     mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else ["gate_proj", "up_proj", "down_proj"]
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     assert covered == [f"model.layers.2.{name}" for name in [*attention, *(f"mlp.{name}" for name in mlp)]]
 
 
 def test_experts_are_counted_over_expert_parallel_ranks():
-    for site in sites_of(experts=True, expert=2, expert_rank=1)[2:]:
-        assert site.is_expert
-        assert (site.experts, site.expert_start, site.expert_total) == (2, 2, 4)
+    for target in target_modules_of(experts=True, expert=2, expert_rank=1)[2:]:
+        assert target.is_expert
+        assert (target.experts, target.expert_start, target.expert_total) == (2, 2, 4)
 
 
 def test_targets_match_whole_components_only():
@@ -122,27 +122,27 @@ def test_targets_match_whole_components_only():
 def test_ends_have_the_ranks_tokens_without_padding(tensor, rank, tokens):
     """Seven tokens on two ranks: the second has one row of padding."""
     start, stop = tokens
-    embedding, *_, output = sites_of(tensor, rank, ends=True)
+    embedding, *_, output = target_modules_of(tensor, rank, embedding_and_head=True)
     assert (embedding.is_embedding, output.is_output) == (True, True)
     assert (embedding.split, embedding.in_start, embedding.in_features) == ("row", start, stop - start)
     assert (embedding.in_total, embedding.out_features) == (VOCABULARY, HIDDEN)
-    (part,) = output.parts
+    (part,) = output.slices
     assert (output.split, output.in_features, output.out_features) == ("column", HIDDEN, stop - start)
     assert (part.out_features, part.global_rows.tolist()) == (VOCABULARY, list(range(start, stop)))
 
 
 def test_ends_that_share_a_weight_are_not_adapted():
-    assert len(sites_of(ends=True)) == 6
-    assert len(sites_of(ends=True, tied=True)) == 4
+    assert len(target_modules_of(embedding_and_head=True)) == 6
+    assert len(target_modules_of(embedding_and_head=True, tied=True)) == 4
 
 
 def test_restriction_keeps_the_targeted_parts():
-    qkv, proj, *_ = sites_of()
+    qkv, proj, *_ = target_modules_of()
     kept = restrict(qkv, ("v_proj", "q_proj"))
-    assert [part.name.rsplit(".", 1)[-1] for part in kept.parts] == ["q_proj", "v_proj"]
+    assert [part.name.rsplit(".", 1)[-1] for part in kept.slices] == ["q_proj", "v_proj"]
     assert kept.out_features == qkv.out_features
     assert restrict(proj, ("v_proj", "q_proj")) is None
-    assert kept.family != qkv.family
+    assert kept.shape_key != qkv.shape_key
 
 
 def test_attention_that_adapters_do_not_know_is_refused():
@@ -150,4 +150,4 @@ def test_attention_that_adapters_do_not_know_is_refused():
         SimpleNamespace(multi_latent_attention=True, hf_model_type="deepseek_v3"), None, None, ["layers.0.x.weight"], 7
     )
     with pytest.raises(ConfigError, match="deepseek_v3"):
-        find_sites([], layout)
+        find_target_modules([], layout)

@@ -47,7 +47,7 @@ CASES = [
 def test_sixteen_bit_products_use_the_grouped_kernel_and_are_right():
     import torch
 
-    from megascend.lora.grouped import Groups, accumulate, product
+    from megascend.lora.grouped import Segments, accumulate, product
     from simnpu import call_log
 
     generator = torch.Generator().manual_seed(0)
@@ -55,11 +55,11 @@ def test_sixteen_bit_products_use_the_grouped_kernel_and_are_right():
     rows = torch.randn(24, 32, generator=generator).bfloat16()
     weights = torch.randn(4, 32, 16, generator=generator).bfloat16()
     grads = torch.randn(24, 16, generator=generator).bfloat16()
-    groups = Groups.of(counts, torch.device("npu"))
+    segments = Segments.of(counts, torch.device("npu"))
     into = torch.zeros(4, 32, 16).npu()
     with call_log.recording() as calls:
-        out = product(rows.npu(), weights.npu(), groups).cpu()
-        accumulate(into, rows.npu(), grads.npu(), groups)
+        out = product(rows.npu(), weights.npu(), segments).cpu()
+        accumulate(into, rows.npu(), grads.npu(), segments)
     assert [call.name for call in calls] == ["npu_grouped_matmul", "npu_grouped_matmul"]
     start = 0
     for group, count in enumerate(counts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
-
-if TYPE_CHECKING:
-    from megascend.lora.segments import Routing
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,11 @@ class MicroBatch:
         place: int64 [n], index of each token in the concatenation of all padded samples; equal on no two context ranks.
         padded_lengths: of every sample in that concatenation.
         pairs: int64 [pairs, 2], positions in ``members``.
-        adapter_index: number of every sample's adapter among those of the call, ascending; all 0 without adapters.
+        adapter_index: of every sample, the index of its adapter among those of the call, ascending; all 0 without adapters.
         positions: int64, on the host, for every sample: the places in it of its tokens that this rank holds.
         padding: bool [n], tokens that no sample has.
-        dummy: made only to keep other ranks company in collectives; all its tokens have weight 0.
-        routing: what layers with adapters need to know, or None.
+        dummy: made only because other ranks have a micro batch left and meet this one in its collectives; all weights are 0.
+        segments: which adapter each token belongs to, as the layers need it (``megascend.lora``'s ``TokenSegments``), or None.
     """
 
     members: list[int]
@@ -95,11 +92,11 @@ class MicroBatch:
     positions: list[Tensor]
     padding: Tensor
     dummy: bool = False
-    routing: Routing | None = None
+    segments: Any = None
 
     @property
     def token_adapter_index(self) -> Tensor:
-        """int64 [n]: the number of each token's adapter."""
+        """int64 [n]: the index of each token's adapter."""
         if len(set(self.adapter_index)) == 1:
             return torch.full_like(self.sample, self.adapter_index[0])
         return to_device(torch.tensor(self.adapter_index), self.sample.device)[self.sample]
@@ -118,11 +115,12 @@ def build(
 
     Args:
         samples: the caller's list.
-        members: which of them; with ``dummy`` they only keep other ranks company and get weight 0.
+        members: which of them.
         layout: how sequences lie on the ranks.
         loss: names the fields that are needed; None for a forward pass without a loss.
         device: where the tensors go; copies do not wait for each other or for the device.
-        adapter_index: number of every sample's adapter; ``members`` are in ascending order of it.
+        dummy: give every token weight 0: other ranks have a micro batch left and meet this one in its collectives.
+        adapter_index: of every sample, the index of its adapter; ``members`` are in ascending order of it.
     """
     chosen = [samples[index] for index in members]
     lengths = [len(sample) for sample in chosen]

@@ -1,4 +1,4 @@
-"""What one ``forward_backward`` normalises by, for each adapter of its samples."""
+"""What the losses of one ``forward_backward`` are divided by, for each adapter of its samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from megascend.kernels.host_copy import to_device
 
 
 class LossNormalizer:
-    """What one ``forward_backward`` normalises by: each adapter (or the model itself, "") by its own samples.
+    """Scales and sums the losses of one ``forward_backward``: each adapter's (or the model's own, "") by its own samples.
 
     Attributes:
         names: the adapters of all ranks' samples.
-        loss_grad: the gradient that Megatron's schedule hands to a micro batch's loss.
+        loss_grad: the gradient that the engine's backward pass starts from at a micro batch's loss.
         function: calls the loss, micro batch by micro batch.
+
+    Args:
+        scales: [names], what each adapter's loss is multiplied by.
     """
 
     def __init__(
@@ -40,20 +43,20 @@ class LossNormalizer:
 
     def of_pairs(self, batch: MicroBatch) -> Tensor | float:
         """The factor of each pair's loss: [pairs], or one number for all."""
-        return self._scales[0] if len(self.names) == 1 else self._on_device[self._pair_slots(batch)]
+        return self._scales[0] if len(self.names) == 1 else self._on_device[self._pair_adapter_index(batch)]
 
     def sums(self, values: Tensor, batch: MicroBatch) -> Tensor:
         """``values`` [n] summed for each adapter: [names]."""
-        return self._by_slot(values, batch.token_adapter_index)
+        return self._sum_per_adapter(values, batch.token_adapter_index)
 
     def pair_sums(self, values: Tensor, batch: MicroBatch) -> Tensor:
         """``values`` [pairs] summed for each adapter: [names]."""
-        return self._by_slot(values, self._pair_slots(batch))
+        return self._sum_per_adapter(values, self._pair_adapter_index(batch))
 
-    def _pair_slots(self, batch: MicroBatch) -> Tensor:
+    def _pair_adapter_index(self, batch: MicroBatch) -> Tensor:
         return to_device(torch.tensor(batch.adapter_index), batch.pairs.device)[batch.pairs[:, 0]]
 
-    def _by_slot(self, values: Tensor, adapter_index: Tensor) -> Tensor:
+    def _sum_per_adapter(self, values: Tensor, adapter_index: Tensor) -> Tensor:
         if len(self.names) == 1:
             return values.sum()[None]
         return values.new_zeros(len(self.names)).index_add(0, adapter_index, values)

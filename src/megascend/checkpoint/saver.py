@@ -37,7 +37,7 @@ from megascend.huggingface.files import replace_directory
 if TYPE_CHECKING:
     from megascend.diagnostics.hang_monitor import HangMonitor
     from megascend.distributed.process_groups import ProcessGroups
-    from megascend.lora.adapter_io import Saved
+    from megascend.lora.adapter_io import SavedAdapter
 
 MEGATRON_CONFIG = {
     "sharded_backend": "torch_dist",
@@ -75,7 +75,7 @@ class CheckpointState:
 
     state: dict[str, Any]
     manifest: Manifest
-    adapters: dict[str, Saved]
+    adapters: dict[str, SavedAdapter]
     base_model: str
     projections: list[str]
     write_more: Callable[[Path], None] | None = None

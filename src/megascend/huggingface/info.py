@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megascend.huggingface.exported import extra_tensors
 from megascend.huggingface.files import check_vocabulary, read_config, tensor_shapes
-from megascend.topology.topology import ModelShape
+from megascend.huggingface.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

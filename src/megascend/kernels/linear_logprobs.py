@@ -96,7 +96,7 @@ class _Gradients:
         direct: bool,
         lora_delta: LowRank | None,
     ) -> None:
-        self._states, self._rows, self._down, self._addition = hidden, weight[: shard.rows], down, lora_delta
+        self._states, self._rows, self._down, self._lora_delta = hidden, weight[: shard.rows], down, lora_delta
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self._weight = _WeightGradient(weight, shard, direct) if needed[1] else None
         self.down = torch.zeros_like(down) if down is not None and needed[2] else None
@@ -107,8 +107,8 @@ class _Gradients:
             torch.mm(grad_logits, self._rows, out=self.hidden[part])
         if self._weight is not None:
             self._weight.add(grad_logits, self._states[part])
-        if self.down is not None and self._down is not None and self._addition is not None:
-            self._addition.propagate(grad_logits, self._down, self.down, part)
+        if self.down is not None and self._down is not None and self._lora_delta is not None:
+            self._lora_delta.propagate(grad_logits, self._down, self.down, part)
 
     def for_autograd(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the order of the functions' first three inputs."""

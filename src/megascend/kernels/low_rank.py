@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LowRank:
-    """``down @ up[number]`` for every run of tokens, added to their logits. Tokens in no run get nothing.
+    """``down @ up[number]`` for every segment of tokens, added to their logits. Tokens in no segment get nothing.
 
     ``down`` [n, r] comes with every call; it is what autograd sees. The gradient of ``up`` goes straight into ``grads``, as
     that of the adapters in linear layers does.
@@ -19,30 +19,30 @@ class LowRank:
     Attributes:
         up: [matrices, r, rows], in the model's precision; rows are those of this rank's vocabulary that stand for real tokens.
         grads: float32, of the same shape.
-        runs: (number of the matrix, its tokens).
+        segments: (number of the matrix, its tokens).
     """
 
     up: Tensor
     grads: Tensor
-    runs: tuple[tuple[int, slice], ...]
+    segments: tuple[tuple[int, slice], ...]
 
     def add_(self, logits: Tensor, down: Tensor, part: slice) -> None:
         """Add to ``logits`` [tokens of part, at least rows], in place."""
-        for number, run in self._within(part):
-            logits[run.start - part.start : run.stop - part.start, : self.up.shape[2]].addmm_(
-                down[run], self.up[number]
+        for number, segment in self._within(part):
+            logits[segment.start - part.start : segment.stop - part.start, : self.up.shape[2]].addmm_(
+                down[segment], self.up[number]
             )
 
     def propagate(self, grad_logits: Tensor, down: Tensor, grad_down: Tensor, part: slice) -> None:
         """From the gradient of a chunk's logits to those of ``up``, added up, and of ``down``, written to ``grad_down``."""
-        for number, run in self._within(part):
-            grad = grad_logits[run.start - part.start : run.stop - part.start]
-            torch.mm(grad, self.up[number].t(), out=grad_down[run])
-            add_product_(self.grads[number], down[run].t(), grad)
+        for number, segment in self._within(part):
+            grad = grad_logits[segment.start - part.start : segment.stop - part.start]
+            torch.mm(grad, self.up[number].t(), out=grad_down[segment])
+            add_product_(self.grads[number], down[segment].t(), grad)
 
     def _within(self, part: slice) -> Iterator[tuple[int, slice]]:
-        for number, run in self.runs:
-            start, stop = max(run.start, part.start), min(run.stop, part.stop)
+        for number, segment in self.segments:
+            start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
             if start < stop:
                 yield number, slice(start, stop)
 

@@ -15,7 +15,7 @@ from megascend.config.learning_rate import learning_rate
 from megascend.lora.layout import FlatLayout, Span
 
 if TYPE_CHECKING:
-    from megascend.lora.adapter_io import Saved
+    from megascend.lora.adapter_io import SavedAdapter
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000
@@ -74,7 +74,7 @@ class Adapter:
             return zero, zero.clone()
         return state["exp_avg"], state["exp_avg_sq"]
 
-    def restore(self, first: Tensor, second: Tensor, saved: Saved) -> None:
+    def restore(self, first: Tensor, second: Tensor, saved: SavedAdapter) -> None:
         """Go on from saved moments and counters."""
         device = self.values.device if self.optimizer.defaults["fused"] else "cpu"
         self.optimizer.state[self.values] = (

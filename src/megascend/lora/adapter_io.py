@@ -34,8 +34,8 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A saved adapter.
+class SavedAdapter:
+    """An adapter as it is saved.
 
     Attributes:
         values: whole factors by projection.
@@ -56,7 +56,7 @@ class Saved:
 COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps")
 
 
-def write(path: Path, saved: Saved, base_model: str, known: list[str]) -> None:
+def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) -> None:
     """Write ``saved`` beside ``path`` and move it into place; what was there before stays until then.
 
     Raises:
@@ -85,7 +85,7 @@ def write(path: Path, saved: Saved, base_model: str, known: list[str]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read(path: Path, *, optimizer: bool) -> Saved:
+def read(path: Path, *, optimizer: bool) -> SavedAdapter:
     """Read an adapter that megascend or peft has saved.
 
     Args:
@@ -98,7 +98,7 @@ def read(path: Path, *, optimizer: bool) -> Saved:
     if not (path / STATE).is_file():
         if optimizer and (path / OPTIMIZER).exists():
             raise CheckpointError(f"{path} has {OPTIMIZER} but no {STATE}; it is not complete")
-        return Saved(lora, values)
+        return SavedAdapter(lora, values)
     try:
         state = json.loads((path / STATE).read_text())
         if state.get("format") != FORMAT:
@@ -113,7 +113,7 @@ def read(path: Path, *, optimizer: bool) -> Saved:
         if (own.rank, own.alpha, own.rslora) != (lora.rank, lora.alpha, lora.rslora):
             raise ValueError(f"{STATE} has rank {own.rank} and alpha {own.alpha:g}, {CONFIG} has others")
         if not optimizer or ("taken" not in state and not (path / OPTIMIZER).exists()):
-            return Saved(own, values)
+            return SavedAdapter(own, values)
         tensors = load_file(path / OPTIMIZER)
         moments = (unflatten(tensors, "exp_avg."), unflatten(tensors, "exp_avg_sq."))
         counters = {name: state[name] for name in COUNTERS}
@@ -125,7 +125,7 @@ def read(path: Path, *, optimizer: bool) -> Saved:
         shapes = {name: (factors.a.shape, factors.b.shape) for name, factors in which.items()}
         if shapes != {name: (factors.a.shape, factors.b.shape) for name, factors in values.items()}:
             raise CheckpointError(f"{path / OPTIMIZER} does not belong to {path / WEIGHTS}")
-    return Saved(own, values, moments, **counters)
+    return SavedAdapter(own, values, moments, **counters)
 
 
 def digest(file: Path) -> str:

@@ -1,7 +1,7 @@
 """Which adapter each row belongs to that a mixture-of-experts layer sends to an expert.
 
-The token dispatcher permutes tokens by expert and exchanges them over expert parallel ranks. Their adapters' numbers take
-the same way beside them.
+The token dispatcher permutes tokens by expert and exchanges them over expert parallel ranks. The indices of their adapters
+take the same way beside them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascend.errors import ConfigError
 from megascend.kernels.host_copy import to_device
-from megascend.lora.grouped import Groups
+from megascend.lora.grouped import Segments
 
 if TYPE_CHECKING:
     from megascend.lora.layers import AdapterLayers
@@ -27,31 +27,31 @@ class ExpertRows:
 
     def __init__(self) -> None:
         self.adapter_index: Tensor | None = None
-        self._grouped: tuple[Tensor | None, Groups] | None = None
+        self._grouped: tuple[Tensor | None, Segments] | None = None
 
     def take(self, adapter_index: Tensor | None) -> None:
         """Remember the rows' adapters (None: all have the same)."""
         self.adapter_index, self._grouped = adapter_index, None
 
-    def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> tuple[Tensor | None, Groups]:
-        """The order that sorts the rows by (adapter, expert), None if they are sorted, and the runs in that order."""
+    def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> tuple[Tensor | None, Segments]:
+        """The order that sorts the rows by (adapter, expert), None if they are sorted, and the segments in that order."""
         if self._grouped is not None:
             return self._grouped
         rows = [int(count) for count in counts]
         if self.adapter_index is None:
-            self._grouped = None, Groups.of(rows, device)
+            self._grouped = None, Segments.of(rows, device)
             return self._grouped
         repeats = to_device(torch.tensor(rows), device)
         expert = torch.arange(experts, device=device).repeat_interleave(repeats, output_size=sum(rows))
         key = self.adapter_index * experts + expert
         order = torch.argsort(key, stable=True)
         ends = torch.bincount(key, minlength=adapters * experts).cumsum(0).int()
-        self._grouped = order, Groups(ends)
+        self._grouped = order, Segments(ends)
         return self._grouped
 
 
 def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
-    """Send adapters' numbers along with the tokens of a mixture-of-experts layer, from now on."""
+    """Send adapters' indices along with the tokens of a mixture-of-experts layer, from now on."""
     dispatcher = moe.token_dispatcher
     if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.config.moe_permute_fusion:
         raise ConfigError(
@@ -64,10 +64,10 @@ def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
 
     def dispatch_preprocess(*args: Any, **options: Any) -> Any:
         result = preprocess(*args, **options)
-        mixed = layers.stage is not None and len(layers.stage.adapters) > 1
+        mixed = layers.stacked is not None and len(layers.stacked.adapters) > 1
         permuted[0] = None
-        if mixed and layers.routing is not None:
-            mine = layers.routing.adapter_index[layers.routing.mine]
+        if mixed and layers.segments is not None:
+            mine = layers.segments.adapter_index[layers.segments.mine]
             permuted[0] = mine[dispatcher.reversed_local_input_permutation_mapping]
         return result
 
@@ -83,8 +83,8 @@ def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
 
 
 def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> Tensor:
-    """What the dispatcher has just done to the permuted tokens, done to their adapters' numbers [rows]."""
-    column = adapter_index[:, None].float()  # numbers small enough to be exact
+    """What the dispatcher has just done to the permuted tokens, done to their adapters' indices [rows]."""
+    column = adapter_index[:, None].float()  # small enough to be exact
     if dispatcher.ep_size > 1:
         column = all_to_all(dispatcher.ep_group, column, dispatcher.output_splits, dispatcher.input_splits)
     if dispatcher.tp_size > 1:

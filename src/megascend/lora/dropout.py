@@ -11,9 +11,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from megascend.lora.segments import Routing
-from megascend.lora.stacked_adapters import Stage
-from megascend.lora.target_modules import Site
+from megascend.lora.segments import TokenSegments
+from megascend.lora.stacked_adapters import StackedAdapters
+from megascend.lora.target_modules import TargetModule
 
 
 def token_keys(seed: int, step: int, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -37,18 +37,18 @@ def mix(values: Tensor) -> Tensor:
     return bits ^ (bits >> 16)
 
 
-def drop(x: Tensor, stage: Stage, routing: Routing, site: Site, *, local: bool) -> Tensor:
+def drop(x: Tensor, stacked: StackedAdapters, segments: TokenSegments, target: TargetModule, *, local: bool) -> Tensor:
     """``x`` [..., in] with each token's adapter's dropout applied, if the layer is in training mode.
 
     Args:
         local: x holds this rank's slice of the tokens.
     """
-    if routing.keys is None or not site.module.training:
+    if segments.keys is None or not target.module.training:
         return x
-    which = routing.mine if local else slice(None)
-    rate = stage.dropouts[routing.adapter_index[which]][:, None]
-    layer = zlib.crc32(site.parts[0].name.encode())
-    columns = mix(torch.arange(site.in_start, site.in_start + x.shape[-1], device=x.device) + layer)
-    drawn = mix(routing.keys[which][:, None] ^ columns)
+    which = segments.mine if local else slice(None)
+    rate = stacked.dropouts[segments.adapter_index[which]][:, None]
+    layer = zlib.crc32(target.slices[0].name.encode())
+    columns = mix(torch.arange(target.in_start, target.in_start + x.shape[-1], device=x.device) + layer)
+    drawn = mix(segments.keys[which][:, None] ^ columns)
     keep = (drawn >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
     return x * keep.view(x.shape)

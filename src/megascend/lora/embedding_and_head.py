@@ -1,4 +1,4 @@
-"""Adapters at both ends of the model: what looking up an embedding needs, and which tokens an end's adapters act on."""
+"""Adapters of embedding and output layer: what looking up an embedding needs, and which tokens their adapters act on."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.lora.segments import Routing
-from megascend.lora.stacked_adapters import Stage
-from megascend.lora.target_modules import Site, matches
+from megascend.lora.segments import TokenSegments
+from megascend.lora.stacked_adapters import StackedAdapters
+from megascend.lora.target_modules import TargetModule, matches
 
 
-def adapted_runs(stage: Stage, routing: Routing, site: Site) -> tuple[tuple[int, slice], ...]:
-    """(number of the adapter in its stage's factors, its tokens) for every adapter of a micro batch that acts on ``site``.
+def adapted_segments(
+    stacked: StackedAdapters, segments: TokenSegments, target: TargetModule
+) -> tuple[tuple[int, slice], ...]:
+    """(index of the adapter in the stacked factors, its tokens) for every adapter of a micro batch that acts on ``target``.
 
     The tokens are all of a tensor parallel group, so that its ranks agree on what they exchange.
     """
-    name = site.parts[0].name
-    acts = [adapter is not None and matches(name, adapter.lora.targets) for adapter in stage.adapters]
-    if routing.single is not None:
-        return ((0, slice(0, len(routing.adapter_index))),) if acts[routing.single] else ()
-    assert routing.whole is not None
-    runs, start = [], 0
-    for slot, count in enumerate(routing.whole.sizes()):
-        if count and acts[slot]:
-            runs.append((slot, slice(start, start + count)))
+    name = target.slices[0].name
+    acts = [adapter is not None and matches(name, adapter.lora.targets) for adapter in stacked.adapters]
+    if segments.single is not None:
+        return ((0, slice(0, len(segments.adapter_index))),) if acts[segments.single] else ()
+    assert segments.whole is not None
+    found, start = [], 0
+    for index, count in enumerate(segments.whole.sizes()):
+        if count and acts[index]:
+            found.append((index, slice(start, start + count)))
         start += count
-    return tuple(runs)
+    return tuple(found)
 
 
 class LookUp(torch.autograd.Function):

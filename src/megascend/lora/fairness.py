@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-Kind = Literal["forward_backward", "optimizer_step", "forward"]
+RequestKind = Literal["forward_backward", "optimizer_step", "forward"]
 R = TypeVar("R", bound="Request")
 
 
@@ -35,7 +35,7 @@ class Request:
     """
 
     adapter: str
-    kind: Kind
+    kind: RequestKind
     number: int
     tokens: int
     loss: Any

@@ -1,4 +1,4 @@
-"""Products of runs of rows with one matrix each: what applies many adapters to one batch at once."""
+"""Products of segments of rows with one matrix each: what applies many adapters to one batch at once."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megascend.kernels.host_copy import to_device
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Rows of a matrix in runs, one run a group; a run may be empty.
+class Segments:
+    """Rows of a matrix that follow each other and share something, segment by segment; a segment may be empty.
 
     Attributes:
-        ends: int32 [groups] on the device, where each run ends; the last is the number of rows.
-        counts: rows of each run, where the host knows them; else they are read from the device when needed.
+        ends: int32 [segments] on the device, where each segment ends; the last is the number of rows.
+        counts: rows of each segment, where the CPU knows them; else they are read from the device when needed.
     """
 
     ends: Tensor
     counts: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, counts: list[int], device: torch.device) -> Groups:
-        """Groups of known sizes."""
+    def of(cls, counts: list[int], device: torch.device) -> Segments:
+        """Segments of known lengths."""
         return cls(to_device(torch.tensor(counts).cumsum(0).int(), device), tuple(counts))
 
     def sizes(self) -> list[int]:
-        """Rows of each run. Waits for the device unless the host knows them."""
+        """Rows of each segment. Waits for the device unless the CPU knows them."""
         if self.counts is not None:
             return list(self.counts)
         return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
@@ -38,7 +38,7 @@ class Groups:
 
 @cache
 def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
-    """Who multiplies all groups at once on a device: torch on GPUs of compute capability 9.0, torch_npu on NPUs."""
+    """Who multiplies all segments at once on a device: torch on GPUs of compute capability 9.0, torch_npu on NPUs."""
     if device.type == "npu":
         return "npu"
     return "torch" if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
@@ -53,47 +53,47 @@ def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu"] | None:
     return None if found == "torch" and rows.dtype != torch.bfloat16 else found
 
 
-def product(rows: Tensor, weights: Tensor, groups: Groups | None) -> Tensor:
-    """``rows[run g] @ weights[g]``: [n, k] and [groups, k, m] to [n, m]. Without ``groups``, ``weights`` is [1, k, m]."""
-    if groups is None:
+def product(rows: Tensor, weights: Tensor, segments: Segments | None) -> Tensor:
+    """``rows[segment g] @ weights[g]``: [n, k] and [segments, k, m] to [n, m]. Without ``segments``, ``weights`` is [1, k, m]."""
+    if segments is None:
         return rows @ weights[0]
     kernel = kernel_for(rows, weights)
     if kernel == "torch":
-        return torch._grouped_mm(rows, weights, offs=groups.ends)
+        return torch._grouped_mm(rows, weights, offs=segments.ends)
     if kernel == "npu":
-        return _npu_grouped(rows, weights.contiguous(), groups, by_rows=True)
-    parts = [part @ weight for part, weight in zip(rows.split(groups.sizes()), weights, strict=True)]
+        return _npu_grouped(rows, weights.contiguous(), segments, by_rows=True)
+    parts = [part @ weight for part, weight in zip(rows.split(segments.sizes()), weights, strict=True)]
     return torch.cat(parts)
 
 
-def accumulate(into: Tensor, left: Tensor, right: Tensor, groups: Groups | None) -> None:
-    """``into[g] += left[run g].T @ right[run g]``: [n, k] and [n, m] into float32 [groups, k, m]."""
+def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | None) -> None:
+    """``into[g] += left[segment g].T @ right[segment g]``: [n, k] and [n, m] into float32 [segments, k, m]."""
     if into.stride(-1) != 1:
-        accumulate(into.transpose(1, 2), right, left, groups)
+        accumulate(into.transpose(1, 2), right, left, segments)
         return
     kernel = kernel_for(left, into)
-    if groups is None:
+    if segments is None:
         into[0].add_(left.T @ right)
     elif kernel == "torch":
-        into.add_(torch._grouped_mm(left.T, right, offs=groups.ends))
+        into.add_(torch._grouped_mm(left.T, right, offs=segments.ends))
     elif kernel == "npu":
-        into.add_(_npu_grouped(left.T, right, groups, by_rows=False))
+        into.add_(_npu_grouped(left.T, right, segments, by_rows=False))
     else:
-        sizes = groups.sizes()
-        for target, one, other in zip(into, left.split(sizes), right.split(sizes), strict=True):
+        sizes = segments.sizes()
+        for total, one, other in zip(into, left.split(sizes), right.split(sizes), strict=True):
             if len(one):
-                target.add_(one.T @ other)
+                total.add_(one.T @ other)
 
 
-def _npu_grouped(left: Tensor, right: Tensor, groups: Groups, *, by_rows: bool) -> Tensor:
-    """Groups are runs of rows of ``left``, or of the dimension that is summed over; as MindSpeed's grouped layers call it."""
+def _npu_grouped(left: Tensor, right: Tensor, segments: Segments, *, by_rows: bool) -> Tensor:
+    """Segments are of rows of ``left``, or of the dimension that is summed over; as MindSpeed's grouped layers call it."""
     import torch_npu  # type: ignore[reportMissingImports]
 
     (result,) = torch_npu.npu_grouped_matmul(
         [left],
         [right],
         bias=None,
-        group_list=groups.ends.long(),
+        group_list=segments.ends.long(),
         split_item=2 if by_rows else 3,  # one tensor, either way
         group_type=0 if by_rows else 2,
         group_list_type=0,
@@ -102,7 +102,7 @@ def _npu_grouped(left: Tensor, right: Tensor, groups: Groups, *, by_rows: bool) 
 
 
 class GroupedLinear(torch.autograd.Function):
-    """``base + rows[run g] @ weights[g]``, whose weight gradients go straight into a float32 buffer.
+    """``base + rows[segment g] @ weights[g]``, whose weight gradients go straight into a float32 buffer.
 
     The weights are no autograd inputs: their gradient would be a fresh tensor for every layer and micro batch, to be added
     to the buffer by another kernel.
@@ -110,14 +110,14 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, grads: Tensor, groups: Groups | None, base: Tensor | None
+        ctx: Any, rows: Tensor, weights: Tensor, grads: Tensor, segments: Segments | None, base: Tensor | None
     ) -> Tensor:
-        """Args: rows [n, k], weights and grads [groups, k, m], base [n, m] or None."""
+        """Args: rows [n, k], weights and grads [segments, k, m], base [n, m] or None."""
         ctx.save_for_backward(rows, weights)
-        ctx.grads, ctx.groups = grads, groups
-        if base is not None and groups is None:
+        ctx.grads, ctx.segments = grads, segments
+        if base is not None and segments is None:
             return torch.addmm(base, rows, weights[0])
-        out = product(rows, weights, groups)
+        out = product(rows, weights, segments)
         return out if base is None else out.add_(base)
 
     @staticmethod
@@ -125,9 +125,9 @@ class GroupedLinear(torch.autograd.Function):
         (grad,) = outputs
         rows, weights = ctx.saved_tensors
         whole = grad.contiguous()
-        accumulate(ctx.grads, rows, whole, ctx.groups)
+        accumulate(ctx.grads, rows, whole, ctx.segments)
         return (
-            product(whole, weights.transpose(1, 2), ctx.groups),
+            product(whole, weights.transpose(1, 2), ctx.segments),
             None,
             None,
             None,

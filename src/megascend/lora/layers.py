@@ -26,135 +26,141 @@ from megascend.errors import PlatformError
 from megascend.kernels.low_rank import LowRank
 from megascend.lora.dispatch import ExpertRows, follow
 from megascend.lora.dropout import drop
-from megascend.lora.embedding_and_head import LookUp, adapted_runs
+from megascend.lora.embedding_and_head import LookUp, adapted_segments
 from megascend.lora.grouped import GroupedLinear
-from megascend.lora.layout import Family
-from megascend.lora.segments import Routing
-from megascend.lora.stacked_adapters import Factors4, Stage
-from megascend.lora.target_modules import Site
+from megascend.lora.layout import ShapeGroup
+from megascend.lora.segments import TokenSegments
+from megascend.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
+from megascend.lora.target_modules import TargetModule
 
 
 class AdapterLayers:
     """Hooks on the adapted layers of this rank, and which adapters they apply at the moment.
 
     Attributes:
-        stage: the adapters of the present call, or None while adapters are off.
-        routing: of the micro batch being computed.
+        stacked: the adapters of the present call, or None while adapters are off.
+        segments: which adapter each token of the present micro batch belongs to.
     """
 
     def __init__(
-        self, chunks: Sequence[Any], families: Sequence[Family], *, tensor_size: int, sequence_parallel: bool
+        self, chunks: Sequence[Any], shape_groups: Sequence[ShapeGroup], *, tensor_size: int, sequence_parallel: bool
     ) -> None:
         self._tensor_size, self._sequence_parallel = tensor_size, sequence_parallel
-        self.stage: Stage | None = None
-        self.routing: Routing | None = None
+        self.stacked: StackedAdapters | None = None
+        self.segments: TokenSegments | None = None
         self._expert_rows: dict[int, ExpertRows] = {}
-        self._output: tuple[int, Site] | None = None
+        self._output: tuple[int, TargetModule] | None = None
         self._root = torch.empty(0, requires_grad=True)
-        for number, family in enumerate(families):
-            for layer, site in enumerate(family.sites):
-                if site.is_embedding:
-                    site.module.register_forward_hook(partial(self._after_embedding, number, site))
+        for number, shape_group in enumerate(shape_groups):
+            for layer, target in enumerate(shape_group.target_modules):
+                if target.is_embedding:
+                    target.module.register_forward_hook(partial(self._after_embedding, number, target))
                     continue
-                if site.is_output:
-                    self._output = number, site
-                    site.module.register_forward_hook(partial(self._after_output, number, site))
+                if target.is_output:
+                    self._output = number, target
+                    target.module.register_forward_hook(partial(self._after_output, number, target))
                     continue
-                expose_normed_input(site.module)
-                site.module.register_forward_hook(partial(self._after, number, layer, site))
-                if site.moe is not None and id(site.moe) not in self._expert_rows:
-                    self._expert_rows[id(site.moe)] = follow(site.moe, self)
+                expose_normed_input(target.module)
+                target.module.register_forward_hook(partial(self._after, number, layer, target))
+                if target.moe is not None and id(target.moe) not in self._expert_rows:
+                    self._expert_rows[id(target.moe)] = follow(target.moe, self)
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(start_graph)
 
     @contextlib.contextmanager
-    def applying(self, stage: Stage | None) -> Iterator[None]:
-        """Apply ``stage`` (None: the base model alone) until the block ends."""
-        self.stage = stage
+    def applying(self, stacked: StackedAdapters | None) -> Iterator[None]:
+        """Apply ``stacked`` (None: the base model alone) until the block ends."""
+        self.stacked = stacked
         try:
             yield
         finally:
-            self.stage = self.routing = None
+            self.stacked = self.segments = None
 
-    def enter(self, routing: Routing | None) -> None:
+    def enter(self, segments: TokenSegments | None) -> None:
         """Say which micro batch comes next."""
-        self.routing = routing
+        self.segments = segments
 
     def watch(self, output: Tensor) -> None:
-        """Return to this micro batch when its backward pass begins: recomputed layers must find their own routing."""
-        if self.stage is not None and output.requires_grad:
-            routing = self.routing
-            output.register_hook(lambda _: self.enter(routing))
+        """Return to this micro batch when its backward pass begins: recomputed layers must find its segments."""
+        if self.stacked is not None and output.requires_grad:
+            segments = self.segments
+            output.register_hook(lambda _: self.enter(segments))
 
-    def _after(self, family: int, layer: int, site: Site, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    def _after(
+        self, shape_group: int, layer: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], output: Any
+    ) -> Any:
         out, bias, x = split_output(module, inputs, output)
-        if self.stage is None:
+        if self.stacked is None:
             return out, bias
-        assert self.routing is not None, "a micro batch was begun without its routing"
-        if site.is_expert:
-            return self._experts(site, x, inputs[1], out, self.stage.factors(family, layer, None)), bias
-        return self._dense(site, x, out, self.stage.factors(family, layer, self.routing.single)), bias
+        assert self.segments is not None, "a micro batch was begun without its segments"
+        if target.is_expert:
+            return self._experts(target, x, inputs[1], out, self.stacked.factors(shape_group, layer, None)), bias
+        return self._dense(target, x, out, self.stacked.factors(shape_group, layer, self.segments.single)), bias
 
-    def lora_delta(self, routing: Routing | None) -> LowRank | None:
+    def lora_delta(self, segments: TokenSegments | None) -> LowRank | None:
         """What the adapters of a micro batch's tokens add to their logits; None if none acts on the output layer."""
-        if self.stage is None or self._output is None:
+        if self.stacked is None or self._output is None:
             return None
-        assert routing is not None
-        family, site = self._output
-        runs = adapted_runs(self.stage, routing, site)
-        if not runs:
+        assert segments is not None
+        shape_group, target = self._output
+        adapted = adapted_segments(self.stacked, segments, target)
+        if not adapted:
             return None
-        _, _, up, grads = self.stage.factors(family, 0, routing.single)
-        return LowRank(up, grads, runs)
+        _, _, up, grads = self.stacked.factors(shape_group, 0, segments.single)
+        return LowRank(up, grads, adapted)
 
-    def _after_output(self, family: int, site: Site, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    def _after_output(
+        self, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], output: Any
+    ) -> Any:
         """Append ``A x`` to the hidden states that go to the output head, which finds B by :meth:`lora_delta`."""
-        if self.lora_delta(self.routing) is None:
+        if self.lora_delta(self.segments) is None:
             return output
-        assert self.stage is not None
-        assert self.routing is not None
+        assert self.stacked is not None
+        assert self.segments is not None
         hidden, bias = output
-        a, a_grads, _, _ = self.stage.factors(family, 0, self.routing.single)
-        x = drop(inputs[0], self.stage, self.routing, site, local=self._sequence_parallel)
-        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, self.routing.local, None).unflatten(0, x.shape[:-1])
-        return torch.cat([hidden, self._exchange(down, site)], dim=-1), bias
+        a, a_grads, _, _ = self.stacked.factors(shape_group, 0, self.segments.single)
+        x = drop(inputs[0], self.stacked, self.segments, target, local=self._sequence_parallel)
+        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, self.segments.local, None).unflatten(0, x.shape[:-1])
+        return torch.cat([hidden, self._exchange(down, target)], dim=-1), bias
 
-    def _after_embedding(self, family: int, site: Site, module: Any, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+    def _after_embedding(
+        self, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
+    ) -> Tensor:
         """``out`` is [batch, sequence, h], or under sequence parallelism this rank's slice, [sequence, batch, h]."""
-        stage, routing = self.stage, self.routing
-        if stage is None:
+        stacked, segments = self.stacked, self.segments
+        if stacked is None:
             return out
-        assert routing is not None, "a micro batch was begun without its routing"
-        if not adapted_runs(stage, routing, site):
+        assert segments is not None, "a micro batch was begun without its segments"
+        if not adapted_segments(stacked, segments, target):
             return out
-        a, a_grads, b, b_grads = stage.factors(family, 0, routing.single)
-        adapter_index = None if routing.single is not None else routing.adapter_index
-        down = LookUp.apply(self._root, inputs[0], adapter_index, site.in_start, a, a_grads)
+        a, a_grads, b, b_grads = stacked.factors(shape_group, 0, segments.single)
+        adapter_index = None if segments.single is not None else segments.adapter_index
+        down = LookUp.apply(self._root, inputs[0], adapter_index, target.in_start, a, a_grads)
         if self._sequence_parallel:
             down = down.transpose(0, 1).contiguous()
-        down, runs = self._exchange(down, site), routing.local
-        return GroupedLinear.apply(down.flatten(0, -2), b, b_grads, runs, out.flatten(0, -2)).view(out.shape)
+        down = self._exchange(down, target)
+        return GroupedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(out.shape)
 
-    def _dense(self, site: Site, x: Tensor, out: Tensor, factors: Factors4) -> Tensor:
+    def _dense(self, target: TargetModule, x: Tensor, out: Tensor, factors: FactorsAndGrads) -> Tensor:
         """``x`` and ``out`` are [..., features]; B's output is added to ``out``."""
-        routing = self.routing
-        assert routing is not None
-        assert self.stage is not None
+        segments = self.segments
+        assert segments is not None
+        assert self.stacked is not None
         a, a_grads, b, b_grads = factors
-        column, apart = site.split == "column", self._sequence_parallel
-        before, after = (routing.local, routing.whole) if column else (routing.whole, routing.local)
-        x = drop(x, self.stage, routing, site, local=apart and column)
+        column, apart = target.split == "column", self._sequence_parallel
+        before, after = (segments.local, segments.whole) if column else (segments.whole, segments.local)
+        x = drop(x, self.stacked, segments, target, local=apart and column)
         down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
-        down = self._exchange(down, site)
+        down = self._exchange(down, target)
         total = GroupedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
         return total.view(out.shape)
 
-    def _exchange(self, down: Tensor, site: Site) -> Tensor:
+    def _exchange(self, down: Tensor, target: TargetModule) -> Tensor:
         """Bring ``A x`` [sequence, batch, r] from where A acts to where B does."""
         if self._tensor_size == 1:
             return down
-        if site.split == "column":
+        if target.split == "column":
             # Every rank's output rows give a part of the gradient of A x; both sum it.
             if self._sequence_parallel:
                 return gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True)
@@ -163,21 +169,21 @@ class AdapterLayers:
             return reduce_scatter_to_sequence_parallel_region(down)
         return reduce_from_tensor_model_parallel_region(down)
 
-    def _experts(self, site: Site, x: Tensor, counts: Any, out: Tensor, factors: Factors4) -> Tensor:
+    def _experts(self, target: TargetModule, x: Tensor, counts: Any, out: Tensor, factors: FactorsAndGrads) -> Tensor:
         """``x`` and ``out`` are [rows, features], the rows of this rank's first expert first.
 
         With experts divided over tensor parallel ranks nothing is communicated here: outputs and gradients are parts, which
         the token dispatcher sums together with the base layer's.
         """
-        assert self.stage is not None
+        assert self.stacked is not None
         a, a_grads, b, b_grads = factors
-        rows = self._expert_rows[id(site.moe)]
-        order, groups = rows.grouped(counts, len(self.stage.adapters), site.experts, x.device)
+        rows = self._expert_rows[id(target.moe)]
+        order, grouped = rows.grouped(counts, len(self.stacked.adapters), target.experts, x.device)
         picked = x if order is None else x.index_select(0, order)
-        down = GroupedLinear.apply(picked, a, a_grads, groups, None)
+        down = GroupedLinear.apply(picked, a, a_grads, grouped, None)
         if order is None:
-            return GroupedLinear.apply(down, b, b_grads, groups, out)
-        delta = GroupedLinear.apply(down, b, b_grads, groups, None)
+            return GroupedLinear.apply(down, b, b_grads, grouped, out)
+        delta = GroupedLinear.apply(down, b, b_grads, grouped, None)
         return out.index_add(0, order, delta)
 
 

@@ -1,7 +1,7 @@
 """How one adapter's factors lie in one flat vector. Pure arithmetic.
 
 All factors of an adapter on a rank are views of one fp32 vector, so that reducing, measuring, clipping and stepping them
-each is one operation. Layers with factors of the same shape form a family, whose factors are two tensors over all its
+each is one operation. Layers with factors of the same shape form a shape group, whose factors are two tensors over all its
 layers. Factors that are reduced over the same ranks lie together.
 """
 
@@ -12,44 +12,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megascend.lora.target_modules import Site
+from megascend.lora.target_modules import TargetModule
 
-Kind = Literal["copied", "split", "expert_copied", "expert_split"]
-KINDS: tuple[Kind, ...] = ("copied", "split", "expert_copied", "expert_split")
+Sharding = Literal["copied", "split", "expert_copied", "expert_split"]
+SHARDINGS: tuple[Sharding, ...] = ("copied", "split", "expert_copied", "expert_split")
 """Whether a factor is the same on all tensor parallel ranks or divided over them, outside experts and inside."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """Sites whose factors have the same shapes, in the model's order."""
+class ShapeGroup:
+    """Target modules whose factors have the same shapes, in the model's order."""
 
-    sites: tuple[Site, ...]
+    target_modules: tuple[TargetModule, ...]
 
     @property
-    def one(self) -> Site:
-        """Any of them."""
-        return self.sites[0]
+    def first(self) -> TargetModule:
+        """One of them, where any will do."""
+        return self.target_modules[0]
 
-    def kind(self, factor: Literal["a", "b"]) -> Kind:
+    def sharding(self, factor: Literal["a", "b"]) -> Sharding:
         """How tensor parallel ranks share a factor: A follows the layer's input, B its output."""
-        split = (factor == "a") == (self.one.split == "row")
-        if self.one.is_expert:
+        split = (factor == "a") == (self.first.split == "row")
+        if self.first.is_expert:
             return "expert_split" if split else "expert_copied"
         return "split" if split else "copied"
 
     def shape(self, factor: Literal["a", "b"], rank: int) -> tuple[int, ...]:
-        """A: [layers, experts, parts, rank, in]. B, transposed: [layers, experts, rank, out]; an output row has one part."""
-        site = self.one
+        """A: [layers, experts, slices, rank, in]. B, transposed: [layers, experts, rank, out]; an output row is in one slice."""
+        target = self.first
         if factor == "a":
-            return (len(self.sites), site.experts, len(site.parts), rank, site.in_features)
-        return (len(self.sites), site.experts, rank, site.out_features)
+            return (len(self.target_modules), target.experts, len(target.slices), rank, target.in_features)
+        return (len(self.target_modules), target.experts, rank, target.out_features)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where one factor of one family lies."""
+    """Where one factor of one shape group lies."""
 
-    family: int
+    shape_group: int
     factor: Literal["a", "b"]
     start: int
     shape: tuple[int, ...]
@@ -62,32 +62,32 @@ class Span:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Spans of all factors, and the range of every kind."""
+    """Spans of all factors, and the range of every sharding."""
 
     spans: tuple[Span, ...]
-    ranges: dict[Kind, tuple[int, int]]
+    ranges: dict[Sharding, tuple[int, int]]
     size: int
 
 
-def families(sites: Sequence[Site]) -> list[Family]:
-    """Group sites whose factors have the same shapes."""
-    found: dict[tuple[object, ...], list[Site]] = {}
-    for site in sites:
-        found.setdefault(site.family, []).append(site)
-    return [Family(tuple(members)) for members in found.values()]
+def shape_groups(target_modules: Sequence[TargetModule]) -> list[ShapeGroup]:
+    """Group target modules whose factors have the same shapes."""
+    found: dict[tuple[object, ...], list[TargetModule]] = {}
+    for target in target_modules:
+        found.setdefault(target.shape_key, []).append(target)
+    return [ShapeGroup(tuple(members)) for members in found.values()]
 
 
-def flat_layout(of: Sequence[Family], rank: int) -> FlatLayout:
+def flat_layout(of: Sequence[ShapeGroup], rank: int) -> FlatLayout:
     """Lay out the factors of an adapter of ``rank``."""
     spans: list[Span] = []
-    ranges: dict[Kind, tuple[int, int]] = {}
+    ranges: dict[Sharding, tuple[int, int]] = {}
     end = 0
-    for kind in KINDS:
+    for sharding in SHARDINGS:
         start = end
-        for number, family in enumerate(of):
+        for number, shape_group in enumerate(of):
             for factor in ("a", "b"):
-                if family.kind(factor) == kind:
-                    spans.append(Span(number, factor, end, family.shape(factor, rank)))
+                if shape_group.sharding(factor) == sharding:
+                    spans.append(Span(number, factor, end, shape_group.shape(factor, rank)))
                     end = spans[-1].stop
-        ranges[kind] = (start, end)
+        ranges[sharding] = (start, end)
     return FlatLayout(tuple(spans), ranges, end)

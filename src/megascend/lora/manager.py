@@ -1,4 +1,4 @@
-"""Everything a model with adapters has: the registry, the hooks in its layers, the optimizer, the stage of the last call."""
+"""Everything a model with adapters has: registry, hooks in its layers, optimizer, and the stacked adapters of the last call."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError
 from megascend.kernels.host_copy import to_device
 from megascend.lora.adapter import Adapter
-from megascend.lora.adapter_io import COUNTERS, Saved, read, write
+from megascend.lora.adapter_io import COUNTERS, SavedAdapter, read, write
 from megascend.lora.base_weights import check_base_weights
 from megascend.lora.dropout import token_keys
 from megascend.lora.factors import Factors
 from megascend.lora.layers import AdapterLayers
-from megascend.lora.layout import families
+from megascend.lora.layout import shape_groups
 from megascend.lora.optimizer import AdapterOptimizer
 from megascend.lora.registry import AdapterRegistry, check_exist
-from megascend.lora.segments import route, run_lengths
-from megascend.lora.stacked_adapters import Stage
-from megascend.lora.target_modules import ModelLayout, check_untied, find_sites, matches, restrict
+from megascend.lora.segments import token_segments, tokens_per_adapter
+from megascend.lora.stacked_adapters import StackedAdapters
+from megascend.lora.target_modules import ModelLayout, check_untied, find_target_modules, matches, restrict
 from megascend.lora.transfer import gather, scatter
 from megascend.topology.topology import Topology
 
@@ -65,16 +65,16 @@ class AdapterManager:
             chunk.requires_grad_(False)
         layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
         check_untied(limits.targets, layout)
-        found = find_sites(chunks, layout)
-        sites = [site for site in (restrict(site, limits.targets) for site in found) if site is not None]
-        mine = sorted({part.name for site in found for part in site.parts})
+        found = find_target_modules(chunks, layout)
+        target_modules = [target for target in (restrict(each, limits.targets) for each in found) if target is not None]
+        mine = sorted({fused_slice.name for target in found for fused_slice in target.slices})
         everything = sorted({name for rank in gather_objects(mine, "world", groups, "layers") for name in rank})
         check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
         allowed = [name for name in everything if matches(name, limits.targets)]
-        self._families = families(sites)
+        self._shape_groups = shape_groups(target_modules)
         self.registry = AdapterRegistry(
             limits,
-            self._families,
+            self._shape_groups,
             allowed,
             adam=adam,
             schedule=schedule,
@@ -84,37 +84,37 @@ class AdapterManager:
         )
         self.layers = AdapterLayers(
             chunks,
-            self._families,
+            self._shape_groups,
             tensor_size=topology.tensor,
             sequence_parallel=topology.sequence_parallel and topology.tensor > 1,
         )
         self.optimizer = AdapterOptimizer(topology, groups)
-        self._stage: Stage | None = None
+        self._stacked: StackedAdapters | None = None
 
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:
-        """Apply adapters (``""``: the model alone) by their numbers in ``names`` until the block ends."""
+        """Apply adapters (``""``: the model alone) by their indices in ``names`` until the block ends."""
         if not any(names):
             with self.layers.applying(None):
                 yield
             return
         adapters = tuple(self.registry[name] if name else None for name in names)
-        if self._stage is None or (self._stage.adapters != adapters and not self._stage.take(adapters)):
-            self._stage = None  # frees the old one first
-            self._stage = Stage(adapters, self._families, self._dtype, self._device)
-        self._stage.fill()
-        with self.layers.applying(self._stage):
+        if self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
+            self._stacked = None  # frees the old one first
+            self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
+        self._stacked.fill()
+        with self.layers.applying(self._stacked):
             yield
 
     def collect(self) -> None:
         """Add the gradients of the last call to its adapters' own."""
-        assert self._stage is not None
-        self._stage.collect()
+        assert self._stacked is not None
+        self._stacked.collect()
 
     def forget(self, name: str) -> None:
         """Remove an adapter, and whatever copies of it there are."""
-        if self._stage is not None and self.registry[name] in self._stage.adapters:
-            self._stage = None
+        if self._stacked is not None and self.registry[name] in self._stacked.adapters:
+            self._stacked = None
         self.registry.remove(name)
 
     def named(self, names: str | Sequence[str]) -> list[Adapter]:
@@ -125,7 +125,7 @@ class AdapterManager:
         """A new adapter, as :meth:`AdapterRegistry.create` makes it."""
         self.registry.add(self.registry.create(name, lora))
 
-    def collect_whole(self, name: str, *, optimizer: bool) -> Saved | None:
+    def collect_whole(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
         """An adapter, whole and on the CPU, on rank 0; None on the others. Collective.
 
         Args:
@@ -133,13 +133,13 @@ class AdapterManager:
         """
         adapter = self.registry[name]
         vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
-        whole = gather(vectors, adapter, self._families, self._groups)
+        whole = gather(vectors, adapter, self._shape_groups, self._groups)
         if whole is None:
             return None
         if not optimizer:
-            return Saved(adapter.lora, whole[0])
+            return SavedAdapter(adapter.lora, whole[0])
         counters = {counter: getattr(adapter, counter) for counter in COUNTERS}
-        return Saved(adapter.lora, whole[0], (whole[1], whole[2]), **counters)
+        return SavedAdapter(adapter.lora, whole[0], (whole[1], whole[2]), **counters)
 
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter; see ``MegatronBackend.save_adapter``. Collective."""
@@ -169,11 +169,11 @@ class AdapterManager:
         settings = settings_of(saved, lora, self.registry.projections, path)
         adapter = self.registry.create(name, settings)
         try:
-            scatter(saved.values, adapter, adapter.values, self._families)
+            scatter(saved.values, adapter, adapter.values, self._shape_groups)
             if saved.moments is not None:
                 first, second = torch.zeros_like(adapter.values.detach()), torch.zeros_like(adapter.values.detach())
-                scatter(saved.moments[0], adapter, first, self._families)
-                scatter(saved.moments[1], adapter, second, self._families)
+                scatter(saved.moments[0], adapter, first, self._shape_groups)
+                scatter(saved.moments[1], adapter, second, self._shape_groups)
                 adapter.restore(first, second, saved)
         except CheckpointError as error:
             problem = f"{path}: {error}"
@@ -183,20 +183,20 @@ class AdapterManager:
     def factors(self, name: str) -> tuple[Lora, dict[str, Factors]] | None:
         """An adapter's settings and whole factors on rank 0, None on the others. Collective."""
         adapter = self.registry[name]
-        whole = gather([adapter.values.detach()], adapter, self._families, self._groups)
+        whole = gather([adapter.values.detach()], adapter, self._shape_groups, self._groups)
         return None if whole is None else (adapter.lora, whole[0])
 
-    def route(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
+    def segment(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         """Say which adapter each token of ``batch`` belongs to.
 
         Args:
             samples: the caller's list, of which ``batch.members`` are in the batch.
-            names: the stage's adapters.
+            names: the adapters of the call.
         """
         lengths = [length // self._topology.context for length in batch.padded_lengths]
-        counts = run_lengths(batch.adapter_index, lengths, len(names))
+        counts = tokens_per_adapter(batch.adapter_index, lengths, len(names))
         ranks = self._topology.tensor if self._topology.sequence_parallel else 1
-        batch.routing = route(
+        batch.segments = token_segments(
             batch.token_adapter_index,
             counts,
             self._keys(batch, samples, names),
@@ -210,8 +210,8 @@ class AdapterManager:
         if not any(adapter is not None and adapter.lora.dropout for adapter in adapters):
             return None
         parts = []
-        for member, slot, positions in zip(batch.members, batch.adapter_index, batch.positions, strict=True):
-            adapter, sample = adapters[slot], samples[member].input_ids
+        for member, index, positions in zip(batch.members, batch.adapter_index, batch.positions, strict=True):
+            adapter, sample = adapters[index], samples[member].input_ids
             parts.append(
                 torch.zeros_like(positions)
                 if adapter is None
@@ -222,7 +222,7 @@ class AdapterManager:
         return to_device(keys, self._device)
 
 
-def settings_of(saved: Saved, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
+def settings_of(saved: SavedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
     """The settings to go on with: ``lora``, or by default the saved ones. They target exactly what was saved. Pure.
 
     Raises:

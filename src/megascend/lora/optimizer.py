@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megascend.batch.results import StepResult
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.lora.adapter import Adapter
-from megascend.lora.layout import KINDS, Kind
-from megascend.lora.transfer import leads
+from megascend.lora.layout import SHARDINGS, Sharding
+from megascend.lora.transfer import is_main_replica
 from megascend.topology.topology import Topology
 
 
@@ -20,7 +20,6 @@ class AdapterOptimizer:
 
     def __init__(self, topology: Topology, groups: ProcessGroups) -> None:
         self._topology, self._groups = topology, groups
-        self._leads = leads(groups.coordinates)
 
     def step(self, adapters: Sequence[Adapter]) -> dict[str, StepResult]:
         """Reduce, clip and step each adapter by its own gradients; one whose gradients are not finite is skipped.
@@ -42,24 +41,28 @@ class AdapterOptimizer:
     def _reduce(self, adapter: Adapter) -> None:
         """Sum the gradients over the ranks that have seen different tokens, or different parts of a sum."""
         topology = self._topology
-        for kind in KINDS:
-            start, stop = adapter.layout.ranges[kind]
+        for sharding in SHARDINGS:
+            start, stop = adapter.layout.ranges[sharding]
             if start == stop:
                 continue
             grads = adapter.grads[start:stop]
-            for name in reductions(kind, topology):
+            for name in reductions(sharding, topology):
                 dist.all_reduce(grads, group=self._groups.device_group(name))
         if topology.data * topology.context > 1:
             adapter.grads.div_(topology.data * topology.context)  # the loss is scaled for a mean, as for Megatron's DDP
 
     def _square_norm(self, adapter: Adapter) -> torch.Tensor:
         """This rank's part of the squared gradient norm; copies of a factor count on one rank."""
-        ranges = (adapter.layout.ranges[kind] for kind in KINDS if self._leads[kind])
+        ranges = (
+            adapter.layout.ranges[sharding]
+            for sharding in SHARDINGS
+            if is_main_replica(sharding, self._groups.coordinates)
+        )
         parts = [adapter.grads[start:stop].square().sum() for start, stop in ranges if stop > start]
         return torch.stack(parts).sum() if parts else adapter.grads.new_zeros(())
 
 
-def reductions(kind: Kind, topology: Topology) -> list[str]:
+def reductions(sharding: Sharding, topology: Topology) -> list[str]:
     """The groups over which gradients of a factor are summed. Pure.
 
     Outside experts, a factor that tensor parallel ranks have in common gets equal gradients on all of them, but under
@@ -67,11 +70,11 @@ def reductions(kind: Kind, topology: Topology) -> list[str]:
     ranks, each has a part of the sum.
     """
     names = []
-    if kind == "copied" and topology.sequence_parallel and topology.tensor > 1:
+    if sharding == "copied" and topology.sequence_parallel and topology.tensor > 1:
         names.append("tp")
-    if kind == "expert_copied" and topology.expert_tensor > 1:
+    if sharding == "expert_copied" and topology.expert_tensor > 1:
         names.append("etp")
-    if kind.startswith("expert"):
+    if sharding.startswith("expert"):
         return [*names, "edp"] if topology.expert_data > 1 else names
     return [*names, "dp_cp"] if topology.data * topology.context > 1 else names
 

@@ -14,7 +14,7 @@ from megascend.batch.losses import Loss, LossFunction, resolve
 from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError, MegascendError, QueueFullError
-from megascend.lora.fairness import Kind, Ledger, Request, next_unit
+from megascend.lora.fairness import Ledger, Request, RequestKind, next_unit
 
 T = TypeVar("T")
 
@@ -178,7 +178,11 @@ class AdapterQueue:
     # --- inside ---
 
     def _submit(
-        self, adapter: str, kind: Kind, samples: Sequence[Sample] = (), loss: str | Loss | LossFunction | None = None
+        self,
+        adapter: str,
+        kind: RequestKind,
+        samples: Sequence[Sample] = (),
+        loss: str | Loss | LossFunction | None = None,
     ) -> AdapterFuture[Any]:
         future: AdapterFuture[Any] = AdapterFuture(self.run_once)
         if adapter not in self._backend.adapters:

@@ -13,8 +13,8 @@ from torch import Tensor
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
-from megascend.lora.layout import Family, flat_layout
-from megascend.lora.target_modules import Part, Site, matches
+from megascend.lora.layout import ShapeGroup, flat_layout
+from megascend.lora.target_modules import FusedSlice, TargetModule, matches
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -24,14 +24,14 @@ class AdapterRegistry(Mapping[str, Adapter]):
 
     Attributes:
         limits: what adapters may ask for.
-        families: this rank's layers that they act on.
+        shape_groups: this rank's layers that they act on.
         projections: names of all Hugging Face weights in the model that they may target.
     """
 
     def __init__(
         self,
         limits: Adapters,
-        families: Sequence[Family],
+        shape_groups: Sequence[ShapeGroup],
         projections: Sequence[str],
         *,
         adam: Adam,
@@ -40,7 +40,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         scales_loss: bool,
         device: torch.device,
     ) -> None:
-        self.limits, self.families, self.projections = limits, tuple(families), tuple(projections)
+        self.limits, self.shape_groups, self.projections = limits, tuple(shape_groups), tuple(projections)
         self._adam, self._schedule, self._seed = adam, schedule, seed
         self._scales_loss, self._device = scales_loss, device
         self._adapters: dict[str, Adapter] = {}
@@ -84,7 +84,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         adapter = Adapter(
             name,
             lora,
-            flat_layout(self.families, lora.rank),
+            flat_layout(self.shape_groups, lora.rank),
             lora.optimizer or self._adam,
             lora.schedule or self._schedule,
             seed,
@@ -92,9 +92,9 @@ class AdapterRegistry(Mapping[str, Adapter]):
             device=self._device,
         )
         for span, values in adapter.views(adapter.values.detach()):
-            sites = self.families[span.family].sites
-            if span.factor == ("b" if sites[0].is_embedding else "a"):
-                initialise(values, sites, lora, seed)
+            target_modules = self.shape_groups[span.shape_group].target_modules
+            if span.factor == ("b" if target_modules[0].is_embedding else "a"):
+                initialise(values, target_modules, lora, seed)
         return adapter
 
     def add(self, adapter: Adapter) -> None:
@@ -142,27 +142,27 @@ def check_targets(name: str, lora: Lora, projections: Sequence[str]) -> None:
         )
 
 
-def initialise(values: Tensor, sites: Sequence[Site], lora: Lora, seed: int) -> None:
-    """Draw the factor that does not start at zero: A [layers, experts, parts, rank, in]; B [1, 1, rank, out] of an embedding.
+def initialise(values: Tensor, target_modules: Sequence[TargetModule], lora: Lora, seed: int) -> None:
+    """Draw the factor that does not start at zero: A [layers, experts, slices, rank, in]; B [1, 1, rank, out] of an embedding.
 
     Every layer draws from its own generator: all layouts draw the same.
     """
-    for layer, site in enumerate(sites):
-        for number, part in enumerate(site.parts):
-            if not matches(part.name, lora.targets):
+    for layer, target in enumerate(target_modules):
+        for number, fused_slice in enumerate(target.slices):
+            if not matches(fused_slice.name, lora.targets):
                 continue
-            if site.is_embedding:  # as torch.nn.Embedding
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{part.name}".encode()))
-                values[layer, 0].copy_(torch.randn(lora.rank, site.out_features, generator=generator))
+            if target.is_embedding:  # as torch.nn.Embedding
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{fused_slice.name}".encode()))
+                values[layer, 0].copy_(torch.randn(lora.rank, target.out_features, generator=generator))
                 continue
-            for expert in range(site.experts):
-                values[layer, expert, number].copy_(first_values(site, part, expert, lora.rank, seed))
+            for expert in range(target.experts):
+                values[layer, expert, number].copy_(first_values(target, fused_slice, expert, lora.rank, seed))
 
 
-def first_values(site: Site, part: Part, expert: int, rank: int, seed: int) -> Tensor:
+def first_values(target: TargetModule, fused_slice: FusedSlice, expert: int, rank: int, seed: int) -> Tensor:
     """This rank's columns of the first A of one projection: kaiming-uniform with a = sqrt(5), as in peft."""
-    label = f"{seed}/{part.name}" + (f"/{site.expert_start + expert}" if site.is_expert else "")
+    label = f"{seed}/{fused_slice.name}" + (f"/{target.expert_start + expert}" if target.is_expert else "")
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
-    bound = site.in_total**-0.5
-    whole = torch.empty(rank, site.in_total).uniform_(-bound, bound, generator=generator)
-    return whole[:, site.in_start : site.in_start + site.in_features]
+    bound = target.in_total**-0.5
+    whole = torch.empty(rank, target.in_total).uniform_(-bound, bound, generator=generator)
+    return whole[:, target.in_start : target.in_start + target.in_features]

@@ -1,14 +1,14 @@
 """Where adapters can go: which Hugging Face weights lie in which Megatron linear layer, and on which rank's rows.
 
 Megatron fuses what Hugging Face keeps apart (q, k and v; gate and up). An adapter is defined on the Hugging Face side,
-as peft has it, so a fused layer has several parts, each with factors of its own.
+as peft has it, so a fused layer has several slices, each with factors of its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedSlice:
     """One Hugging Face weight inside a Megatron layer.
 
     Attributes:
@@ -40,14 +40,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Site:
+class TargetModule:
     """One Megatron layer that adapters act on: a linear layer, or the embedding, which is one of one-hot inputs.
 
     Attributes:
         module: the layer.
         split: ``column`` if tensor parallel ranks share its output (the output layer's is the vocabulary), ``row`` if they
             share its input (the embedding's is).
-        parts: the Hugging Face weights in it, at least one.
+        slices: the Hugging Face weights in it, at least one.
         in_features, out_features: of this rank; rows that pad a vocabulary do not count.
         in_start, in_total: this rank's first input column, and the whole weight's columns.
         experts, expert_start, expert_total: experts of this rank, the first one's number, and of the model; 1, 0 and None
@@ -57,7 +57,7 @@ class Site:
 
     module: Any
     split: Literal["column", "row"]
-    parts: tuple[Part, ...]
+    slices: tuple[FusedSlice, ...]
     in_features: int
     out_features: int
     in_start: int
@@ -75,18 +75,18 @@ class Site:
     @property
     def is_embedding(self) -> bool:
         """True for the embedding."""
-        return is_embedding(self.parts[0].name)
+        return is_embedding(self.slices[0].name)
 
     @property
     def is_output(self) -> bool:
         """True for the output layer."""
-        return is_output(self.parts[0].name)
+        return is_output(self.slices[0].name)
 
     @property
-    def family(self) -> tuple[Any, ...]:
-        """Sites with the same value have factors of the same shapes, split in the same way."""
-        parts = tuple(part.name.rsplit(".", 1)[-1] for part in self.parts)
-        return (self.split, self.is_expert, self.experts, self.in_features, self.out_features, parts)
+    def shape_key(self) -> tuple[Any, ...]:
+        """Target modules with the same value have factors of the same shapes, split in the same way."""
+        names = tuple(fused_slice.name.rsplit(".", 1)[-1] for fused_slice in self.slices)
+        return (self.split, self.is_expert, self.experts, self.in_features, self.out_features, names)
 
 
 class ModelLayout:
@@ -113,7 +113,7 @@ class ModelLayout:
         return VocabShard.of_rank(self.vocab_size, module.weight.shape[0], self.place.tensor, None)
 
 
-def find_sites(chunks: Sequence[Any], layout: ModelLayout) -> list[Site]:
+def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[TargetModule]:
     """Every layer of this rank's chunks that an adapter could act on, in the model's order.
 
     Raises:
@@ -124,16 +124,16 @@ def find_sites(chunks: Sequence[Any], layout: ModelLayout) -> list[Site]:
             f"adapters: {layout.config.hf_model_type} has attention layers that megascend's adapters do not know "
             "(multi-latent attention, or an output gate inside q_proj)"
         )
-    sites: list[Site] = []
+    target_modules: list[TargetModule] = []
     for chunk in chunks:
         tied = chunk.share_embeddings_and_output_weights
         if chunk.pre_process and not tied:
-            sites += _embedding(chunk.embedding, layout)
+            target_modules += _embedding(chunk.embedding, layout)
         for layer in chunk.decoder.layers:
-            sites += _of_layer(layer, layer.layer_number - 1, layout)
+            target_modules += _of_layer(layer, layer.layer_number - 1, layout)
         if chunk.post_process and not tied:
-            sites += _output(chunk.output_layer, layout)
-    return sites
+            target_modules += _output(chunk.output_layer, layout)
+    return target_modules
 
 
 def is_embedding(name: str) -> bool:
@@ -167,15 +167,13 @@ def check_untied(targets: Literal["all-linear"] | Sequence[str], layout: ModelLa
             )
 
 
-def restrict(site: Site, targets: Literal["all-linear"] | Sequence[str]) -> Site | None:
-    """``site`` with only the targeted parts, or None if there are none."""
-    parts = tuple(part for part in site.parts if matches(part.name, targets))
-    if not parts:
-        return None
-    return Site(**{**vars(site), "parts": parts})
+def restrict(target: TargetModule, targets: Literal["all-linear"] | Sequence[str]) -> TargetModule | None:
+    """``target`` with only the targeted slices, or None if there are none."""
+    kept = tuple(fused_slice for fused_slice in target.slices if matches(fused_slice.name, targets))
+    return replace(target, slices=kept) if kept else None
 
 
-def _embedding(embedding: Any, layout: ModelLayout) -> Iterator[Site]:
+def _embedding(embedding: Any, layout: ModelLayout) -> Iterator[TargetModule]:
     """Its A looks columns of the vocabulary up, where B is whole on every rank: a row parallel layer of one-hot inputs."""
     name, module = f"{layout.prefix}{EMBEDDING}", embedding.word_embeddings
     sliced = layout.topology.sequence_parallel and layout.topology.tensor > 1
@@ -183,21 +181,27 @@ def _embedding(embedding: Any, layout: ModelLayout) -> Iterator[Site]:
     if not layout.has(name) or (sliced and not module.reduce_scatter_embeddings):
         return
     shard, everything = layout.shard(module), torch.arange(module.weight.shape[1])
-    part = Part(name, len(everything), everything, everything)
-    yield Site(module, "row", (part,), shard.rows, len(everything), shard.start, layout.vocab_size)
+    whole = FusedSlice(name, len(everything), everything, everything)
+    yield TargetModule(module, "row", (whole,), shard.rows, len(everything), shard.start, layout.vocab_size)
 
 
-def _output(module: Any, layout: ModelLayout) -> Iterator[Site]:
+def _output(module: Any, layout: ModelLayout) -> Iterator[TargetModule]:
     if not layout.has(OUTPUT):
         return
     shard, columns = layout.shard(module), module.weight.shape[1]
     rows = torch.arange(shard.rows)
-    yield Site(
-        module, "column", (Part(OUTPUT, layout.vocab_size, rows, shard.start + rows),), columns, shard.rows, 0, columns
+    yield TargetModule(
+        module,
+        "column",
+        (FusedSlice(OUTPUT, layout.vocab_size, rows, shard.start + rows),),
+        columns,
+        shard.rows,
+        0,
+        columns,
     )
 
 
-def _of_layer(layer: Any, number: int, layout: ModelLayout) -> Iterator[Site]:
+def _of_layer(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
     attention: Any = getattr(layer, "self_attention", None)
     if hasattr(attention, "linear_qkv"):
         yield _qkv(attention.linear_qkv, layout, number)
@@ -218,30 +222,30 @@ def _of_layer(layer: Any, number: int, layout: ModelLayout) -> Iterator[Site]:
         raise ConfigError(f"adapters: layer {number} has {type(mlp).__name__}, which megascend's adapters do not know")
 
 
-def _qkv(module: Any, layout: ModelLayout, number: int) -> Site:
+def _qkv(module: Any, layout: ModelLayout, number: int) -> TargetModule:
     """Megatron's rows are, for every query group, its query heads, then its key, then its value."""
     config, tp = layout.config, layout.topology.tensor
     size = config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) // tp
     heads = config.num_attention_heads // (groups * tp)
     rows = torch.arange(groups * (heads + 2) * size).view(groups, heads + 2, size)
-    parts = []
+    slices = []
     for name, chosen in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
         local = chosen.flatten()
-        parts.append(
-            Part(
+        slices.append(
+            FusedSlice(
                 layout.layer(number, "self_attn", name),
                 len(local) * tp,
                 local,
                 layout.place.tensor * len(local) + torch.arange(len(local)),
             )
         )
-    if not all(layout.has(part.name) for part in parts):
-        raise ConfigError(f"adapters: the checkpoint has no {parts[0].name}.weight (and k_proj, v_proj) to adapt")
-    return _site(module, "column", layout, parts)
+    if not all(layout.has(each.name) for each in slices):
+        raise ConfigError(f"adapters: the checkpoint has no {slices[0].name}.weight (and k_proj, v_proj) to adapt")
+    return _target_module(module, "column", layout, slices)
 
 
-def _mlp(mlp: Any, layout: ModelLayout, number: int, folders: tuple[str, ...]) -> Iterator[Site]:
+def _mlp(mlp: Any, layout: ModelLayout, number: int, folders: tuple[str, ...]) -> Iterator[TargetModule]:
     folder = next((f for f in folders if layout.has(layout.layer(number, "mlp", f, "down_proj"))), None)
     path = ("mlp",) if folder is None else ("mlp", folder)
     names = [layout.layer(number, *path, "gate_proj"), layout.layer(number, *path, "up_proj")]
@@ -253,7 +257,7 @@ def _mlp(mlp: Any, layout: ModelLayout, number: int, folders: tuple[str, ...]) -
     yield _one(mlp.linear_fc2, "row", layout, [layout.layer(number, *path, "down_proj")])
 
 
-def _experts(moe: Any, layout: ModelLayout, number: int) -> Iterator[Site]:
+def _experts(moe: Any, layout: ModelLayout, number: int) -> Iterator[TargetModule]:
     """transformers fuses the experts' weights, gate above up, into one parameter, and peft adapts that."""
     experts = moe.experts
     if not hasattr(experts.linear_fc1, "weight0") or not layout.config.gated_linear_unit:
@@ -262,7 +266,9 @@ def _experts(moe: Any, layout: ModelLayout, number: int) -> Iterator[Site]:
     yield _one(experts.linear_fc2, "row", layout, [layout.layer(number, "mlp", "experts", "down_proj")], moe)
 
 
-def _one(module: Any, split: Literal["column", "row"], layout: ModelLayout, names: list[str], moe: Any = None) -> Site:
+def _one(
+    module: Any, split: Literal["column", "row"], layout: ModelLayout, names: list[str], moe: Any = None
+) -> TargetModule:
     """A layer whose output is one Hugging Face weight's, or that of gate and up, half each on every rank."""
     out, _ = _shape(module)
     size = layout.topology.expert_tensor if moe is not None else layout.topology.tensor
@@ -271,25 +277,27 @@ def _one(module: Any, split: Literal["column", "row"], layout: ModelLayout, name
     half = out // 2 if gated else out
     everything = torch.arange(out)
     if split == "row":
-        parts = [Part(names[0], out, everything, everything)]
+        slices = [FusedSlice(names[0], out, everything, everything)]
     elif len(names) == 2:
         local = torch.arange(half)
-        parts = [Part(name, half * size, local + which * half, rank * half + local) for which, name in enumerate(names)]
+        slices = [
+            FusedSlice(name, half * size, local + which * half, rank * half + local) for which, name in enumerate(names)
+        ]
     elif gated:
         rows = torch.arange(half)
         whole = torch.cat([rank * half + rows, half * size + rank * half + rows])
-        parts = [Part(names[0], out * size, everything, whole)]
+        slices = [FusedSlice(names[0], out * size, everything, whole)]
     else:
-        parts = [Part(names[0], out * size, everything, rank * out + everything)]
-    missing = [part.name for part in parts if moe is None and not layout.has(part.name)]
+        slices = [FusedSlice(names[0], out * size, everything, rank * out + everything)]
+    missing = [each.name for each in slices if moe is None and not layout.has(each.name)]
     if missing:
         raise ConfigError(f"adapters: the checkpoint has no {missing[0]}.weight, which Megatron's layer is made of")
-    return _site(module, split, layout, parts, moe)
+    return _target_module(module, split, layout, slices, moe)
 
 
-def _site(
-    module: Any, split: Literal["column", "row"], layout: ModelLayout, parts: list[Part], moe: Any = None
-) -> Site:
+def _target_module(
+    module: Any, split: Literal["column", "row"], layout: ModelLayout, slices: list[FusedSlice], moe: Any = None
+) -> TargetModule:
     out, columns = _shape(module)
     expert = moe is not None
     size = layout.topology.expert_tensor if expert else layout.topology.tensor
@@ -297,12 +305,12 @@ def _site(
     total = columns * size if split == "row" else columns
     start = rank * columns if split == "row" else 0
     if not expert:
-        return Site(module, split, tuple(parts), columns, out, start, total)
+        return TargetModule(module, split, tuple(slices), columns, out, start, total)
     count = layout.config.num_moe_experts // layout.topology.expert
-    return Site(
+    return TargetModule(
         module,
         split,
-        tuple(parts),
+        tuple(slices),
         columns,
         out,
         start,

@@ -14,13 +14,13 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.lora.adapter import Adapter
 from megascend.lora.factors import Factors
-from megascend.lora.layout import Family, Kind
-from megascend.lora.target_modules import Part, Site, matches
+from megascend.lora.layout import ShapeGroup, Sharding
+from megascend.lora.target_modules import FusedSlice, TargetModule, matches
 from megascend.topology.topology import Coordinates
 
 
 @dataclass(frozen=True)
-class Piece:
+class FactorShard:
     """One rank's part of one factor.
 
     Attributes:
@@ -36,82 +36,83 @@ class Piece:
     values: Tensor
 
 
-def leads(place: Coordinates) -> dict[Kind, bool]:
-    """For every kind of factor, whether this rank is the one of several with the same values that speaks for them."""
-    dense = place.data == 0 and place.context == 0
-    expert = place.expert_data == 0
-    return {
-        "split": dense,
-        "copied": dense and place.tensor == 0,
-        "expert_split": expert,
-        "expert_copied": expert and place.expert_tensor == 0,
-    }
+def is_main_replica(sharding: Sharding, place: Coordinates) -> bool:
+    """Whether the rank at ``place`` is the one that saves and counts a factor, of all ranks that have the same values of it."""
+    if sharding.startswith("expert"):
+        return place.expert_data == 0 and (sharding == "expert_split" or place.expert_tensor == 0)
+    return place.data == 0 and place.context == 0 and (sharding == "split" or place.tensor == 0)
 
 
 def gather(
-    vectors: Sequence[Tensor], adapter: Adapter, families: Sequence[Family], groups: ProcessGroups
+    vectors: Sequence[Tensor], adapter: Adapter, shape_groups: Sequence[ShapeGroup], groups: ProcessGroups
 ) -> list[dict[str, Factors]] | None:
     """Whole factors, by projection, of each of ``vectors`` (values or moments), on rank 0; None on the others.
 
     Collective over the world.
     """
-    mine = [pieces(adapter, vector, families, leads(groups.coordinates)) for vector in vectors]
+    mine = [factor_shards(adapter, vector, shape_groups, groups.coordinates) for vector in vectors]
     everyone = collect_objects(mine, "world", groups, f"factors of adapter {adapter.name!r}")
     if everyone is None:
         return None
-    return [assemble([piece for rank in everyone for piece in rank[number]]) for number in range(len(vectors))]
+    return [assemble([shard for rank in everyone for shard in rank[number]]) for number in range(len(vectors))]
 
 
-def pieces(adapter: Adapter, vector: Tensor, families: Sequence[Family], leading: Mapping[Kind, bool]) -> list[Piece]:
+def factor_shards(
+    adapter: Adapter, vector: Tensor, shape_groups: Sequence[ShapeGroup], place: Coordinates
+) -> list[FactorShard]:
     """What this rank contributes."""
     found = []
     for span, values in adapter.views(vector.detach()):
-        family = families[span.family]
-        if not leading[family.kind(span.factor)]:
+        shape_group = shape_groups[span.shape_group]
+        if not is_main_replica(shape_group.sharding(span.factor), place):
             continue
         values = values.cpu()
-        for layer, site in enumerate(family.sites):
-            for number, part in enumerate(site.parts):
-                if matches(part.name, adapter.lora.targets):
-                    take = _piece_a if span.factor == "a" else _piece_b
-                    found.append(take(values[layer], number, site, part))
+        for layer, target in enumerate(shape_group.target_modules):
+            for number, fused_slice in enumerate(target.slices):
+                if matches(fused_slice.name, adapter.lora.targets):
+                    take = _shard_of_a if span.factor == "a" else _shard_of_b
+                    found.append(take(values[layer], number, target, fused_slice))
     return found
 
 
-def _piece_a(values: Tensor, number: int, site: Site, part: Part) -> Piece:
-    """From [experts, parts, rank, in]."""
+def _shard_of_a(values: Tensor, number: int, target: TargetModule, fused_slice: FusedSlice) -> FactorShard:
+    """From [experts, slices, rank, in]."""
     own = values[:, number]
-    columns = slice(site.in_start, site.in_start + site.in_features)
-    if not site.is_expert:
-        return Piece(part.name, "a", (own.shape[1], site.in_total), (slice(None), columns), own[0].clone())
-    shape = (site.expert_total or 0, own.shape[1], site.in_total)
-    return Piece(part.name, "a", shape, (_experts(site), slice(None), columns), own.clone())
+    columns = slice(target.in_start, target.in_start + target.in_features)
+    if not target.is_expert:
+        shape = (own.shape[1], target.in_total)
+        return FactorShard(fused_slice.name, "a", shape, (slice(None), columns), own[0].clone())
+    shape = (target.expert_total or 0, own.shape[1], target.in_total)
+    return FactorShard(fused_slice.name, "a", shape, (_experts(target), slice(None), columns), own.clone())
 
 
-def _piece_b(values: Tensor, number: int, site: Site, part: Part) -> Piece:
+def _shard_of_b(values: Tensor, number: int, target: TargetModule, fused_slice: FusedSlice) -> FactorShard:
     """From [experts, rank, out]."""
-    own = values[:, :, part.local_rows].transpose(1, 2)
-    if not site.is_expert:
-        return Piece(part.name, "b", (part.out_features, own.shape[2]), (part.global_rows,), own[0].clone())
-    shape = (site.expert_total or 0, part.out_features, own.shape[2])
-    return Piece(part.name, "b", shape, (_experts(site), part.global_rows), own.clone())
+    own = values[:, :, fused_slice.local_rows].transpose(1, 2)
+    if not target.is_expert:
+        shape = (fused_slice.out_features, own.shape[2])
+        return FactorShard(fused_slice.name, "b", shape, (fused_slice.global_rows,), own[0].clone())
+    shape = (target.expert_total or 0, fused_slice.out_features, own.shape[2])
+    return FactorShard(fused_slice.name, "b", shape, (_experts(target), fused_slice.global_rows), own.clone())
 
 
-def _experts(site: Site) -> slice:
-    return slice(site.expert_start, site.expert_start + site.experts)
+def _experts(target: TargetModule) -> slice:
+    return slice(target.expert_start, target.expert_start + target.experts)
 
 
-def assemble(found: Sequence[Piece]) -> dict[str, Factors]:
-    """Put pieces of all ranks together; a hole left between them stays NaN."""
+def assemble(found: Sequence[FactorShard]) -> dict[str, Factors]:
+    """Put the shards of all ranks together; a hole left between them stays NaN."""
     whole: dict[str, dict[str, Tensor]] = {}
-    for piece in found:
-        factors = whole.setdefault(piece.name, {})
-        target = factors.setdefault(piece.factor, torch.full(piece.shape, torch.nan))
-        target[piece.where] = piece.values
+    for shard in found:
+        factors = whole.setdefault(shard.name, {})
+        whole_factor = factors.setdefault(shard.factor, torch.full(shard.shape, torch.nan))
+        whole_factor[shard.where] = shard.values
     return {name: Factors(factors["a"], factors["b"]) for name, factors in sorted(whole.items())}
 
 
-def scatter(factors: Mapping[str, Factors], adapter: Adapter, vector: Tensor, families: Sequence[Family]) -> None:
+def scatter(
+    factors: Mapping[str, Factors], adapter: Adapter, vector: Tensor, shape_groups: Sequence[ShapeGroup]
+) -> None:
     """Write this rank's parts of whole factors into ``vector``; projections without factors become zero. Local.
 
     Raises:
@@ -119,33 +120,35 @@ def scatter(factors: Mapping[str, Factors], adapter: Adapter, vector: Tensor, fa
     """
     for span, values in adapter.views(vector.detach()):
         values.zero_()
-        for layer, site in enumerate(families[span.family].sites):
-            for number, part in enumerate(site.parts):
-                given = factors.get(part.name)
+        for layer, target in enumerate(shape_groups[span.shape_group].target_modules):
+            for number, fused_slice in enumerate(target.slices):
+                given = factors.get(fused_slice.name)
                 if given is None:
                     continue
-                for expert in range(site.experts):
-                    a, b = local_factors(site, part, expert, given)
+                for expert in range(target.experts):
+                    a, b = local_factors(target, fused_slice, expert, given)
                     if span.factor == "a":
                         values[layer, expert, number].copy_(a)
                     else:
-                        values[layer, expert, :, part.local_rows] = b.to(values.device)
+                        values[layer, expert, :, fused_slice.local_rows] = b.to(values.device)
 
 
-def local_factors(site: Site, part: Part, expert: int, factors: Factors) -> tuple[Tensor, Tensor]:
-    """This rank's part of whole factors: A [rank, in] and B transposed [rank, rows of the part].
+def local_factors(
+    target: TargetModule, fused_slice: FusedSlice, expert: int, factors: Factors
+) -> tuple[Tensor, Tensor]:
+    """This rank's part of whole factors: A [rank, in] and B transposed [rank, rows of the slice].
 
     Raises:
         CheckpointError: they are of a layer of another shape.
     """
     a, b = factors.a, factors.b
-    lead = (site.expert_total,) if site.is_expert else ()
-    shapes = (*lead, factors.rank, site.in_total), (*lead, part.out_features, factors.rank)
+    lead = (target.expert_total,) if target.is_expert else ()
+    shapes = (*lead, factors.rank, target.in_total), (*lead, fused_slice.out_features, factors.rank)
     if (tuple(a.shape), tuple(b.shape)) != shapes:
         raise CheckpointError(
-            f"the factors of {part.name} have shapes {tuple(a.shape)} and {tuple(b.shape)}; this model's layer takes "
+            f"the factors of {fused_slice.name} have shapes {tuple(a.shape)} and {tuple(b.shape)}; this model's layer takes "
             f"{shapes[0]} and {shapes[1]}"
         )
-    if site.is_expert:
-        a, b = a[site.expert_start + expert], b[site.expert_start + expert]
-    return a[:, site.in_start : site.in_start + site.in_features], b[part.global_rows].T
+    if target.is_expert:
+        a, b = a[target.expert_start + expert], b[target.expert_start + expert]
+    return a[:, target.in_start : target.in_start + target.in_features], b[fused_slice.global_rows].T

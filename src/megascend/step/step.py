@@ -192,7 +192,7 @@ class Step:
                 own = adapter_index if samples else [0]
                 batches.append(build(stand_in, [shortest], self._layout, None, device, dummy=True, adapter_index=own))
             if self._strategy.adapters is not None:
-                self._strategy.adapters.route(batches[-1], samples if samples else stand_in, order)
+                self._strategy.adapters.segment(batches[-1], samples if samples else stand_in, order)
         return batches
 
     def _adapters(self, order: list[str]) -> contextlib.AbstractContextManager[None]:
@@ -276,7 +276,7 @@ class Step:
     def _addition(self, batch: MicroBatch) -> LowRank | None:
         """What adapters of the output layer add to the logits of ``batch``."""
         host = self._strategy.adapters
-        return None if host is None else host.layers.lora_delta(batch.routing)
+        return None if host is None else host.layers.lora_delta(batch.segments)
 
     def _head(self) -> OutputHead:
         head = self._strategy.head

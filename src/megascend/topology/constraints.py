@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megascend.config import Parallel
 from megascend.errors import TopologyError
-from megascend.topology.model_shape import ModelShape
+from megascend.huggingface.model_shape import ModelShape
 
 
 def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from megascend.config import ContextAlgorithm, Parallel
 from megascend.errors import TopologyError
+from megascend.huggingface.model_shape import ModelShape
 from megascend.topology.constraints import check_grid, check_model, resolve_sequence_parallel
-from megascend.topology.model_shape import ModelShape
 
 ATTENTION_AXES = ("tensor", "context", "data", "pipeline")
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -25,7 +25,6 @@ __all__ = [
     "ATTENTION_AXES",
     "EXPERT_AXES",
     "Coordinates",
-    "ModelShape",
     "Topology",
     "check_sequence_length",
     "length_multiple",

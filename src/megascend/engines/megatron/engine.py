@@ -26,9 +26,10 @@ from megascend.engines.megatron.build import DTYPES, build_chunks, build_config,
 from megascend.engines.megatron.optimizer import Optimizer
 from megascend.engines.megatron.output_head import OutputHead
 from megascend.errors import ConfigError, DataError
+from megascend.huggingface.model_shape import ModelShape
 from megascend.selfcheck.check import require_agreement, tell
 from megascend.selfcheck.verdict import Verdict
-from megascend.topology.topology import ModelShape, Topology
+from megascend.topology.topology import Topology
 
 if TYPE_CHECKING:
     from megascend.lora.manager import AdapterManager
@@ -192,7 +193,7 @@ class MegatronStrategy:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""
         options = {} if self.precision == "fp32" else {"fp32_output": False}
         if self.adapters is not None:
-            self.adapters.layers.enter(batch.routing)
+            self.adapters.layers.enter(batch.segments)
         number = self.chunks.index(chunk)
         self.routers.enter(batch, number)
         output = chunk(
