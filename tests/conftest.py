@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +19,13 @@ collect_ignore = [] if os.environ.get("MEGASCEND_SIMNPU") else ASCEND
 
 # Verdicts of the self-check, for every process that a test starts and for the next session: their key holds all that matters.
 os.environ.setdefault("MEGASCEND_CACHE", str(Path(tempfile.gettempdir()) / f"megascend-test-cache-{os.getuid()}"))
+
+# Tests give the processes that they start this process's search path, by the variable or from sys.path.
+QUICK_START = str(Path(__file__).with_name("quick_start"))
+if QUICK_START not in sys.path:
+    sys.path.insert(0, QUICK_START)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK_START, os.environ.get("PYTHONPATH")]))
+runpy.run_path(str(Path(QUICK_START) / "sitecustomize.py"))
 
 
 def pytest_report_header() -> list[str]:

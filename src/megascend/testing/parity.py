@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
 from megascend.testing.cached import cached
+from megascend.testing.kept import digest, kept
 from megascend.testing.reference import run_reference
 
 if TYPE_CHECKING:
@@ -245,22 +246,40 @@ class Trajectory:
 
 
 def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
-    """The file that one of this package's reference scripts makes of ``job``, in a process of its own; made once.
+    """The file that one of this package's reference scripts makes of ``job``, in a process of its own.
+
+    Made once: this session finds it in ``folder``, a later one in the machine's cache (:mod:`megascend.testing.kept`), as long
+    as the files that ``job`` names have the same content.
 
     Raises:
         DistributedTestError: the script failed; the message holds its output.
     """
+    program = Path(__file__).with_name(script)
     text = json.dumps(job)
-    result = folder / f"{Path(script).stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
+    result = folder / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
 
-    def make(written: Path) -> None:
+    def run(written: Path) -> None:
         path = result.with_suffix(".json")
         path.write_text(text)
-        done = run_reference(Path(__file__).with_name(script), path, written, timeout_s=REFERENCE_TIMEOUT_S)
+        done = run_reference(program, path, written, timeout_s=REFERENCE_TIMEOUT_S)
         if done.returncode:
             raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
 
+    def make(written: Path) -> None:
+        kept(program.stem, _by_content(job), program, written, run)
+
     return cached(result, make)
+
+
+def _by_content(job: dict[str, Any]) -> dict[str, Any]:
+    """``job`` with digests in place of the directories it names: where they lie does not matter to a reference."""
+    contents = {"checkpoint": digest(Path(job["checkpoint"]))}
+    if "adapter" in job:  # its settings name the base model's path
+        settings = json.loads((Path(job["adapter"]) / "adapter_config.json").read_text())
+        settings["base_model_name_or_path"] = None
+        contents["adapter"] = digest(Path(job["adapter"]) / "adapter_model.safetensors") + json.dumps(settings)
+        contents["adapter_sha256"] = ""
+    return job | contents
 
 
 def first_of_equals(name: str, ranks: Sequence[T]) -> T:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
 from megascend.testing.cached import alone, replace
+from megascend.testing.kept import kept
 from megascend.testing.reference import run_reference
 
 _CLASSES = {
@@ -105,7 +106,8 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
 
     The model is built by transformers in a process of its own, because building an mcore-bridge model in this one
     changes what transformers builds afterwards. A directory that already holds the checkpoint of the same arguments
-    is left as it is, so a session-wide fixture costs one build (about 4 s), however many processes ask for it at once.
+    is left as it is, so a session-wide fixture costs one build (about 4 s), however many processes ask for it at once; a
+    later session gets a copy from the machine's cache (:mod:`megascend.testing.kept`).
 
     Args:
         path: the checkpoint directory; created if missing.
@@ -138,7 +140,12 @@ def _holds(path: Path, recipe: str) -> bool:
 
 
 def _build(path: Path, recipe: str) -> None:
-    done = run_reference(Path(__file__).with_name("_build_tiny.py"), path, stdin=recipe, timeout_s=300)
-    if done.returncode:
-        raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
+    program = Path(__file__).with_name("_build_tiny.py")
+
+    def run(fresh: Path) -> None:
+        done = run_reference(program, fresh, stdin=recipe, timeout_s=300)
+        if done.returncode:
+            raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
+
+    kept("tiny", json.loads(recipe), program, path, run)
     (path / MARKER).write_text(recipe)
