@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import heapq
+from collections.abc import Hashable, Mapping, Sequence
 
 from megascend.errors import DataError
 
@@ -20,10 +21,44 @@ def units(pairs: Sequence[Hashable | None]) -> list[list[int]]:
     return list(found.values())
 
 
-def cost(lengths: Sequence[int], members: Sequence[int], packing: bool) -> int:
-    """Tokens a micro batch of ``members`` takes, padding included."""
-    chosen = [lengths[index] for index in members]
-    return sum(chosen) if packing else max(chosen, default=0) * len(chosen)
+class FirstFit:
+    """Bins in the order in which they were opened; finds the first with enough room, in the logarithm of their number.
+
+    A binary tree in a list: the bins' room is in its last half, and each node above holds the larger of its two children's.
+    """
+
+    def __init__(self) -> None:
+        self._most = [-1, -1]
+        self._size = 1
+        self._count = 0
+
+    def open(self, room: int) -> None:
+        """Add a bin with this much room, at least 0."""
+        if self._count == self._size:
+            leaves = self._most[self._size :] + [-1] * self._size
+            self._size *= 2
+            self._most = [-1] * self._size + leaves
+            for node in range(self._size - 1, 0, -1):
+                self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+        self._set(self._count, room)
+        self._count += 1
+
+    def take(self, needed: int) -> int | None:
+        """The first bin with room for ``needed``, whose room then is that much less; None if there is none."""
+        if self._most[1] < needed:
+            return None
+        node = 1
+        while node < self._size:
+            node = 2 * node if self._most[2 * node] >= needed else 2 * node + 1
+        self._set(node - self._size, self._most[node] - needed)
+        return node - self._size
+
+    def _set(self, index: int, room: int) -> None:
+        node = self._size + index
+        self._most[node] = room
+        while node > 1:
+            node //= 2
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
 
 
 def plan_micro_batches(
@@ -48,23 +83,29 @@ def plan_micro_batches(
     Raises:
         DataError: a unit alone is over the budget.
     """
-    bins: list[list[int]] = []
     of = kinds if kinds is not None and not packing else [None] * len(lengths)
-    ordered = sorted(units(pairs), key=lambda unit: -max(lengths[index] for index in unit))
-    for unit in ordered:
-        needed = cost(lengths, unit, packing)
-        if needed > budget:
+    longest = [(max(lengths[index] for index in unit), unit) for unit in units(pairs)]
+    longest.sort(key=lambda entry: -entry[0])
+    plan: list[list[int]] = []
+    bins: dict[Hashable, tuple[FirstFit, list[list[int]]]] = {}  # of each kind, and the micro batch that each bin is
+    for length, unit in longest:
+        tokens = sum(lengths[index] for index in unit) if packing else length * len(unit)
+        if tokens > budget:
             raise DataError(
-                f"sample {unit[0]} needs {needed} tokens{' with its pair' if len(unit) > 1 else ''}, padding included, "
+                f"sample {unit[0]} needs {tokens} tokens{' with its pair' if len(unit) > 1 else ''}, padding included, "
                 f"which is over batching.micro_batch_tokens={budget}; raise that setting or shorten the sample"
             )
-        for members in bins:
-            if of[members[0]] == of[unit[0]] and cost(lengths, [*members, *unit], packing) <= budget:
-                members.extend(unit)
-                break
-        else:
-            bins.append(list(unit))
-    return bins
+        fit, opened = bins.setdefault(of[unit[0]], (FirstFit(), []))
+        # Without packing a micro batch is as long as its first unit: no later one is longer. Its room is a number of samples.
+        needed = tokens if packing else len(unit)
+        found = fit.take(needed)
+        if found is not None:
+            opened[found].extend(unit)
+            continue
+        fit.open((budget if packing else budget // length) - needed)
+        opened.append(list(unit))
+        plan.append(opened[-1])
+    return plan
 
 
 def split_to(
@@ -75,27 +116,49 @@ def split_to(
     Ranks that take part in each other's collectives (expert parallelism) must run the same number of micro batches.
     """
     plan = [list(members) for members in plan]
+    if len(plan) >= count:
+        return plan
     unit_of = {index: unit for unit in units(pairs) for index in unit}
-    while len(plan) < count:
-        splittable = [members for members in plan if len({id(unit_of[index]) for index in members}) > 1]
-        if not splittable:
-            return plan + [[] for _ in range(count - len(plan))]
-        heaviest = max(splittable, key=lambda members: sum(lengths[index] for index in members))
-        plan.remove(heaviest)
-        parts: list[list[int]] = [[], []]
-        inside = {id(unit_of[index]): unit_of[index] for index in heaviest}
-        for unit in sorted(inside.values(), key=lambda unit: -sum(lengths[index] for index in unit)):
-            min(parts, key=lambda part: sum(lengths[index] for index in part)).extend(unit)
-        plan.extend(parts)
-    return plan
+    parts = dict(enumerate(plan))
+    # Of micro batches of one weight the first is split; what comes out of a split lies behind all others.
+    heaviest = [
+        (-_weight(members, lengths), number) for number, members in parts.items() if _divisible(members, unit_of)
+    ]
+    heapq.heapify(heaviest)
+    end = len(plan)
+    while heaviest and len(parts) < count:
+        members = parts.pop(heapq.heappop(heaviest)[1])
+        inside = list({id(unit_of[index]): unit_of[index] for index in members}.values())
+        halves: tuple[list[int], list[int]] = ([], [])
+        loads = [0, 0]
+        for weight, unit in sorted(((_weight(unit, lengths), unit) for unit in inside), key=lambda entry: -entry[0]):
+            lighter = loads.index(min(loads))
+            halves[lighter].extend(unit)
+            loads[lighter] += weight
+        for half, load in zip(halves, loads, strict=True):
+            parts[end] = half
+            if _divisible(half, unit_of):
+                heapq.heappush(heaviest, (-load, end))
+            end += 1
+    return [*parts.values(), *([] for _ in range(count - len(parts)))]
+
+
+def _weight(members: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in members)
+
+
+def _divisible(members: Sequence[int], unit_of: Mapping[int, list[int]]) -> bool:
+    """Whether there is more than one unit among them."""
+    return any(unit_of[index] is not unit_of[members[0]] for index in members)
 
 
 def shard(lengths: Sequence[int], pairs: Sequence[Hashable | None], parts: int) -> list[list[int]]:
     """Divide samples into ``parts`` of nearly equal token counts, pairs kept together, each part in ascending order."""
     shares: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
-    for unit in sorted(units(pairs), key=lambda unit: (-sum(lengths[index] for index in unit), unit[0])):
-        lightest = min(range(parts), key=lambda part: (loads[part], part))
-        shares[lightest].extend(unit)
-        loads[lightest] += sum(lengths[index] for index in unit)
+    lightest = [(0, part) for part in range(parts)]
+    weighed = [(_weight(unit, lengths), unit) for unit in units(pairs)]
+    for weight, unit in sorted(weighed, key=lambda entry: (-entry[0], entry[1][0])):
+        load, part = lightest[0]
+        shares[part].extend(unit)
+        heapq.heapreplace(lightest, (load + weight, part))
     return [sorted(share) for share in shares]
