@@ -96,12 +96,15 @@ class MegatronBackend:
         from megascend.distributed import process_groups
         from megascend.engines.megatron.architecture import check_architecture
         from megascend.engines.megatron.engine import MegatronStrategy
+        from megascend.engines.megatron.groups import MegatronGroups, require_none_alive
         from megascend.step.step import Step
 
         check_architecture(self._model_dir)
-        process_groups.require_none_alive()  # before anything is patched under a backend that is in use
+        require_none_alive()  # before anything is patched under a backend that is in use
         self._runtime.configure_topology(self.topology, timeout_s)
-        self.groups: ProcessGroups = process_groups.initialize(self.topology, self._runtime.platform, timeout_s, launch)
+        self.groups: ProcessGroups = process_groups.initialize(
+            self.topology, self.platform, timeout_s, launch, MegatronGroups()
+        )
         self._precision: Precision = precision
         try:
             if precision == "fp32" and not self._runtime.tf32:

@@ -96,6 +96,7 @@ def repatch_ten_times(experts):
     from megascend.bootstrap import current_runtime
     from megascend.distributed.process_groups import initialize
     from megascend.engines.megatron.build import build_config
+    from megascend.engines.megatron.groups import MegatronGroups
     from megascend.topology.topology import plan
 
     runtime = current_runtime("a test")
@@ -103,7 +104,7 @@ def repatch_ten_times(experts):
     one, two = plan(Parallel(), 1), plan(Parallel(context=2), 2)
     runtime.configure_topology(two)
     runtime.configure_topology(one)
-    groups = initialize(one, runtime.platform, 30)
+    groups = initialize(one, runtime.platform, 30, factory=MegatronGroups())
     config = build_config(experts, one, "fp32", Recompute(), runtime.platform)
     levels = []
 

@@ -43,7 +43,9 @@ def test_the_simulated_hccl_refuses_objects(name, npu):
 
 def test_the_default_group_is_on_hccl_without_a_device_and_objects_travel_on_gloo(npu):
     def work():
-        groups = initialize(plan(Parallel(context=2), 4), npu.platform, 30)
+        from megascend.engines.megatron.groups import MegatronGroups
+
+        groups = initialize(plan(Parallel(context=2), 4), npu.platform, 30, factory=MegatronGroups())
         default = dist.distributed_c10d._get_default_group()
         assert dist.get_backend() == "hccl"
         assert getattr(default, "bound_device_id", None) is None
@@ -68,7 +70,9 @@ def test_upstreams_own_object_collectives_take_the_channel(npu):
     original = dist.all_gather_object
 
     def work():
-        groups = initialize(plan(Parallel(tensor=2), 2), npu.platform, 30)
+        from megascend.engines.megatron.groups import MegatronGroups
+
+        groups = initialize(plan(Parallel(tensor=2), 2), npu.platform, 30, factory=MegatronGroups())
         found: list = [None, None]
         dist.all_gather_object(found, {"rank": dist.get_rank()})
         over_tp: list = [None, None]

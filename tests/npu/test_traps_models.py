@@ -116,11 +116,12 @@ def refuse_gpt_oss(folder: Path) -> list[str]:
     """Its windows and learnt sinks come from ``config.json``, through mcore-bridge, to the refusal."""
     from megascend.distributed.process_groups import initialize
     from megascend.engines.megatron.build import build_config
+    from megascend.engines.megatron.groups import MegatronGroups
     from megascend.topology.topology import plan
 
     runtime, topology = current_runtime("a test"), plan(Parallel(), 1)
     runtime.configure_topology(topology)
-    initialize(topology, runtime.platform, 30)
+    initialize(topology, runtime.platform, 30, factory=MegatronGroups())
     config = build_config(folder, topology, "fp32", Recompute(), runtime.platform)
     with pytest.raises(ConfigError) as window:
         runtime.configure_model(config, {})

@@ -1,4 +1,4 @@
-"""The process groups of a run: torch's default group, Megatron's groups, and Gloo channels for those that carry objects.
+"""The process groups of a run: torch's default group, the engine's groups, and Gloo channels for those that carry objects.
 
 Creating them is collective: every rank calls :func:`initialize` with the same topology.
 """
@@ -9,48 +9,46 @@ import secrets
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megascend.diagnostics.hang_monitor import HangMonitor
-from megascend.distributed import upstream_groups
 from megascend.distributed.channels import Channel
 from megascend.distributed.collective_sequence import CollectiveSequence
+from megascend.distributed.engine_groups import GroupFactory, PlainGroups
 from megascend.distributed.launch import Launch, reconnect
 from megascend.distributed.object_redirect import ObjectCollectiveRedirect
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
-from megascend.topology.topology import ATTENTION_AXES, Coordinates, Topology
+from megascend.topology.groups import axes_of, rank_lists
+from megascend.topology.topology import Coordinates, Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megascend.platforms.base import Platform
-
 T = TypeVar("T")
-
-GROUP_AXES: dict[str, tuple[str, ...]] = {
-    "world": ATTENTION_AXES,
-    "tp": ("tensor",),
-    "pp": ("pipeline",),
-    "cp": ("context",),
-    "dp": ("data",),
-    "dp_cp": ("data", "context"),
-    "tp_cp": ("tensor", "context"),
-    "tp_dp_cp": ("tensor", "data", "context"),
-    "mp": ("tensor", "pipeline"),
-    "ep": ("expert",),
-    "etp": ("expert_tensor",),
-    "etp_ep": ("expert_tensor", "expert"),
-    "edp": ("expert_data",),
-}
-"""Name of every group, and the axes of the topology it spans (``edp``: expert data parallel)."""
 
 CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
 """Groups that carry objects, in the order in which every rank creates their channels."""
-OF_MEGATRON = ("dp", "dp_cp", "edp")
-"""Groups of which Megatron makes a second one on Gloo, which nothing else uses here."""
+
+
+class CommunicationPlatform(Protocol):
+    """What process groups need to know of a device; :class:`megascend.platforms.base.Platform` offers it.
+
+    Attributes:
+        name: for messages.
+        backend: the ``torch.distributed`` backend of collectives on device tensors.
+        bind_device: whether ``init_process_group`` shall be given the device.
+    """
+
+    name: ClassVar[str]
+    backend: ClassVar[str]
+    bind_device: ClassVar[bool]
+
+    def device(self, local_rank: int) -> torch.device:
+        """Select and return the device of this process."""
+        ...
 
 
 @dataclass
@@ -71,10 +69,11 @@ class ProcessGroups:
     sequence: CollectiveSequence
     monitor: HangMonitor
     owns_default: bool
+    _factory: GroupFactory
     _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
     _channels: dict[str, Channel] = field(default_factory=dict)
     _created: list[ProcessGroup] = field(default_factory=list)
-    _detour: ObjectCollectiveRedirect | None = None
+    _redirect: ObjectCollectiveRedirect | None = None
 
     @property
     def rank(self) -> int:
@@ -91,7 +90,7 @@ class ProcessGroups:
 
     def ranks(self, name: str) -> list[int]:
         """Global ranks of this rank's group ``name``, in group order."""
-        return self.topology.group_of(self.rank, *_axes(name))
+        return self.topology.group_of(self.rank, *axes_of(name))
 
     def device_group(self, name: str) -> ProcessGroup:
         """The group on the device backend: tensors only, never objects.
@@ -128,7 +127,7 @@ class ProcessGroups:
 
     def carried_to(self, name: str, rank: int) -> list[int]:
         """The ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
-        return self.topology.group_of(rank, *_axes(name)) if name in CARRIERS else []
+        return self.topology.group_of(rank, *axes_of(name)) if name in CARRIERS else []
 
     def own(self, group: ProcessGroup) -> None:
         """Destroy ``group`` with the others."""
@@ -143,18 +142,18 @@ class ProcessGroups:
         self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), timedelta(days=1).total_seconds())
 
     def limit_timeouts(self) -> None:
-        """Give groups that upstream has made meanwhile the timeout of this run."""
-        upstream_groups.limit(self.timeout_s)
+        """Give groups that the engine's libraries have made meanwhile the timeout of this run."""
+        self._factory.limit_timeouts(self.timeout_s)
 
     def destroy(self) -> None:
-        """Destroy Megatron's groups, the channels and, if :func:`initialize` created it, the default group."""
+        """Destroy the engine's groups, the channels and, if :func:`initialize` created it, the default group."""
         self.monitor.close()
         if not self._device_groups:
             return
-        if self._detour is not None:
-            self._detour.remove()
-            self._detour = None
-        _forget_groups(self.owns_default)
+        if self._redirect is not None:
+            self._redirect.remove()
+            self._redirect = None
+        self._factory.forget(destroy=not self.owns_default)
         self._device_groups.clear()
         self._channels.clear()
         if self.owns_default:
@@ -166,9 +165,13 @@ class ProcessGroups:
 
 
 def initialize(
-    topology: Topology, platform: Platform, timeout_s: float = 600, launch: Launch | None = None
+    topology: Topology,
+    platform: CommunicationPlatform,
+    timeout_s: float = 600,
+    launch: Launch | None = None,
+    factory: GroupFactory | None = None,
 ) -> ProcessGroups:
-    """Create and verify all groups of ``topology`` on the platform's backend.
+    """Create all groups of ``topology`` on the platform's backend.
 
     A process without launcher variables is a world of one and needs no network. A default group that the trainer
     created already is used, and left alone by :meth:`ProcessGroups.destroy`.
@@ -176,11 +179,12 @@ def initialize(
     Args:
         timeout_s: for the start-up, and for every collective afterwards, in seconds.
         launch: how this process was started; default: from the environment.
+        factory: makes the engine's groups; default: plain ones.
 
     Raises:
         TopologyError: the world that was started is not the topology's; nothing has been created.
         CollectiveTimeoutError: ranks did not arrive in time, or were lost; the message names them.
-        ProcessGroupError: groups exist already, or Megatron's are not those of the topology.
+        ProcessGroupError: the default group that exists is on another backend, or the engine's groups cannot be made.
     """
     launch = _adopted_launch() if dist.is_initialized() else launch or Launch.from_environment()
     if launch.world_size != topology.world_size:
@@ -188,7 +192,6 @@ def initialize(
             f"rank {launch.rank}: the topology is for {topology.world_size} ranks, but {launch.world_size} "
             f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
         )
-    require_none_alive()
     device = platform.device(launch.local_rank)
     owns_default = not dist.is_initialized()
     if not owns_default:
@@ -202,37 +205,27 @@ def initialize(
         attempt=launch.attempt,
         waits_on_host=platform.backend == "gloo",
     )
+    factory = factory or PlainGroups()
     groups = ProcessGroups(
-        topology, launch, device, timeout_s, CollectiveSequence(store, launch.rank), monitor, owns_default
+        topology, launch, device, timeout_s, CollectiveSequence(store, launch.rank), monitor, owns_default, factory
     )
     try:
         with monitor.phase("start-up"):
             if owns_default:
                 _join(groups, store, platform)
             _check_binding(platform)
-            _create_megatron_groups(topology, timeout_s)
-            groups._device_groups = _megatron_groups()
-            _verify(groups)
-            _create_channels(groups)
-            groups._detour = _detour_objects(groups)
+            made = factory.create(topology, launch.rank, timeout_s)
+            groups._device_groups = made.device
+            _create_channels(groups, made.cpu)
+            groups._redirect = _redirect_objects(groups)
             groups.limit_timeouts()
     except BaseException:
         monitor.close()
-        _forget_groups(owns_default)
+        factory.forget(destroy=not owns_default)
         if owns_default and dist.is_initialized():
             dist.destroy_process_group()
         raise
     return groups
-
-
-def require_none_alive() -> None:
-    """Raise ProcessGroupError if Megatron's groups exist: one backend at a time."""
-    from megatron.core import parallel_state
-
-    if parallel_state.is_initialized():
-        raise ProcessGroupError(
-            "Megatron's process groups exist already; close the previous backend first (backend.close())"
-        )
 
 
 def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
@@ -245,7 +238,7 @@ def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | No
     return dist.PrefixStore(prefix, opened), second
 
 
-def _join(groups: ProcessGroups, store: dist.Store, platform: Platform) -> None:
+def _join(groups: ProcessGroups, store: dist.Store, platform: CommunicationPlatform) -> None:
     """Wait for all ranks at the store, then create the default group."""
     launch, sequence, timeout_s = groups.launch, groups.sequence, groups.timeout_s
     everybody = range(launch.world_size)
@@ -278,7 +271,7 @@ def _adopted_launch() -> Launch:
     )
 
 
-def _require_backend(platform: Platform) -> None:
+def _require_backend(platform: CommunicationPlatform) -> None:
     backend = dist.get_backend()
     if backend != platform.backend:
         raise ProcessGroupError(
@@ -308,7 +301,7 @@ def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.S
     return store, dist.PrefixStore(f"megascend/monitor/{store.get('monitor').decode()}", second)
 
 
-def _check_binding(platform: Platform) -> None:
+def _check_binding(platform: CommunicationPlatform) -> None:
     bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
     if bound is not None and not platform.bind_device:
         raise ProcessGroupError(
@@ -317,79 +310,20 @@ def _check_binding(platform: Platform) -> None:
         )
 
 
-def _create_megatron_groups(topology: Topology, timeout_s: float) -> None:
-    from megatron.core import parallel_state
+def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup]) -> None:
+    """One for every set of ranks that is a group. All ranks create all in the same order, which ``new_group`` requires.
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tensor,
-        pipeline_model_parallel_size=topology.pipeline,
-        virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
-        context_parallel_size=topology.context,
-        expert_model_parallel_size=topology.expert,
-        expert_tensor_parallel_size=topology.expert_tensor,
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
-        order="tp-cp-ep-dp-pp",
-        create_gloo_process_groups=True,
-    )
-
-
-def _forget_groups(owns_default: bool) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    upstream_groups.forget(destroy=not owns_default)
-
-
-def _megatron_groups() -> dict[str, ProcessGroup]:
-    from megatron.core import parallel_state as state
-
-    return {  # type: ignore[reportReturnType]
-        "world": dist.distributed_c10d._get_default_group(),
-        "tp": state.get_tensor_model_parallel_group(),
-        "pp": state.get_pipeline_model_parallel_group(),
-        "cp": state.get_context_parallel_group(),
-        "dp": state.get_data_parallel_group(),
-        "dp_cp": state.get_data_parallel_group(with_context_parallel=True),
-        "tp_cp": state.get_tensor_and_context_parallel_group(),
-        "tp_dp_cp": state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-        "mp": state.get_model_parallel_group(),
-        "ep": state.get_expert_model_parallel_group(),
-        "etp": state.get_expert_tensor_parallel_group(),
-        "etp_ep": state.get_expert_tensor_and_model_parallel_group(),
-        "edp": state.get_expert_data_parallel_group(),
-    }
-
-
-def _verify(groups: ProcessGroups) -> None:
-    for name, group in groups._device_groups.items():
-        found, expected = dist.get_process_group_ranks(group), groups.ranks(name)
-        if found != expected:
-            raise ProcessGroupError(
-                f"rank {groups.rank}: Megatron's group {name} has ranks {found}, the topology {expected}; "
-                "the installed megatron-core, or a patch to it, orders ranks in a way megascend does not know"
-            )
-
-
-def _create_channels(groups: ProcessGroups) -> None:
-    """One for every set of ranks that is a group. All ranks create all in the same order, which ``new_group`` requires."""
-    from megatron.core import parallel_state as state
-
-    of_megatron = {
-        "dp": state.get_data_parallel_group_gloo(),
-        "dp_cp": state.get_data_parallel_group_gloo(with_context_parallel=True),
-        "edp": state.get_expert_data_parallel_group_gloo(),
-    }
+    Args:
+        cpu_groups: groups on Gloo that exist already, by name; the same names on all ranks.
+    """
     timeout = timedelta(seconds=groups.timeout_s)
-    mine = {tuple(groups.ranks(name)): of_megatron[name] for name in reversed(OF_MEGATRON)}
-    existing = {tuple(ranks) for name in OF_MEGATRON for ranks in groups.topology.groups(*_axes(name))}
-    for name in CARRIERS:
-        for ranks in groups.topology.groups(*_axes(name)):
-            if tuple(ranks) in existing or len(ranks) == 1:
-                continue
-            existing.add(tuple(ranks))
-            group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
+    mine = {tuple(groups.ranks(name)): cpu_groups[name] for name in reversed(cpu_groups)}
+    existing = rank_lists(groups.topology, cpu_groups)
+    for ranks, name in rank_lists(groups.topology, CARRIERS).items():
+        if ranks not in existing:
+            group = dist.new_group([*ranks], timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
             if groups.rank in ranks:
-                mine[tuple(ranks)] = group
+                mine[ranks] = group  # type: ignore[reportArgumentType]
                 groups._created.append(group)  # type: ignore[reportArgumentType]
     made: dict[tuple[int, ...], Channel] = {}
     for name in CARRIERS:
@@ -399,24 +333,18 @@ def _create_channels(groups: ProcessGroups) -> None:
         groups._channels[name] = made[ranks]
 
 
-def _detour_objects(groups: ProcessGroups) -> ObjectCollectiveRedirect | None:
+def _redirect_objects(groups: ProcessGroups) -> ObjectCollectiveRedirect | None:
     """Keep what upstream gathers itself off the device groups; nothing to do where they are on Gloo."""
     if dist.get_backend(groups._device_groups["world"]) == "gloo":
         return None
-    detour = ObjectCollectiveRedirect(groups)
-    detour.install()
-    return detour
-
-
-def _axes(name: str) -> tuple[str, ...]:
-    if name not in GROUP_AXES:
-        raise ProcessGroupError(f"no process group {name!r}; there are {', '.join(GROUP_AXES)}")
-    return GROUP_AXES[name]
+    redirect = ObjectCollectiveRedirect(groups)
+    redirect.install()
+    return redirect
 
 
 def _look_up(groups: dict[str, T], name: str, kind: str) -> T:
     if name not in groups:
-        _axes(name)
+        axes_of(name)  # raises for a name that does not exist
     if not groups:
         raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed")
     if name not in groups:

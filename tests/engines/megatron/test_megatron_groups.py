@@ -1,0 +1,105 @@
+"""Megatron's process groups: held against the topology, one set at a time, and gone when they are destroyed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascend.bootstrap.runtime import Runtime
+from megascend.config import Parallel
+from megascend.distributed.objects import all_reduce_numbers
+from megascend.distributed.process_groups import CARRIERS, ProcessGroups, initialize
+from megascend.errors import ProcessGroupError
+from megascend.testing import run_distributed
+from megascend.topology.groups import GROUP_AXES
+from megascend.topology.topology import plan
+
+
+def open_groups(runtime: Runtime, world: int, **parallel: Any) -> ProcessGroups:
+    from megascend.engines.megatron.groups import MegatronGroups
+
+    return initialize(plan(Parallel(**parallel), world), runtime.platform, 30, factory=MegatronGroups())
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"context": 2, "expert": 4}])
+def test_every_group_adds_up_over_the_ranks_of_the_topology(
+    megatron_imported: Runtime, parallel: dict[str, Any]
+) -> None:
+    def sums() -> dict[str, float]:
+        from megatron.core import parallel_state
+
+        groups = open_groups(megatron_imported, 4, **parallel)
+        assert groups.device_group("tp") is parallel_state.get_tensor_model_parallel_group()
+        on_gloo = [parallel_state.get_data_parallel_group_gloo(with_context_parallel=both) for both in (False, True)]
+        assert groups.channel("dp_cp").group in on_gloo, "Megatron's own, of the same ranks"
+        found = {}
+        for name in GROUP_AXES:
+            value = torch.tensor(2.0**groups.rank)
+            dist.all_reduce(value, group=groups.device_group(name))
+            found[name] = value.item()
+            if name in CARRIERS:
+                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [found[name]]
+                assert groups.channel(name).group is not groups.device_group(name)
+        groups.destroy()
+        assert not parallel_state.is_initialized()
+        assert not dist.is_initialized()
+        return found
+
+    topology = plan(Parallel(**parallel), 4)
+    for rank, found in enumerate(run_distributed(sums, 4, init=False)):
+        for name, total in found.items():
+            assert total == sum(2.0**member for member in topology.group_of(rank, *GROUP_AXES[name])), name
+
+
+def test_a_second_set_is_refused_and_leaves_the_first_as_it_is(
+    megatron_imported: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        groups = open_groups(megatron_imported, 1)
+        try:
+            with pytest.raises(ProcessGroupError, match="exist already"):
+                open_groups(megatron_imported, 1)
+            assert parallel_state.is_initialized()
+            assert groups.device_group("tp") is parallel_state.get_tensor_model_parallel_group()
+        finally:
+            groups.destroy()
+        assert not parallel_state.is_initialized()
+
+
+def test_a_default_group_of_the_trainer_is_used_and_left_alone(megatron_imported: Runtime) -> None:
+    def adopt() -> tuple[list[int], bool, int]:
+        before = len(dist.distributed_c10d._world.pg_map)
+        groups = open_groups(megatron_imported, 2)
+        ranks = groups.ranks("dp")
+        groups.destroy()
+        return ranks, dist.is_initialized(), len(dist.distributed_c10d._world.pg_map) - before
+
+    assert run_distributed(adopt, 2) == [([0, 1], True, 0)] * 2
+
+
+def test_megatron_laying_out_ranks_differently_is_noticed(
+    megatron_imported: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    original = parallel_state.initialize_model_parallel
+
+    def pipeline_first(**settings: Any) -> None:
+        original(**(settings | {"order": "pp-dp-cp-ep-tp"}))
+
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", pipeline_first)
+
+    def start() -> None:
+        with pytest.raises(ProcessGroupError, match=r"Megatron's group tp has ranks \[\d, \d\], the topology "):
+            open_groups(megatron_imported, 4, tensor=2)
+        assert not dist.is_initialized()
+        assert not parallel_state.is_initialized()
+
+    run_distributed(start, 4, init=False)
