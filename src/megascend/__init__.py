@@ -24,6 +24,7 @@ _PUBLIC = {
     "StepResult": "megascend.batch.results",
     "Sample": "megascend.batch.sample",
     "Loss": "megascend.batch.losses",
+    "register_loss": "megascend.batch.losses",
     "Parallel": "megascend.config",
     "Adam": "megascend.config",
     "Schedule": "megascend.config",
@@ -60,7 +61,7 @@ __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from megascend.backend import MegatronBackend
-    from megascend.batch.losses import Loss
+    from megascend.batch.losses import Loss, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample
     from megascend.bootstrap import Runtime, bootstrap

@@ -1,4 +1,4 @@
-"""Loss functions: plain callables on (log-probs, inputs), and the four that are known by name.
+"""Loss functions: plain callables on (log-probs, inputs), the four built-in ones, and a registry of those known by name.
 
 A loss returns one value per token, or one per preference pair, *unreduced*; the step weights, normalises and sums over
 micro batches, data and context parallel ranks, so a loss never depends on the layout.
@@ -122,18 +122,45 @@ BUILT_IN = {
 }
 
 
+_by_name: dict[str, Loss] = dict(BUILT_IN)
+
+
+def register_loss(loss: Loss) -> Loss:
+    """Make a loss known by its name, wherever a loss can be named: ``forward_backward(samples, loss.name)``.
+
+    Every rank registers the same losses, most simply where the module that defines them is imported. Registering one again
+    changes nothing.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ConfigError: another loss has that name.
+    """
+    if not isinstance(loss, Loss):
+        raise ConfigError(f"register_loss takes a megascend.Loss, got {type(loss).__name__}")
+    if not loss.name:
+        raise ConfigError("register_loss: the loss has no name")
+    if _by_name.setdefault(loss.name, loss) != loss:
+        raise ConfigError(f"register_loss: another loss is called {loss.name!r}; names in use: {', '.join(_by_name)}")
+    return loss
+
+
 def resolve(loss: str | Loss | LossFunction) -> Loss:
     """The :class:`Loss` for a name, a Loss, or a plain per-token callable.
 
     Raises:
-        ConfigError: the name is unknown.
+        ConfigError: the name is unknown; the message lists those that are known.
     """
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
-        if loss not in BUILT_IN:
-            raise ConfigError(f"unknown loss {loss!r}; known by name: {', '.join(BUILT_IN)}. Or pass a callable.")
-        return BUILT_IN[loss]
+        if loss not in _by_name:
+            raise ConfigError(
+                f"unknown loss {loss!r}; known by name: {', '.join(_by_name)}. Pass a callable, or register yours on every rank "
+                "(megascend.register_loss)"
+            )
+        return _by_name[loss]
     if callable(loss):
         return Loss(getattr(loss, "__name__", type(loss).__name__), loss)
     raise ConfigError(f"a loss is a name, a megascend.Loss or a callable, got {type(loss).__name__}")

@@ -1,0 +1,93 @@
+"""A loss that a package outside megascend registers: known by its name on the ranks that have imported that package."""
+
+import importlib
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from megascend import Adam, Batching, Loss, register_loss
+from megascend.batch.losses import resolve
+from megascend.errors import ConfigError, OutOfStepError
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+OUTSIDE = """
+    import torch
+    import megascend
+
+
+    def focal(logprobs, inputs):
+        \"\"\"Lin et al. 2017, eq. 4 with gamma 2: tokens that are predicted well count less.\"\"\"
+        factor = (1 - torch.exp(logprobs)) ** 2
+        return -factor * logprobs, {"factor": factor.detach()}
+
+
+    megascend.register_loss(megascend.Loss("focal", focal))
+"""
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A folder with a package ``outside_losses``, which registers a loss when it is imported."""
+    package = tmp_path / "outside_losses"
+    package.mkdir()
+    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_a_loss_from_outside_the_package_trains_by_name(parity_folder, outside):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank():
+        from megascend.backend import MegatronBackend
+
+        backend = MegatronBackend(
+            model=checkpoint,
+            precision="fp32",
+            optimizer=Adam(lr=1e-3),
+            batching=Batching(micro_batch_tokens=64),
+            timeout_s=60,
+        )
+        sys.path.insert(0, str(outside))
+        samples = backend.shard(causal_samples(token_lists()))
+        if backend.rank == 0:
+            importlib.import_module("outside_losses")
+        with pytest.raises(OutOfStepError, match="unknown loss 'focal'; known by name: cross_entropy,"):
+            backend.forward_backward(samples, "focal")  # an error on both ranks, though one of them knows it
+        importlib.import_module("outside_losses")
+        logprobs = backend.forward(samples).logprobs
+        values = [(-((1 - of.exp()) ** 2) * of * s.weights).sum() for of, s in zip(logprobs, samples, strict=True)]
+        factors = [((1 - of.exp()) ** 2 * s.weights).sum() for of, s in zip(logprobs, samples, strict=True)]
+        sums = torch.stack([sum(values), sum(factors), sum(s.weights.sum() for s in samples)])
+        result = backend.forward_backward(samples, "focal")
+        return result.loss, result.metrics, backend.optimizer_step().grad_norm, sums
+
+    ranks = run_distributed(on_rank, 2, init=False)
+    loss, factor, weight = sum(sums for *_, sums in ranks)
+    for found, metrics, norm, _ in ranks:
+        assert found == pytest.approx(float(loss / weight), rel=1e-5)
+        assert metrics == {"factor": pytest.approx(float(factor / weight), rel=1e-5)}
+        assert norm > 0
+
+
+def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch):
+    def mine(logprobs, inputs):
+        return -logprobs
+
+    monkeypatch.setattr("megascend.batch.losses._by_name", {"dpo": resolve("dpo"), "ppo": resolve("ppo")})
+    loss = register_loss(Loss("mine", mine))
+    assert resolve("mine") is loss
+    assert register_loss(Loss("mine", mine)) == loss, "again, as when a module is imported twice"
+    with pytest.raises(ConfigError, match=r"another loss is called 'mine'; names in use: dpo, ppo, mine"):
+        register_loss(Loss("mine", lambda logprobs, inputs: logprobs))
+    with pytest.raises(ConfigError, match="'ppo'"):
+        register_loss(Loss("ppo", mine))
+    with pytest.raises(ConfigError, match="unknown loss 'theirs'; known by name: dpo, ppo, mine"):
+        resolve("theirs")
+    with pytest.raises(ConfigError, match="got function"):
+        register_loss(mine)
+    with pytest.raises(ConfigError, match="no name"):
+        register_loss(Loss("", mine))
