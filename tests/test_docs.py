@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megascend.bootstrap.mindspeed.tree import BRANCHES
 from megascend.bootstrap.mindspeed.unsupported import NEEDS_MEGATRON_TRAINING
 from megascend.bootstrap.versions import STACKS
 
@@ -39,7 +40,7 @@ def test_the_version_table_is_the_codes(column: int) -> None:
     for package in ("megatron-core", "mcore-bridge", "transformers", "peft"):
         assert rows[package].replace(" ", "") == getattr(stack, package.replace("-", "_")), package
     assert rows["torch, torch_npu (one minor version for both)"].replace(" ", "") == stack.torch == stack.torch_npu
-    assert rows["MindSpeed branch"] == f"`{stack.mindspeed}`"
+    assert rows["MindSpeed branch"] == f"`{BRANCHES[stack.name]}`"
 
 
 def test_the_example_of_an_injected_fault_runs(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "bootstrap": "megascend.bootstrap",
     "Runtime": "megascend.bootstrap",
+    "PatchProvider": "megascend.bootstrap",
+    "register_provider": "megascend.bootstrap",
+    "register_engine": "megascend.bootstrap",
     "MegatronBackend": "megascend.backend",
     "ForwardBackwardResult": "megascend.batch.results",
     "ForwardResult": "megascend.batch.results",
@@ -64,7 +67,7 @@ if TYPE_CHECKING:
     from megascend.batch.losses import Loss, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample
-    from megascend.bootstrap import Runtime, bootstrap
+    from megascend.bootstrap import PatchProvider, Runtime, bootstrap, register_engine, register_provider
     from megascend.config import (
         Adam,
         Adapters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -48,13 +49,15 @@ class MegatronBackend:
         optimizer, schedule, recompute, moe, batching: see :mod:`megascend.config`.
         adapters: freeze the model and train LoRA adapters on it (:meth:`add_adapter`); optimizer and schedule are then
             each adapter's, unless it has its own.
-        mindspeed: on an NPU, arguments of MindSpeed's beside those that follow from the model and the layout.
+        provider_options: settings of the provider's own, beside those that follow from the model and the layout.
         platform: as for :func:`megascend.bootstrap`, which is called if it has not been.
         seed: of dropout and everything else that is random.
         timeout_s: seconds after which a missing rank is an error on all others.
         save_timeout_s: seconds after which a checkpoint that is waited for and still being written counts as failed.
         self_check: hold a small slice of the model against transformers first (docs/limits.md); a few seconds, once for a
             configuration.
+        provider: as for :func:`megascend.bootstrap`.
+        mindspeed: the earlier name of ``provider_options``.
 
     Raises:
         ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
@@ -73,23 +76,30 @@ class MegatronBackend:
         moe: Moe | None = None,
         batching: Batching | None = None,
         adapters: Adapters | None = None,
-        mindspeed: Mapping[str, bool | int | float | str | None] | None = None,
+        provider_options: Mapping[str, bool | int | float | str | None] | None = None,
         platform: PlatformName = "auto",
         seed: int = 1234,
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
         self_check: bool = True,
+        provider: str | None = None,
+        mindspeed: Mapping[str, bool | int | float | str | None] | None = None,
     ) -> None:
+        if mindspeed is not None:
+            warnings.warn("mindspeed= is now called provider_options=", FutureWarning, stacklevel=2)
+            if provider_options is not None:
+                raise ConfigError("mindspeed= is now called provider_options=, and both are given: leave mindspeed out")
+            provider_options = mindspeed
         if precision not in ("fp32", "fp16", "bf16"):
             raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
         layout: Parallel = parallel or Parallel()
         batches: Batching = batching or Batching()
-        self._runtime = bootstrap(platform, layout, tf32)
+        self._runtime = bootstrap(platform, layout, tf32, "megatron", precision, provider)
         self._model_dir = Path(model)
         self._info: ModelInfo = inspect_checkpoint(self._model_dir)
         launch = Launch.from_environment()
         self.topology: Topology = plan(layout, launch.world_size, self._info.shape)
-        self.platform.check_batching(self.topology, batches)
+        self._runtime.check_batching(self.topology, batches)
         self._runtime.load_megatron()
 
         from megascend.checkpoint.saver import Saver
@@ -124,7 +134,7 @@ class MegatronBackend:
                     moe=moe or Moe(),
                     batching=batches,
                     adapters=adapters,
-                    mindspeed=mindspeed or {},
+                    provider_options=provider_options or {},
                     seed=seed,
                     device=self.groups.device,
                     self_check=self_check,

@@ -106,7 +106,7 @@ def test_an_option_raises_the_level_to_its_features():
         ),
         ({"transformer_impl": "local"}, "transformer_impl is decided by megascend"),
         ({"swap_attention": True}, r"swap_attention=True: that feature imports megatron\.training"),
-        ({"swap_attention": False}, "mindspeed.swap_attention is not among the options that were tried"),
+        ({"swap_attention": False}, "provider_options.swap_attention is not among the options that were tried"),
         ({"cp_window_size": 2}, "MindSpeed makes their process groups before"),
         ({"use_fused_rmsnorm": True}, r"not among the options that were tried with megascend \(use_fused_ring"),
         ({"optimizer_selection": "fused_torch_adamw"}, "not among the options that were tried"),

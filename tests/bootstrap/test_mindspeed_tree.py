@@ -91,9 +91,9 @@ def test_every_tree_is_known_from_its_files_and_refused_where_it_does_not_belong
         for part in (
             *messages,
             f"is on the path ({path / 'mindspeed' / '__init__.py'})",
-            f"stack {stack} needs branch {STACK[stack].mindspeed}",
+            f"stack {stack} needs branch {tree.BRANCHES[stack]}",
             "Supported branches: core_r0.16.0 and core_r0.15.3",
-            f"git clone -b {STACK[stack].mindspeed}",
+            f"git clone -b {tree.BRANCHES[stack]}",
         ):
             assert part in message
     assert not [each for each in sys.modules if each.partition(".")[0] in ("mindspeed", "megatron_adaptor")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megascend.bootstrap import versions
+from megascend.bootstrap.mindspeed import tree
 from megascend.bootstrap.versions import (
     PACKAGES,
     STACKS,
@@ -51,7 +52,7 @@ def test_this_environment_is_a_row_of_the_table():
 def test_every_row_constrains_every_package_and_names_mindspeed():
     for stack in STACKS:
         assert all(str(stack.requirement(package)) for package in PACKAGES)
-        assert stack.mindspeed.startswith(f"core_r{stack.name}.")
+        assert tree.BRANCHES[stack.name].startswith(f"core_r{stack.name}.")
         assert str(stack).startswith(f"stack {stack.name}: torch")
 
 

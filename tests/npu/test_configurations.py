@@ -100,7 +100,7 @@ def repatch_ten_times(experts):
     from megascend.topology.topology import plan
 
     runtime = current_runtime("a test")
-    provider = runtime.platform.provider
+    provider = runtime.provider
     one, two = plan(Parallel(), 1), plan(Parallel(context=2), 2)
     runtime.configure_topology(two)
     runtime.configure_topology(one)
@@ -143,7 +143,7 @@ def configure_again(checkpoint):
 
     backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="npu", timeout_s=60)
     runtime, config = backend._runtime, backend._strategy.config
-    provider = runtime.platform.provider
+    provider = runtime.provider
     count, times = provider.repatches, []
     for _ in range(200):  # of this thread, and the least of many: other processes share the cores
         start = time.thread_time()

@@ -53,7 +53,7 @@ def train(case: Case, checkpoint, options: dict[str, Any]) -> Run:
                 case.precision,
                 case.adam,
                 batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
-                mindspeed=options,
+                provider_options=options,
                 platform="npu",
                 timeout_s=60,
             )
@@ -114,7 +114,7 @@ def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | No
     batching = Batching(packing=parallel.context == 1)
     try:
         MegatronBackend(
-            checkpoint, parallel, "fp32", mindspeed=options, platform="npu", batching=batching, timeout_s=60
+            checkpoint, parallel, "fp32", provider_options=options, platform="npu", batching=batching, timeout_s=60
         ).close()
     except ConfigError as error:
         return str(error)
@@ -126,9 +126,9 @@ def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | No
     [
         ({"swap_attention": True}, "swap_attention=True: that feature imports megatron.training"),
         ({"use_flsh_attn": True}, "no argument of MindSpeed is called use_flsh_attn"),
-        ({"optimization_level": 1}, "mindspeed.optimization_level is decided by"),
-        ({"use_fused_rmsnorm": True}, "mindspeed.use_fused_rmsnorm is not among the options that were tried"),
-        ({"megatron_cp_in_bnsd": "yes"}, "mindspeed.megatron_cp_in_bnsd='yes': tried"),
+        ({"optimization_level": 1}, "provider_options.optimization_level is decided by"),
+        ({"use_fused_rmsnorm": True}, "provider_options.use_fused_rmsnorm is not among the options that were tried"),
+        ({"megatron_cp_in_bnsd": "yes"}, "provider_options.megatron_cp_in_bnsd='yes': tried"),
         ({"megatron_cp_in_bnsd": True}, "parallel.context_algorithm: ring only"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -200,7 +200,7 @@ def problems_by_cause(runtime: Runtime) -> list[list[str]]:
 
     for parallel, world_size in LAYOUTS.values():
         runtime.configure_topology(plan(parallel, world_size))
-    provider: Any = runtime.platform.provider
+    provider: Any = runtime.provider
     wanted = arguments.seed(provider._defaults, 1, "ring")
     config = type("Config", (), dict(wanted))()
 

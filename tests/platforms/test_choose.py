@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from megascend import platforms
-from megascend.bootstrap.versions import STACKS
-from megascend.config import Parallel
 from megascend.errors import MegascendError, PlatformError
-from megascend.platforms import PLATFORMS, choose, cuda
+from megascend.platforms import PLATFORMS, choose
 from megascend.platforms.cuda import CudaPlatform
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -19,8 +17,6 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 def pretend_cuda(monkeypatch):
     """A machine with CUDA, as far as anyone asks ``is_available``."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.delenv("MEGASCEND_REFERENCE_TE", raising=False)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
@@ -34,7 +30,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 def test_the_cpu_is_always_there():
     platform = choose("cpu")
     assert (platform.name, platform.device_type, platform.backend) == ("cpu", "cpu", "gloo")
-    assert platform.must_patch_first
     assert not platform.bind_device
     assert platform.device(3) == torch.device("cpu")
     memory = platform.memory()
@@ -68,39 +63,9 @@ def test_auto_asks_in_the_tables_order(monkeypatch):
         asked.append(name)
         return choose.__globals__["import_module"]("megascend.platforms.cpu").CpuPlatform()
 
-    monkeypatch.setattr(platforms, "_load", load)
+    monkeypatch.setattr(platforms, "load", load)
     choose("auto")
     assert asked == [next(iter(PLATFORMS))]
-
-
-def test_cuda_without_transformer_engine_says_how_to_get_it_or_do_without(pretend_cuda, monkeypatch):
-    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    with pytest.raises(PlatformError) as raised:
-        choose("cuda").prepare(STACKS[0], Parallel())
-    message = str(raised.value)
-    assert "platform 'cuda' needs Transformer Engine: pip install" in message
-    assert "transformer-engine[pytorch]" in message
-    assert "MEGASCEND_REFERENCE_TE=1" in message
-
-
-def test_cuda_takes_the_reference_only_when_it_is_asked_for_by_name(pretend_cuda, monkeypatch):
-    forced = []
-    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    monkeypatch.setattr("megascend.reference_te.install", lambda force: forced.append(force) or ["reference"])
-    monkeypatch.setenv("MEGASCEND_REFERENCE_TE", "1")
-    platform = CudaPlatform()
-    assert platform.prepare(STACKS[0], Parallel()) == ["reference"]
-    assert forced == [True]
-    assert not platform.fuses_rope if hasattr(platform, "fuses_rope") else not platform.has_transformer_engine_kernels
-
-
-def test_cuda_reports_the_variable_that_it_sets_and_respects_the_users(pretend_cuda, monkeypatch):
-    monkeypatch.setattr(cuda, "find_spec", lambda name: object())
-    assert CudaPlatform().prepare(STACKS[0], Parallel()) == []
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    assert CudaPlatform().prepare(STACKS[0], Parallel()) == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert CudaPlatform().prepare(STACKS[0], Parallel()) == []
 
 
 def test_a_local_rank_without_a_gpu_is_an_error(monkeypatch):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megascend.errors import PlatformError
 from megascend.platforms.npu import (
     FIRST_PORT,
     HCCL_PORTS,
     LAST_PORT,
-    NpuPlatform,
     choose_hccl_port,
     hccl_base_port,
     limit_hccl,
@@ -43,11 +41,6 @@ def test_the_users_own_ports_are_respected(name):
     environment = job(29500) | {name: "50000"}
     assert choose_hccl_port(environment) == []
     assert environment[name] == "50000"
-
-
-def test_an_unprepared_platform_says_so():
-    with pytest.raises(PlatformError, match=r"call megascend\.bootstrap\(\) first"):
-        NpuPlatform().configure_topology(None)  # type: ignore[arg-type]
 
 
 def test_hccl_gets_the_runs_timeout_within_its_own_limits():

@@ -36,7 +36,7 @@ import sys, torch
 import torch.distributed as dist
 from megascend import reference_te
 from megascend.bootstrap.stub_modules import install_missing_leaves
-from megascend.platforms import cuda_redirect
+from megascend.bootstrap.reference import cuda_redirect
 reference_te.install()
 cuda_redirect.install()
 install_missing_leaves()

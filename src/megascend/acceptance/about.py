@@ -11,9 +11,8 @@ from typing import Any
 
 import megascend
 from megascend.acceptance.settings import Settings
-from megascend.bootstrap.mindspeed import tree
-from megascend.bootstrap.versions import PACKAGES, installed_versions, nearest_stack
-from megascend.errors import VersionError
+from megascend.bootstrap.providers import provider_for
+from megascend.bootstrap.versions import PACKAGES
 
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 IN_TOOLKIT = ("version.cfg", "compiler/version.info", "runtime/version.info")
@@ -38,23 +37,12 @@ def versions(settings: Settings, environment: Mapping[str, str]) -> dict[str, st
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    found["MindSpeed"] = mindspeed()
+    found |= provider_for("npu").versions()
     home = environment.get("ASCEND_HOME_PATH", "")
     toolkit = [version_in(Path(home) / name) for name in IN_TOOLKIT] if home else []
     found["CANN"] = next(filter(None, toolkit), "not found")
     found["driver"] = version_in(DRIVER) or "not found"
     return found
-
-
-def mindspeed() -> str:
-    """The MindSpeed on the path, as its files tell."""
-    try:
-        found = tree.find()
-    except VersionError as error:
-        return str(error)
-    if found is None:
-        return "none"
-    return str(found.version_for(nearest_stack(installed_versions())) or found.name)
 
 
 def version_in(path: Path) -> str:

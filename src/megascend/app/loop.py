@@ -99,7 +99,9 @@ def run(
     # World: the process is made ready before anything imports Megatron.
     import megascend
 
-    runtime = megascend.bootstrap(config.platform, config.parallel, config.tf32)
+    runtime = megascend.bootstrap(
+        config.platform, config.parallel, config.tf32, precision=config.precision, provider=config.provider
+    )
 
     # Data that cannot be read is found before the model is built.
     from megascend.app.data import batches, fingerprint_of, read_documents
@@ -187,12 +189,13 @@ def make_backend(config: RunConfig) -> MegatronBackend:
         moe=config.moe,
         batching=config.batching,
         adapters=None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets),
-        mindspeed=config.mindspeed,
+        provider_options=config.provider_options,
         platform=config.platform,
         seed=config.seed,
         timeout_s=config.timeout_s,
         save_timeout_s=config.checkpoint.timeout_s,
         self_check=config.self_check,
+        provider=config.provider,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
-from megascend.config import RunConfig
+from megascend.config import RunConfig, renamed_keys
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
 
@@ -163,7 +163,7 @@ def load_first_good(
 def differences(saved: dict[str, Any] | None, config: RunConfig) -> list[str]:
     """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
-    before = flattened(saved) if saved is not None else now
+    before = flattened(renamed_keys(saved)) if saved is not None else now
     keys = sorted(now.keys() | before.keys())
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 

@@ -1,4 +1,4 @@
-"""Getting a process ready for Megatron: the platform chosen, versions checked, packages put in place, in that order.
+"""Getting a process ready for an engine: the platform chosen, versions checked, packages put in place, in that order.
 
 ``megascend.bootstrap`` is both this package and the function that a program calls first; the package is callable so
 that ``megascend.bootstrap()`` means the function whichever of the two was imported before.
@@ -10,17 +10,28 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from megascend.bootstrap.engines import register as register_engine
+from megascend.bootstrap.providers import PatchProvider
+from megascend.bootstrap.providers import register as register_provider
 from megascend.bootstrap.runtime import Runtime, bootstrap, current_runtime
 
 if TYPE_CHECKING:
-    from megascend.config import Parallel
+    from megascend.config import Parallel, Precision
 
-__all__ = ["Runtime", "bootstrap", "current_runtime"]
+__all__ = ["PatchProvider", "Runtime", "bootstrap", "current_runtime", "register_engine", "register_provider"]
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self, platform: str = "auto", parallel: Parallel | None = None, tf32: bool | None = None) -> Runtime:
-        return bootstrap(platform, parallel, tf32)
+    def __call__(
+        self,
+        platform: str = "auto",
+        parallel: Parallel | None = None,
+        tf32: bool | None = None,
+        engine: str | None = None,
+        precision: Precision | None = None,
+        provider: str | None = None,
+    ) -> Runtime:
+        return bootstrap(platform, parallel, tf32, engine, precision, provider)
 
 
 _CallablePackage.__call__.__doc__ = bootstrap.__doc__

@@ -8,19 +8,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megascend.changes import patch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
-def apply() -> list[str]:
-    """Mend them; one line for every change. Call after megatron.core is imported; idempotent."""
+def apply() -> None:
+    """Mend them. Call after megatron.core is imported; idempotent."""
     mappings = import_module(MAPPINGS)
-    if mappings._reduce is reduce:
-        return []
-    mappings._reduce = reduce  # type: ignore[attr-defined]
-    return [f"{MAPPINGS}._reduce: also reduces tensors that are not contiguous"]
+    if mappings._reduce is not reduce:
+        patch(mappings, "_reduce", reduce, "also reduces tensors that are not contiguous")
 
 
 def reduce(input_: Tensor, group: Any) -> Tensor:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megascend.bootstrap import patches as upstream_fixes
+from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.import_order import require_clean
+from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
+from megascend.changes import changed, listed, record
 from megascend.errors import ConfigError, ImportOrderError
 
 if TYPE_CHECKING:
-    from megascend.config import Parallel
+    from megascend.config import Batching, Parallel, Precision
     from megascend.platforms.base import Platform
     from megascend.topology.topology import Topology
 
@@ -30,25 +33,43 @@ QUIET_MODULES = (r"megatron\.core", r"mcore_bridge", r"torch\.distributed")
 
 @dataclass
 class Runtime:
-    """What the bootstrap decided and changed.
+    """What the bootstrap decided; and what it and everything after it changed.
 
     Attributes:
         platform: the platform in use.
         stack: the row of the version table that the installed packages match.
+        engine: what the process was prepared for.
+        provider: what patches Megatron-Core here; None for an engine that needs no Megatron.
+        precision: what the first call said, or None.
         tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
-        changes: one line for each change made to the process, in order.
     """
 
     platform: Platform
     stack: Stack
+    engine: str = engines.DEFAULT
+    provider: PatchProvider | None = None
+    precision: Precision | None = None
     tf32: bool = False
-    changes: list[str] = field(default_factory=list)
     _megatron_loaded: bool = False
 
+    @property
+    def changes(self) -> list[str]:
+        """One line for each change that megascend has made to the process so far, in order."""
+        return listed()
+
     def load_megatron(self) -> None:
-        """Import megatron.core and mcore_bridge, then let the platform finish its work on them. Idempotent."""
+        """Import megatron.core and mcore_bridge, then let the provider finish its work on them. Idempotent.
+
+        Raises:
+            ConfigError: the process was prepared for an engine without Megatron.
+        """
         if self._megatron_loaded:
             return
+        if self.provider is None:
+            raise ConfigError(
+                f"this process was prepared for engine {self.engine!r}, which needs no Megatron, and Megatron was not made "
+                "ready; start another process, with megascend.bootstrap(engine='megatron') first"
+            )
         with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection():
             # Deprecations inside these packages, the absence of Apex, what of a dummy Transformer Engine mcore-bridge could
             # not patch: nothing that a user could act on.
@@ -59,12 +80,15 @@ class Runtime:
                 import_module(module)
         for pattern in QUIET_MODULES:
             warnings.filterwarnings("ignore", module=pattern)
-        self.changes.append(
-            f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only"
-        )
-        self.changes += upstream_fixes.apply()
-        self.changes += self.platform.finish()
+        changed(f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only")
+        patches.apply()
+        record(self.provider.after_megatron())
         self._megatron_loaded = True
+
+    def check_batching(self, topology: Topology, batching: Batching) -> None:
+        """Raise ConfigError for a form of micro batches that would be computed wrongly here on ``topology``."""
+        if self.provider is not None:
+            self.provider.check_batching(topology, batching)
 
     def configure_topology(self, topology: Topology, timeout_s: float = 600) -> None:
         """Get ready for a layout. Call before its process groups are created.
@@ -72,20 +96,61 @@ class Runtime:
         Args:
             timeout_s: of its collectives, in seconds.
         """
-        self.changes += self.platform.configure_topology(topology) + self.platform.limit_collectives(timeout_s)
+        if self.provider is not None:
+            record(self.provider.for_topology(topology))
+        record(self.platform.limit_collectives(timeout_s))
 
     def configure_model(self, config: Any, options: Mapping[str, Any]) -> None:
-        """Get ready for a model. Call with its ModelConfig, before it is built; costs nothing if nothing changed.
+        """Get ready for a model. Call with its configuration, before it is built; costs nothing if nothing changed.
 
         Args:
-            config: mcore-bridge's ModelConfig.
-            options: arguments for the package that patches Megatron on this platform.
+            config: mcore-bridge's ModelConfig; not looked at without a provider.
+            options: settings of the provider's own.
 
         Raises:
-            ConfigError: the platform would get this model, or an option, wrong.
+            ConfigError: the provider would get this model, or an option, wrong.
             PlatformError: the process is not as it must be for this model.
         """
-        self.changes += self.platform.configure_model(config, options)
+        if self.provider is None:
+            refuse_options(options, f"engine {self.engine!r} has no provider")
+        else:
+            record(self.provider.for_model(config, options))
+
+    def require_same(self, platform: str, tf32: bool | None, engine: str | None, provider: str | None) -> None:
+        """Raise ConfigError unless another call of the bootstrap asks for what was done in the first one."""
+        if platform not in ("auto", self.platform.name):
+            raise ConfigError(
+                f"this process was bootstrapped for platform {self.platform.name!r}; it cannot become {platform!r}. "
+                "Start another process."
+            )
+        if tf32 not in (None, self.tf32):
+            raise ConfigError(
+                f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: the choice is made before "
+                f"anything is computed. Say so in the first call: megascend.bootstrap(tf32={tf32})"
+            )
+        if engine not in (None, self.engine):
+            wanted, found = engines.needs(engine), engines.needs(self.engine)
+            if wanted.megatron or found.megatron:
+                state = (
+                    f"and provider {self.provider.name!r} has patched it ({len(self.changes)} changes, see Runtime.changes)"
+                    if self.provider is not None
+                    else "without any patch"
+                )
+                raise ConfigError(
+                    f"this process was bootstrapped for engine {self.engine!r}, {state}; engine {engine!r} cannot run in it: "
+                    "one engine's patches must not be in another's process. Start another process, or, if nothing here needs "
+                    f"{self.engine!r}, say so in the first call: megascend.bootstrap(engine={engine!r})"
+                )
+        if provider is not None and provider not in self._names_of_provider():
+            used = "no provider" if self.provider is None else f"provider {self.provider.name!r}"
+            raise ConfigError(
+                f"this process was bootstrapped with {used}; it cannot become {provider!r}. Say so in the first call: "
+                f"megascend.bootstrap(provider={provider!r})"
+            )
+
+    def _names_of_provider(self) -> tuple[str, ...]:
+        kind = type(self.provider)
+        return () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
 
 
 @contextlib.contextmanager
@@ -117,64 +182,87 @@ def no_collection() -> Iterator[None]:
 _current: Runtime | None = None
 
 
-def bootstrap(platform: str = "auto", parallel: Parallel | None = None, tf32: bool | None = None) -> Runtime:
-    """Prepare this process for Megatron-Core. Call it first; calling it again returns the same Runtime.
+def bootstrap(
+    platform: str = "auto",
+    parallel: Parallel | None = None,
+    tf32: bool | None = None,
+    engine: str | None = None,
+    precision: Precision | None = None,
+    provider: str | None = None,
+) -> Runtime:
+    """Prepare this process for an engine. Call it first; calling it again returns the same Runtime.
 
-    It checks the version table, chooses the platform, and refuses to go on if Megatron-Core, Transformer Engine or
-    mcore-bridge were imported too early. It never reads or changes ``sys.argv``.
+    It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core refuses to continue if
+    Megatron-Core, Transformer Engine or mcore-bridge were imported too early. It never reads or changes ``sys.argv``.
 
     What it changes in the process (also in ``Runtime.changes``):
 
-    - all: a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
+    - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable
+      is not set. ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with ``tf32`` torch's own switch (see
+      :mod:`megascend.platforms.cuda_products`). ``npu``: ``HCCL_IF_BASE_PORT`` where no port is set.
+    - and nothing else, for an engine without Megatron (``single``). For Megatron:
+    - a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
       :mod:`megascend.bootstrap.stub_modules`).
-    - ``cpu``: ``transformer_engine`` in ``sys.modules`` becomes :mod:`megascend.reference_te`; ``torch.cuda`` names that
-      Megatron-Core calls act on the CPU (``torch.cuda.is_available()`` stays False); ``TORCHDYNAMO_DISABLE=1``;
-      ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable is
-      not set.
-    - ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set (the order Megatron-Core's overlaps rely on);
-      ``NVIDIA_TF32_OVERRIDE=0``, or with ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`).
-    - all, once Megatron is loaded: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous (see :mod:`megascend.bootstrap.patches`); a warnings filter for the modules in
-      ``QUIET_MODULES``, and mcore-bridge's logger set to warnings.
-    - ``cuda`` with ``MEGASCEND_REFERENCE_TE=1``: the reference Transformer Engine instead of the real one.
-    - ``npu``: MindSpeed's adaptor is imported with arguments of the bootstrap's, and patches megatron.core and parts of
-      torch (docs/npu.md lists them); ``HCCL_IF_BASE_PORT`` where no port is set.
+    - provider ``reference`` (``cpu``, and ``cuda`` by request): ``transformer_engine`` in ``sys.modules`` becomes
+      :mod:`megascend.reference_te`; on the CPU ``torch.cuda`` names that Megatron-Core calls act on the CPU
+      (``torch.cuda.is_available()`` stays False), and ``TORCHDYNAMO_DISABLE=1``.
+    - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set
+      (the order Megatron-Core's overlaps rely on).
+    - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
+      parts of torch (docs/npu.md lists them).
+    - once Megatron is loaded: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
+      contiguous (see :mod:`megascend.bootstrap.patches`); a warnings filter for the modules in ``QUIET_MODULES``, and
+      mcore-bridge's logger set to warnings.
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
         parallel: the layout, where it is known already. It may be another one later; on an NPU with context
             parallelism, telling it here saves patching Megatron once more for it (about a second).
         tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: no, or what an earlier call has said.
+        engine: what the process is prepared for: ``megatron``, ``single``, or one registered with
+            :func:`megascend.bootstrap.engines.register`; default: what an earlier call has said, or ``megatron``.
+        precision: of the model, where it is known already, for providers that patch otherwise for some; those of this package
+            do not, so that it may be another one later.
+        provider: what patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
+            ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
 
     Raises:
         VersionError: the installed packages are not a row of the version table.
         ImportOrderError: something that has to be patched first is imported already.
         PlatformError: the platform is not available here.
-        ConfigError: the process was bootstrapped for another platform or another ``tf32`` before, or the platform has none.
+        ConfigError: engine or provider is unknown; or the process was bootstrapped for another platform, engine, provider or
+            ``tf32`` before, or the platform has no TF32.
     """
     global _current
     if _current is not None:
-        if platform not in ("auto", _current.platform.name):
-            raise ConfigError(
-                f"this process was bootstrapped for platform {_current.platform.name!r}; it cannot become {platform!r}. "
-                "Start another process."
-            )
-        if tf32 not in (None, _current.tf32):
-            raise ConfigError(
-                f"this process was bootstrapped with tf32={_current.tf32}; it cannot become {tf32}: the choice is made before "
-                f"anything is computed. Say so in the first call: megascend.bootstrap(tf32={tf32})"
-            )
+        _current.require_same(platform, tf32, engine, provider)
         return _current
     from megascend.config import Parallel
     from megascend.platforms import choose
 
-    stack = require_supported(installed_versions())
+    engine = engine or engines.DEFAULT
+    needs = engines.needs(engine)
+    if provider is not None and not needs.megatron:
+        raise ConfigError(
+            f"provider={provider!r}: engine {engine!r} needs no Megatron, and so no provider; leave it out"
+        )
+    stack = require_supported(installed_versions(), needs.packages)
     chosen = choose(platform)
-    if chosen.must_patch_first:
-        require_clean(sys.modules, chosen.name)
+    made = None
+    if needs.megatron:
+        if provider is None and chosen.name == "cuda" and os.environ.get("MEGASCEND_REFERENCE_TE") == "1":
+            provider = "reference"
+        made = providers.create(provider, Setup(chosen, stack, parallel or Parallel(), precision))
+        if made.must_come_first:
+            require_clean(sys.modules, chosen.name)
     with no_collection():
-        changes = chosen.configure_products(bool(tf32)) + chosen.prepare(stack, parallel or Parallel())
-    _current = Runtime(chosen, stack, bool(tf32), changes + install_missing_leaves())
+        record(chosen.configure_products(bool(tf32)))
+        if made is not None:
+            record(made.before_megatron())
+        record(chosen.prepare())
+        if made is not None:
+            record(install_missing_leaves())
+    _current = Runtime(chosen, stack, engine, made, precision, bool(tf32))
     return _current
 
 

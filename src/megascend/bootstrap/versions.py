@@ -5,6 +5,7 @@ A combination outside the table is refused, because what it does wrong would sho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
@@ -24,7 +25,6 @@ class Stack:
     name: str
     megatron_core: str
     mcore_bridge: str
-    mindspeed: str
     torch: str
     torch_npu: str
     transformers: str
@@ -34,24 +34,17 @@ class Stack:
         """The versions of ``package`` (a name as on PyPI) that this row admits."""
         return SpecifierSet(getattr(self, package.replace("-", "_")), prereleases=True)
 
-    @property
-    def mindspeed_version(self) -> Version:
-        """The version that the branch :attr:`mindspeed` gives itself."""
-        return Version(self.mindspeed.removeprefix("core_r"))
-
     def __str__(self) -> str:
         parts = ", ".join(f"{package}{self.requirement(package)}" for package in PACKAGES)
-        return f"stack {self.name}: {parts}, MindSpeed {self.mindspeed}"
+        return f"stack {self.name}: {parts}"
 
 
-# torch_npu's minor version is torch's. MindSpeed core_r0.15.3 patches get_device_capability in a way that torch 2.13's
-# collectives do not survive; bootstrap/mindspeed/feature.py mends it, so both stacks end at the same torch.
+# torch_npu's minor version is torch's.
 STACKS = (
     Stack(
         name="0.16",
         megatron_core=">=0.16.1,<0.17",
         mcore_bridge=">=1.6,<1.7",
-        mindspeed="core_r0.16.0",
         torch=">=2.6,<2.14",
         torch_npu=">=2.6,<2.14",
         transformers=">=4.57",
@@ -61,7 +54,6 @@ STACKS = (
         name="0.15",
         megatron_core=">=0.15.3,<0.16",
         mcore_bridge=">=1.4.3,<1.5",
-        mindspeed="core_r0.15.3",
         torch=">=2.6,<2.14",
         torch_npu=">=2.6,<2.14",
         transformers=">=4.57,<5.11",
@@ -92,21 +84,21 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def nearest_stack(versions: dict[str, str | None]) -> Stack:
-    """The row that admits most of ``versions``; Megatron-Core's own version decides a tie."""
+def nearest_stack(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
+    """The row that admits most of the ``versions`` of ``packages``; Megatron-Core's own version decides a tie."""
 
     def score(stack: Stack) -> tuple[int, bool]:
-        admitted = [package for package in PACKAGES if _admits(stack, package, versions.get(package))]
+        admitted = [package for package in packages if _admits(stack, package, versions.get(package))]
         return len(admitted), "megatron-core" in admitted
 
     return max(STACKS, key=score)
 
 
-def findings(versions: dict[str, str | None]) -> list[Finding]:
-    """Every package of the table held against the nearest row."""
-    stack = nearest_stack(versions)
+def findings(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> list[Finding]:
+    """Each of ``packages`` held against the nearest row."""
+    stack = nearest_stack(versions, packages)
     result = []
-    for package in PACKAGES:
+    for package in packages:
         found, wanted = versions.get(package), str(stack.requirement(package))
         if found is None:
             level, message = "error", f"{package} is not installed; stack {stack.name} needs {package}{wanted}"
@@ -134,14 +126,17 @@ def require_package(package: str, versions: dict[str, str | None]) -> None:
         raise VersionError(f"{problem.message}. Install a version inside the table of docs/npu.md")
 
 
-def require_supported(versions: dict[str, str | None]) -> Stack:
+def require_supported(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
     """The row that admits ``versions``.
+
+    Args:
+        packages: those that matter; whether and in which version others are installed is not looked at.
 
     Raises:
         VersionError: no row does; the message names what differs from the nearest one, and how to install it.
     """
-    stack = nearest_stack(versions)
-    problems = [finding.message for finding in findings(versions) if finding.level == "error"]
+    stack = nearest_stack(versions, packages)
+    problems = [finding.message for finding in findings(versions, packages) if finding.level == "error"]
     if problems:
         raise VersionError(
             "; ".join(problems)

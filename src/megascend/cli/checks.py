@@ -104,7 +104,7 @@ def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) ->
 
 def explain_import_failure(text: str) -> tuple[str, str]:
     """What a failed import's traceback comes down to, and what to do about it."""
-    from megascend.bootstrap.mindspeed.prerequisites import ASCEND_LIBRARY, WITHOUT_CANN
+    from megascend.platforms.torch_npu import ASCEND_LIBRARY, WITHOUT_CANN
 
     lines = text.strip().splitlines() or ["unknown error"]
     last = lines[-1]
@@ -166,11 +166,9 @@ def check_npu(timeout: float) -> list[Check]:
         "import json, sys\n"
         "from dataclasses import asdict\n"
         "import simnpu\n"
-        "from megascend.bootstrap.mindspeed.prerequisites import findings\n"
-        "from megascend.bootstrap.versions import installed_versions, nearest_stack\n"
+        "from megascend.bootstrap.providers import provider_for\n"
         f"tell = lambda name: print({LOOKING_AT!r} + name, file=sys.stderr, flush=True)\n"
-        "stack = nearest_stack(installed_versions())\n"
-        "found = [asdict(each) for each in findings(stack, before_each=tell)]\n"
+        "found = [asdict(each) for each in provider_for('npu').findings(before_each=tell)]\n"
         "print(json.dumps({'findings': found, 'simulated': simnpu.is_active()}))"
     )
     outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")

@@ -8,6 +8,7 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,8 @@ PlatformName = Literal["auto", "cpu", "cuda", "npu"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
+ProviderOptions = dict[str, bool | int | float | str | None]
 
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -208,8 +211,31 @@ class Checkpoint(Section):
     )
 
 
+RENAMED = {"mindspeed": "provider_options"}
+"""Keys of run files of 0.1 that have another name now; they still load."""
+
+
+def renamed_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings with keys of 0.1 under their present names. Pure.
+
+    Raises:
+        ConfigError: a setting is there under both names.
+    """
+    both = [old for old, new in RENAMED.items() if old in values and new in values]
+    if both:
+        raise ConfigError(f"{both[0]} is now called {RENAMED[both[0]]}, and both are set: leave {both[0]} out")
+    return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
 class RunConfig(Section):
     """Everything ``megascend train`` reads from its YAML file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_earlier_versions(cls, values: Any) -> Any:
+        for old in RENAMED.keys() & values.keys() if isinstance(values, dict) else ():
+            warnings.warn(f"the setting {old} is now called {RENAMED[old]}", FutureWarning, stacklevel=2)
+        return renamed_keys(values) if isinstance(values, dict) else values
 
     model: Path = Field(description="Hugging Face checkpoint directory")
     output: Path = Field(description="run directory: metrics.jsonl, plot, TensorBoard log, export")
@@ -232,8 +258,13 @@ class RunConfig(Section):
         None,
         description="freeze the model and train one LoRA adapter; default: all of the model's parameters are trained",
     )
-    mindspeed: dict[str, bool | int | float | str | None] = Field(
-        {}, description="NPU only: arguments of MindSpeed's, spelt as its command line's with underscores"
+    provider: str | None = Field(
+        None,
+        description="what patches Megatron-Core for the platform, by its registered name or as package.module:attribute; "
+        "default: the platform's own",
+    )
+    provider_options: ProviderOptions = Field(
+        {}, description="settings of the provider's own, by name (NPU: arguments of its command line, with underscores)"
     )
     tensorboard: bool = False
     plot: bool = Field(True, description="draw loss, grad norm and throughput to metrics.png at the end")

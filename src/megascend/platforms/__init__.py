@@ -6,6 +6,7 @@ from importlib import import_module
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
+from megascend.platforms.torch_npu import explain_torch_npu_failure
 
 __all__ = ["PLATFORMS", "MemoryFigures", "Platform", "choose"]
 
@@ -25,12 +26,12 @@ def choose(name: str = "auto") -> Platform:
     """
     _require_torch()
     if name == "auto":
-        for candidate in map(_load, PLATFORMS):
+        for candidate in map(load, PLATFORMS):
             if candidate.unavailable_because() is None:
                 return candidate
     if name not in PLATFORMS:
         raise PlatformError(f"unknown platform {name!r}; known: auto, {', '.join(PLATFORMS)}")
-    platform = _load(name)
+    platform = load(name)
     reason = platform.unavailable_because()
     if reason is not None:
         raise PlatformError(f"platform {name!r} cannot be used here: {reason}")
@@ -42,11 +43,10 @@ def _require_torch() -> None:
     try:
         import_module("torch")
     except (ImportError, RuntimeError, OSError) as error:
-        from megascend.bootstrap.mindspeed.prerequisites import explain_torch_npu_failure
-
         raise PlatformError(f"torch cannot be imported: {explain_torch_npu_failure(error)}") from error
 
 
-def _load(name: str) -> Platform:
+def load(name: str) -> Platform:
+    """The platform called ``name``, whether it can be used here or not. Imports no torch."""
     module, _, attribute = PLATFORMS[name].partition(":")
     return getattr(import_module(module), attribute)()

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-
-    from megascend.bootstrap.versions import Stack
-    from megascend.config import Batching, Parallel
-    from megascend.topology.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -27,16 +22,15 @@ class MemoryFigures:
 
 
 class Platform(ABC):
-    """A kind of device: how to get ready for it, talk over it and measure it.
+    """A kind of device: how to get ready for it, talk over it and measure it. Knows no engine and no provider.
 
     Attributes:
         name: what users write in ``platform:``.
         device_type: the ``torch.device`` type of tensors.
         backend: the ``torch.distributed`` backend of collectives on device tensors.
-        must_patch_first: True if packages have to be put in place before megatron.core is imported.
         bind_device: True if ``init_process_group`` shall be given the device (eager communicator; NCCL only).
-        has_transformer_engine_kernels: True if the real Transformer Engine runs here, on CUDA: fused rotary embedding,
-            matrix products that add to Megatron's fp32 gradient buffers.
+        has_transformer_engine_kernels: True if the bootstrap has put the real Transformer Engine in force: fused rotary
+            embedding, matrix products that add to Megatron's fp32 gradient buffers.
         implicit_causal_masks: True if the attention kernel must not be given a dense causal mask.
         attention_draws_its_own_dropout: True if the fused attention draws dropout masks itself, knowing neither eval() nor
             Megatron's random streams.
@@ -50,7 +44,6 @@ class Platform(ABC):
     name: ClassVar[str]
     device_type: ClassVar[str]
     backend: ClassVar[str]
-    must_patch_first: ClassVar[bool]
     bind_device: ClassVar[bool] = False
     implicit_causal_masks: ClassVar[bool] = False
     attention_draws_its_own_dropout: ClassVar[bool] = False
@@ -63,21 +56,9 @@ class Platform(ABC):
     def unavailable_because(self) -> str | None:
         """Why this platform cannot be used here, or None. Imports torch, changes nothing."""
 
-    @abstractmethod
-    def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
-        """Put in place what megatron.core needs; returns one line for every change made to the process.
-
-        Args:
-            stack: the row of the version table in use.
-            parallel: the layout, as far as it is known this early; only its context parallelism matters here.
-
-        Raises:
-            PlatformError: something is missing; the message says how to install it.
-        """
-
-    @abstractmethod
-    def finish(self) -> list[str]:
-        """Whatever has to be done once megatron.core and mcore_bridge are imported; one line for every change."""
+    def prepare(self) -> list[str]:
+        """Get the process ready for this device, whatever the engine; one line for every change."""
+        return []
 
     def configure_products(self, tf32: bool) -> list[str]:
         """Choose what products of fp32 matrices are, before anything computes one; one line for every change.
@@ -94,29 +75,6 @@ class Platform(ABC):
     def check_products(self) -> None:
         """Raise PlatformError unless products of fp32 matrices are fp32. Called where precision fp32 was asked for."""
         return
-
-    def check_batching(self, topology: Topology, batching: Batching) -> None:
-        """Raise ConfigError for a form of micro batches that this platform computes wrongly on ``topology``."""
-        return
-
-    def configure_topology(self, topology: Topology) -> list[str]:
-        """Get ready for the process groups of ``topology``; one line for every change."""
-        return []
-
-    def configure_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
-        """Get ready for the model of an mcore-bridge ModelConfig; one line for every change.
-
-        Args:
-            options: arguments of the package that patches Megatron here.
-
-        Raises:
-            ConfigError: this platform would get the model wrong, or has no such options.
-        """
-        if options:
-            raise ConfigError(
-                f"mindspeed: {', '.join(sorted(options))} set, but platform {self.name!r} runs without MindSpeed; leave it empty"
-            )
-        return []
 
     def limit_collectives(self, timeout_s: float) -> list[str]:
         """Give what is below torch the run's timeout, before groups are created; one line for every change."""

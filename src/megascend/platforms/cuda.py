@@ -1,18 +1,13 @@
-"""NVIDIA GPUs: NCCL and the real Transformer Engine."""
+"""NVIDIA GPUs, and NCCL."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
-
-if TYPE_CHECKING:
-    from megascend.bootstrap.versions import Stack
-    from megascend.config import Parallel
 
 # Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {
@@ -30,7 +25,6 @@ class CudaPlatform(Platform):
     name: ClassVar[str] = "cuda"
     device_type: ClassVar[str] = "cuda"
     backend: ClassVar[str] = "nccl"
-    must_patch_first: ClassVar[bool] = False
     bind_device: ClassVar[bool] = True
     page_locks_memory: ClassVar[bool] = True
     fuses_activations: bool = True
@@ -50,27 +44,6 @@ class CudaPlatform(Platform):
             from megascend.platforms import cuda_products
 
             cuda_products.check(cuda_products.relative_error())
-
-    def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
-        changes = []
-        if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
-            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-            changes.append("CUDA_DEVICE_MAX_CONNECTIONS=1")
-        if os.environ.get("MEGASCEND_REFERENCE_TE") == "1":
-            from megascend import reference_te
-
-            return changes + reference_te.install(force=True)
-        if find_spec("transformer_engine") is None:
-            raise PlatformError(
-                "platform 'cuda' needs Transformer Engine: pip install --no-build-isolation "
-                "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "
-                "set MEGASCEND_REFERENCE_TE=1."
-            )
-        self.has_transformer_engine_kernels = True
-        return changes
-
-    def finish(self) -> list[str]:
-        return []
 
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return shorten_dump(os.environ)

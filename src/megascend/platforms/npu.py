@@ -1,4 +1,4 @@
-"""Ascend NPUs: torch_npu, HCCL, and MindSpeed patching Megatron-Core."""
+"""Ascend NPUs: torch_npu and HCCL."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
-
-if TYPE_CHECKING:
-    from megascend.bootstrap.providers import PatchProvider
-    from megascend.bootstrap.versions import Stack
-    from megascend.config import Batching, Parallel
-    from megascend.topology.topology import Topology
+from megascend.platforms.torch_npu import torch_npu_problem
 
 HCCL_PORTS = 64
 """Ports that the ranks of one host may take, counted from the base port (16 devices, a few each)."""
@@ -28,56 +23,20 @@ class NpuPlatform(Platform):
     name: ClassVar[str] = "npu"
     device_type: ClassVar[str] = "npu"
     backend: ClassVar[str] = "hccl"
-    must_patch_first: ClassVar[bool] = True
     bind_device: ClassVar[bool] = False  # Gloo groups made beside a bound HCCL group would inherit the device
 
     implicit_causal_masks: ClassVar[bool] = True
     attention_draws_its_own_dropout: ClassVar[bool] = True
     packed_lengths_on_host: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        self._provider: PatchProvider | None = None
-
-    @property
-    def provider(self) -> PatchProvider:
-        """What patches Megatron-Core in this process.
-
-        Raises:
-            PlatformError: :meth:`prepare` has not run.
-        """
-        if self._provider is None:
-            raise PlatformError("platform 'npu' is not prepared: call megascend.bootstrap() first")
-        return self._provider
-
     def unavailable_because(self) -> str | None:
-        from megascend.bootstrap.mindspeed.prerequisites import torch_npu_problem
-
         return torch_npu_problem()
 
-    def prepare(self, stack: Stack, parallel: Parallel) -> list[str]:
-        from megascend.bootstrap.mindspeed import MindSpeed
-
-        provider = MindSpeed(stack)
-        changes = provider.before_megatron(parallel.context, parallel.context_algorithm)
-        self._provider = provider
-        return changes + choose_hccl_port(os.environ) + refuse_objects_on_simulated_hccl(os.environ)
-
-    def finish(self) -> list[str]:
-        return self.provider.after_megatron()
-
-    def check_batching(self, topology: Topology, batching: Batching) -> None:
-        from megascend.bootstrap.mindspeed.unsupported import check_batching
-
-        check_batching(topology.context, batching.packing)
+    def prepare(self) -> list[str]:
+        return choose_hccl_port(os.environ) + refuse_objects_on_simulated_hccl(os.environ)
 
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return limit_hccl(os.environ, timeout_s)
-
-    def configure_topology(self, topology: Topology) -> list[str]:
-        return self.provider.for_topology(topology)
-
-    def configure_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
-        return self.provider.for_model(config, options)
 
     def device(self, local_rank: int):
         import torch

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-HIDDEN_PACKAGES = ("torch_npu", "mindspeed")
+from megascend.bootstrap.providers import packages
+
+HIDDEN_PACKAGES = ("torch_npu", *packages())
 """What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself."""
 LEAST_MARGIN = 3e-5
 """Of a choice of experts: distance of the last one chosen to the first one left out, over the spread of the scores.

@@ -137,18 +137,23 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     """Raise ConfigError for every option that was not tried with megascend, with the most specific reason there is."""
     unknown = sorted(set(options) - set(defaults))
     if unknown:
-        raise ConfigError(f"mindspeed: no argument of MindSpeed is called {', '.join(unknown)}")
+        raise ConfigError(
+            f"provider_options: no argument of MindSpeed is called {', '.join(unknown)}; supported are "
+            f"{', '.join(SUPPORTED_OPTIONS)}"
+        )
     for name, value in options.items():
         if name in DECIDED_ELSEWHERE:
-            raise ConfigError(f"mindspeed.{name} is decided by {DECIDED_ELSEWHERE[name]}")
+            raise ConfigError(f"provider_options.{name} is decided by {DECIDED_ELSEWHERE[name]}")
         if name in SUPPORTED_OPTIONS:
             values = SUPPORTED_OPTIONS[name].values
             if not any(value is each or (isinstance(each, str) and value == each) for each in values):
-                raise ConfigError(f"mindspeed.{name}={value!r}: tried with megascend: {', '.join(map(repr, values))}")
+                raise ConfigError(
+                    f"provider_options.{name}={value!r}: tried with megascend: {', '.join(map(repr, values))}"
+                )
         else:
             unsupported.check_model({name: value, "context_parallel_size": 2})  # what is known of this one
             raise ConfigError(
-                f"mindspeed.{name} is not among the options that were tried with megascend "
+                f"provider_options.{name} is not among the options that were tried with megascend "
                 f"({', '.join(SUPPORTED_OPTIONS)}); most of the others have no effect without Megatron's training script, "
                 "or fail in the middle of a run; leave it out"
             )
@@ -160,7 +165,7 @@ def check_effect(options: Mapping[str, Any], context_size: int, context_algorith
         option = SUPPORTED_OPTIONS.get(name)
         if value and option and option.ring_only and not (context_size > 1 and context_algorithm == "ring"):
             raise ConfigError(
-                f"mindspeed.{name} has an effect with parallel.context above 1 and parallel.context_algorithm: ring only; "
+                f"provider_options.{name} has an effect with parallel.context above 1 and parallel.context_algorithm: ring only; "
                 "leave it out"
             )
 

@@ -19,20 +19,15 @@ from packaging.version import Version
 
 import simnpu
 from megascend.bootstrap.mindspeed import tree
-from megascend.bootstrap.versions import STACKS, Stack, installed_versions
+from megascend.bootstrap.providers import Finding
+from megascend.bootstrap.versions import Stack, installed_versions
 from megascend.errors import PlatformError, VersionError
+from megascend.platforms.torch_npu import torch_npu_problem
 
 HOW_MINDSPEED = (
     "git clone -b {branch} MindSpeed from its repository (it is not on PyPI), pip install --no-deps -e it, or put the "
     "checkout on PYTHONPATH; see docs/npu.md"
 )
-
-WITHOUT_CANN = (
-    "On an NPU host: source CANN's set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh). Elsewhere: pip uninstall "
-    "torch_npu, or run on the simulated device: megascend simnpu -- COMMAND. TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch "
-    "start without torch_npu"
-)
-ASCEND_LIBRARY = re.compile(r"lib(hccl|ascend|acl|ge_|graph|opapi|runtime)\S*\.so")
 
 # Hard imports that MindSpeed does not declare: (module, who needs it, what to do, in which stacks).
 UNDECLARED = (
@@ -42,39 +37,6 @@ UNDECLARED = (
     ("einops", "MindSpeed", "pip install einops", ("0.15", "0.16")),
     ("acl", "MindSpeed", "it comes with CANN: source its set_env.sh, which extends PYTHONPATH", ("0.15", "0.16")),
 )
-
-
-def torch_npu_problem() -> str | None:
-    """Why torch_npu does not work here, or None. Imports torch and torch_npu."""
-    if find_spec("torch_npu") is None:
-        return "torch_npu is not installed: pip install 'megascend[npu]' on a host with Ascend's driver and CANN"
-    try:
-        torch_npu = import_module("torch_npu")
-    except (ImportError, RuntimeError, OSError) as error:
-        return explain_torch_npu_failure(error)
-    torch = import_module("torch")
-    if not torch.npu.is_available():
-        return (
-            f"torch_npu {torch_npu.__version__} imports, but torch.npu.is_available() is False: no card is visible "
-            "(npu-smi info; ASCEND_RT_VISIBLE_DEVICES; in a container, /dev/davinci* must be passed in)"
-        )
-    return None
-
-
-def explain_torch_npu_failure(error: BaseException) -> str:
-    """What the failed import of torch_npu (or, through its auto-loading, of torch) means, and what to do."""
-    first = _root_cause(error)
-    if ASCEND_LIBRARY.search(first):
-        return f"torch_npu cannot load Ascend's libraries ({first}). {WITHOUT_CANN}"
-    return f"torch_npu is installed but cannot be imported: {first}"
-
-
-def _root_cause(error: BaseException) -> str:
-    """The first line of the error at the beginning of the chain: torch wraps torch_npu's in one of its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -88,15 +50,6 @@ class Prerequisite:
 
     name: str
     look: Callable[[Stack, Mapping[str, str]], str]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What became of one prerequisite: ``problem`` is empty if it holds."""
-
-    name: str
-    found: str
-    problem: str = ""
 
 
 def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
@@ -175,16 +128,16 @@ def _version_of(package: str) -> Version:
 
 
 def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
-    found = tree.find()
-    how = HOW_MINDSPEED.format(branch=stack.mindspeed)
+    found, branch = tree.find(), tree.BRANCHES[stack.name]
+    how = HOW_MINDSPEED.format(branch=branch)
     if found is None:
-        raise PlatformError(f"platform 'npu' needs MindSpeed ({stack.mindspeed}), which is not installed: {how}")
+        raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {how}")
     version = found.version_for(stack)
     if version is None:
-        supported = " and ".join(each.mindspeed for each in STACKS)
+        supported = " and ".join(tree.BRANCHES.values())
         raise VersionError(
             f"MindSpeed {found.name} is on the path ({found.folder / '__init__.py'}); stack {stack.name} needs branch "
-            f"{stack.mindspeed}. {found.needs}Supported branches: {supported}. To get it: {how}"
+            f"{branch}. {found.needs}Supported branches: {supported}. To get it: {how}"
         )
     return f"{version} ({found.folder})"
 
@@ -212,7 +165,7 @@ def _look_at_transformer_engine(stack: Stack, environment: Mapping[str, str]) ->
     if spec.origin is not None and is_for_npu(Path(spec.origin).parent):
         raise PlatformError(
             f"TransformerEngineNPU is installed as transformer_engine ({spec.origin}). It belongs to MindSpeed core_r0.17.0 "
-            f"and later with MegatronAdaptor, which megascend does not support yet; {stack.mindspeed} would import it "
+            f"and later with MegatronAdaptor, which megascend does not support yet; {tree.BRANCHES[stack.name]} would import it "
             "instead of its own layers: pip uninstall transformer-engine"
         )
     raise PlatformError(

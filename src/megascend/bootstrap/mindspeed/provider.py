@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, tree, unsupported, verification
-from megascend.bootstrap.providers import PatchProvider
-from megascend.bootstrap.versions import Stack
+from megascend.bootstrap.providers import Finding, PatchProvider, Setup
+from megascend.errors import VersionError
 
 if TYPE_CHECKING:
+    from megascend.config import Batching
     from megascend.topology.topology import Topology
 
 LATE = ("context_parallel_algo", "use_flash_attn", "attention_mask_type", "optimization_level")
@@ -26,8 +27,9 @@ class MindSpeed(PatchProvider):
 
     name: ClassVar[str] = "mindspeed"
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._stack = setup.stack
         self._defaults: dict[str, Any] = {}
         self._patched: dict[str, Any] = {}  # the arguments that the present patches were made with
         self._signature: Any = None  # theirs
@@ -39,13 +41,13 @@ class MindSpeed(PatchProvider):
 
     # --- phase one ---
 
-    def before_megatron(self, context_size: int, context_algorithm: str) -> list[str]:
+    def before_megatron(self) -> list[str]:
         prerequisites.check(self._stack)
-        found = tree.find()
+        found, parallel = tree.find(), self.setup.parallel
         assert found is not None, "check() has seen it"
         self._defaults = adaptor.default_arguments()
         self._feature = feature.install(self._stack.name)
-        self._patched = arguments.seed(self._defaults, context_size, context_algorithm)
+        self._patched = arguments.seed(self._defaults, parallel.context, parallel.context_algorithm)
         adaptor.import_adaptor(self._patched)
         return [
             f"mindspeed {found.version_for(self._stack)}: adaptor imported with seeded arguments, sys.argv not read; "
@@ -92,6 +94,31 @@ class MindSpeed(PatchProvider):
             verification.verify(config, wanted, self._feature.rotary)
             self._verified = signature
         return changes
+
+    # --- what its layers and its Adam are like ---
+
+    def check_batching(self, topology: Topology, batching: Batching) -> None:
+        unsupported.check_batching(topology.context, batching.packing)
+
+    def adam_count(self, optimizer: Any, count: int) -> Any:
+        if type(optimizer).__module__.partition(".")[0] != tree.PACKAGE:
+            return count
+        torch = import_module("torch")  # core_r0.15.3's asks its count on which device it is; core_r0.16.0's takes both
+        return torch.tensor(count, dtype=torch.int64)
+
+    # --- what is there ---
+
+    def findings(self, before_each: Callable[[str], object] = lambda name: None) -> list[Finding]:
+        return prerequisites.findings(self._stack, before_each=before_each)
+
+    def versions(self) -> dict[str, str]:
+        try:
+            found = tree.find()
+        except VersionError as error:
+            return {"MindSpeed": str(error)}
+        return {"MindSpeed": "none" if found is None else str(found.version_for(self._stack) or found.name)}
+
+    # --- inside ---
 
     def _repatch(self, wanted: dict[str, Any]) -> list[str]:
         self._verified = self._signature = None

@@ -22,6 +22,9 @@ from megascend.bootstrap.versions import STACKS, Stack
 from megascend.errors import VersionError
 
 PACKAGE = "mindspeed"
+BRANCHES = {"0.16": "core_r0.16.0", "0.15": "core_r0.15.3"}
+"""The branch for each row of the version table; both end at the same torch, because ``feature.py`` mends what core_r0.15.3
+does to ``get_device_capability``."""
 ADAPTOR_PACKAGE = "megatron_adaptor"
 LATER_NEEDS = (
     "Megatron-Core 0.17.1, CANN 9.0, torch 2.7.1, torch_npu 26.0.0, MegatronAdaptor core_r0.17.0 and "
@@ -60,7 +63,7 @@ class Tree:
         """The stated version that is the one of ``stack``, or None if this is not the stack's MindSpeed."""
         if self.imports:
             return None
-        wanted = stack.mindspeed_version.release[:2]
+        wanted = version_of(stack).release[:2]
         return next((version for version in self.stated if version.release[:2] == wanted), None)
 
     @property
@@ -83,10 +86,15 @@ class Tree:
         if self.imports or not self.stated:
             return ""
         minor = ".".join(map(str, self.stated[0].release[:2]))
-        supported = {stack.mindspeed_version.release[:2]: stack for stack in STACKS}
+        supported = {version_of(stack).release[:2]: stack for stack in STACKS}
         if stack := supported.get(self.stated[0].release[:2]):
             return f"It is that of stack {stack.name}, which needs Megatron-Core {stack.requirement('megatron-core')}. "
         return f"It is {OLDER.get(minor, f'branch core_r{minor}.0, for Megatron-Core {minor}')}. "
+
+
+def version_of(stack: Stack) -> Version:
+    """The version that the branch for ``stack`` gives itself."""
+    return Version(BRANCHES[stack.name].removeprefix("core_r"))
 
 
 def find() -> Tree | None:

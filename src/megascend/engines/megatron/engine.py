@@ -61,7 +61,7 @@ class MegatronStrategy:
         moe: Moe,
         batching: Batching,
         adapters: Adapters | None,
-        mindspeed: Mapping[str, Any],
+        provider_options: Mapping[str, Any],
         seed: int,
         device: torch.device,
         self_check: bool,
@@ -75,7 +75,7 @@ class MegatronStrategy:
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         self.self_check = self._check(model_dir, self_check)
-        runtime.configure_model(self.config, mindspeed)
+        runtime.configure_model(self.config, provider_options)
         self.bare_chunks = build_chunks(self.config, device)
         if runtime.platform.attention_draws_its_own_dropout:
             attention_dropout.use_own_stream(self.bare_chunks, self.config)

@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megascend.batch.results import StepResult
+from megascend.bootstrap import current_runtime
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.learning_rate import learning_rate
 from megascend.distributed.objects import all_reduce_numbers
@@ -136,10 +137,12 @@ class Optimizer:
     @updates.setter
     def updates(self, count: int) -> None:
         for optimizer in self._parts():
+            provider = current_runtime("the optimizer").provider
+            assert provider is not None, "Megatron runs with one"
             by_parameter = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
             for group in optimizer.optimizer.param_groups:
                 if not by_parameter:
-                    group["step"] = _like_its_own(optimizer.optimizer, count)
+                    group["step"] = provider.adam_count(optimizer.optimizer, count)
                 for parameter in group["params"] if by_parameter else []:
                     optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(count))
 
@@ -176,12 +179,6 @@ class Optimizer:
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._adam.max_grad_norm, total_norm=grad_norm)
-
-
-def _like_its_own(optimizer: torch.optim.Optimizer, count: int) -> int | torch.Tensor:
-    """``count`` as the optimizer counts: MindSpeed core_r0.15.3's asks its count on which device it is (0.16's takes both)."""
-    from_mindspeed = type(optimizer).__module__.partition(".")[0] == "mindspeed"
-    return torch.tensor(count, dtype=torch.int64) if from_mindspeed else count
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:

@@ -1,0 +1,32 @@
+"""The provider that stands in for Transformer Engine, and on the CPU for ``torch.cuda``."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+from megascend import reference_te
+from megascend.bootstrap.providers import PatchProvider
+from megascend.bootstrap.transformer_engine import one_connection
+
+
+class Reference(PatchProvider):
+    name: ClassVar[str] = "reference"
+
+    def before_megatron(self) -> list[str]:
+        if self.setup.platform.device_type == "cuda":
+            return one_connection(os.environ) + reference_te.install(force=True)
+        changes = []
+        # Spares megatron-core's functions a compilation for the CPU.
+        if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":
+            changes.append("TORCHDYNAMO_DISABLE=1")
+        from megascend.bootstrap.reference import cuda_redirect
+
+        return changes + reference_te.install() + cuda_redirect.install()
+
+    def after_megatron(self) -> list[str]:
+        if self.setup.platform.device_type == "cuda":
+            return []
+        from megascend.bootstrap.reference import cuda_redirect, gloo_uneven
+
+        return cuda_redirect.patch_moe_device_checks() + gloo_uneven.install()

@@ -1,0 +1,80 @@
+"""What megascend has changed in this process, line by line, for ``Runtime.changes``, ``megascend doctor`` and the log.
+
+One ledger for all rooms: what is changed here is the process's, and whoever changes it may know no Runtime. Every attribute
+of others' modules, classes and objects is set through :func:`patch` or :func:`patched`; other changes are told to
+:func:`changed`. ``tests/bootstrap/test_changes.py`` finds what is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+_ledger: dict[str, None] = {}  # a dict keeps the order
+
+ABSENT = object()
+"""Stands for the value of an attribute that was not there."""
+
+
+def changed(what: str, why: str = "") -> None:
+    """List a change of the process. One that is made again, for another model, is listed once."""
+    line = f"{what}: {why}" if why else what
+    if line not in _ledger:
+        _ledger[line] = None
+        logging.getLogger(__name__).debug("changed: %s", line)
+
+
+def record(lines: Iterable[str]) -> None:
+    """List changes that are described already."""
+    for line in lines:
+        changed(line)
+
+
+def listed() -> list[str]:
+    """Every change so far, in order."""
+    return list(_ledger)
+
+
+def patch(owner: Any, name: str, value: Any, why: str) -> Any:
+    """Set an attribute of somebody else's module, class or object, and list it.
+
+    Args:
+        why: what the new value does that the old one did not; a few words.
+
+    Returns:
+        What the owner itself held under ``name`` before, or :data:`ABSENT`; for :func:`restore`.
+    """
+    before = vars(owner).get(name, ABSENT)
+    changed(f"{place(owner)}.{name}", why)
+    setattr(owner, name, value)
+    return before
+
+
+def restore(owner: Any, name: str, before: Any) -> None:
+    """Undo a :func:`patch` that returned ``before``; it stays in the list of what has been changed."""
+    if before is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any, why: str) -> Iterator[None]:
+    """:func:`patch` until the block ends."""
+    before = patch(owner, name, value, why)
+    try:
+        yield
+    finally:
+        restore(owner, name, before)
+
+
+def place(owner: Any) -> str:
+    """How the list names whose attribute it is: a module, a class, or the objects of a class."""
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name if isinstance(owner, type) else f"objects of {name}"

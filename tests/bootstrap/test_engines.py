@@ -1,0 +1,109 @@
+"""What each engine gets of the bootstrap: Megatron's its patches, others none; and never two kinds in one process."""
+
+from __future__ import annotations
+
+import pytest
+from test_runtime import run
+
+from megascend.bootstrap import engines
+from megascend.bootstrap.versions import PACKAGES, require_supported
+from megascend.errors import ConfigError, VersionError
+
+
+def test_an_engine_without_megatron_finds_an_unpatched_process():
+    program = """
+import os, sys, torch
+before = {name: vars(torch).get(name) for name in ('empty', 'zeros', 'tensor', 'arange')} | {
+    f'cuda.{name}': value for name, value in vars(torch.cuda).items() if callable(value)} | {
+    f'Tensor.{name}': value for name, value in vars(torch.Tensor).items() if callable(value)}
+environment = dict(os.environ)
+import megascend
+runtime = megascend.bootstrap('cpu', engine='single', precision='fp32')
+assert megascend.bootstrap(engine='single') is megascend.bootstrap() is runtime
+after = {name: getattr(torch, name) for name in ('empty', 'zeros', 'tensor', 'arange')} | {
+    f'cuda.{name}': value for name, value in vars(torch.cuda).items() if callable(value)} | {
+    f'Tensor.{name}': value for name, value in vars(torch.Tensor).items() if callable(value)}
+assert before == after
+loaded = [name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine', 'mcore_bridge', 'mindspeed')]
+assert loaded == [] and 'swift' not in sys.modules, loaded
+assert dict(os.environ) == environment
+assert runtime.changes == [] and runtime.provider is None and (runtime.engine, runtime.precision) == ('single', 'fp32')
+runtime.configure_model(object(), {})
+for what in (runtime.load_megatron, lambda: runtime.configure_model(object(), {'fast': 1})):
+    try:
+        what()
+    except megascend.ConfigError as error:
+        assert "engine 'single'" in str(error), error
+    else:
+        raise SystemExit('not refused')
+try:
+    import megascend.engines.megatron
+except megascend.ConfigError as error:
+    assert "'single'" in str(error)
+assert not [name for name in sys.modules if name.startswith('megatron.core')]
+print('untouched')
+"""
+    assert run(program).endswith("untouched\n")
+
+
+@pytest.mark.parametrize(("first", "second"), [("megatron", "single"), ("single", "megatron")])
+def test_a_second_engine_is_refused_where_one_of_them_is_patched(first, second):
+    program = f"""
+import megascend
+runtime = megascend.bootstrap('cpu', engine={first!r})
+changes = runtime.changes
+try:
+    megascend.bootstrap(engine={second!r})
+except megascend.ConfigError as error:
+    for part in ("engine '{first}'", "engine '{second}'", "Start another process", "engine='{second}'"):
+        assert part in str(error), error
+else:
+    raise SystemExit('not refused')
+assert runtime.changes == changes and megascend.bootstrap() is runtime
+print('refused')
+"""
+    assert run(program).endswith("refused\n")
+
+
+def test_engines_that_patch_nothing_share_a_process_and_take_no_provider():
+    program = """
+import megascend
+megascend.register_engine('sharded', megatron=False)
+try:
+    megascend.bootstrap('cpu', engine='sharded', provider='reference')
+except megascend.ConfigError as error:
+    assert "engine 'sharded' needs no Megatron" in str(error), error
+runtime = megascend.bootstrap('cpu', engine='sharded')
+assert megascend.bootstrap(engine='single') is runtime and runtime.changes == []
+print('shared')
+"""
+    assert run(program).endswith("shared\n")
+
+
+def test_an_unknown_engine_is_refused_with_those_there_are(monkeypatch):
+    with pytest.raises(ConfigError, match="no 'megatorn'; there are megatron, single"):
+        engines.needs("megatorn")
+    monkeypatch.setattr(engines, "_registry", dict(engines._registry))
+    engines.register("own", megatron=True)
+    engines.register("own", megatron=True)
+    assert engines.needs("own").packages == PACKAGES
+    with pytest.raises(ConfigError, match="'own' is registered already"):
+        engines.register("own", megatron=False)
+    with pytest.raises(ConfigError, match="version table has no numpy"):
+        engines.register("other", megatron=False, packages=["numpy"])
+
+
+def test_an_engine_without_megatron_needs_none_installed():
+    versions = {
+        "torch": "2.13.0",
+        "megatron-core": None,
+        "mcore-bridge": None,
+        "transformers": "5.5.0",
+        "peft": "0.19.1",
+    }
+    with pytest.raises(VersionError, match="megatron-core is not installed"):
+        require_supported(versions)
+    packages = engines.needs("single").packages
+    assert require_supported(versions, packages).requirement("peft").contains("0.19.1")
+    with pytest.raises(VersionError, match=r"torch 2\.5\.0 is installed"):
+        require_supported(versions | {"torch": "2.5.0"}, packages)

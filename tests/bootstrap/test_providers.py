@@ -1,0 +1,210 @@
+"""The registry of providers: chosen by name or by platform, refused with what there is, and one from outside the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascend.bootstrap import providers, transformer_engine
+from megascend.bootstrap.providers import Entry, PatchProvider, Setup, create, names, register
+from megascend.bootstrap.reference import Reference
+from megascend.bootstrap.transformer_engine import TransformerEngine
+from megascend.bootstrap.versions import STACKS
+from megascend.config import Parallel
+from megascend.errors import ConfigError, PlatformError
+from megascend.platforms import load
+
+
+class Noted(PatchProvider):
+    name = "noted"
+
+    def before_megatron(self) -> list[str]:
+        return ["noted"]
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "_registry", dict(providers._registry))
+
+
+def setup(platform: str) -> Setup:
+    return Setup(load(platform), STACKS[0], Parallel())
+
+
+@pytest.mark.parametrize(
+    ("platform", "default"), [("cpu", "reference"), ("cuda", "transformer_engine"), ("npu", "mindspeed")]
+)
+def test_every_platform_has_a_default(platform: str, default: str) -> None:
+    assert create(None, setup(platform)).name == names(platform)[0] == default
+
+
+def test_another_one_is_chosen_by_its_name_or_by_where_it_is() -> None:
+    register("noted", Noted)
+    assert isinstance(create("noted", setup("cpu")), Noted)
+    assert names("npu") == ["mindspeed", "noted"]
+    place = "megascend.bootstrap.reference.provider:Reference"
+    assert isinstance(create(place, setup("cpu")), Reference)
+
+
+def test_what_does_not_exist_or_does_not_suit_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"no 'mindsped'; there are mindspeed, transformer_engine, reference"):
+        create("mindsped", setup("npu"))
+    with pytest.raises(
+        ConfigError, match=r"'mindspeed' is for platform npu, .* on 'cpu', for which there are reference"
+    ):
+        create("mindspeed", setup("cpu"))
+    with pytest.raises(ConfigError, match=r"'megascend\.nowhere:Provider' cannot be found"):
+        create("megascend.nowhere:Provider", setup("cpu"))
+    register("number", lambda setup: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=r"made a int, not a megascend\.PatchProvider"):
+        create("number", setup("cpu"))
+
+
+def test_a_name_belongs_to_one_factory() -> None:
+    register("noted", Noted)
+    register("noted", Noted)  # a module that is imported twice
+    with pytest.raises(ConfigError, match="'noted' is registered already"):
+        register("noted", Reference)
+    with pytest.raises(ConfigError, match="colon"):
+        register("a:b", Noted)
+
+
+def test_options_of_a_provider_without_any_are_refused() -> None:
+    assert Noted(setup("cpu")).for_model(None, {}) == []
+    with pytest.raises(ConfigError, match="provider_options: fast set, but provider 'noted' has none"):
+        Noted(setup("cpu")).for_model(None, {"fast": True})
+
+
+def test_packages_that_patch_others_are_known_for_hiding_them() -> None:
+    register("noted", Noted, packages=("noted_patches",))
+    assert providers.packages() == ["mindspeed", "noted_patches"]
+    assert providers._registry["noted"] == Entry(Noted, (), ("noted_patches",))
+
+
+# --- CUDA's ---
+
+
+def test_cuda_without_transformer_engine_says_how_to_get_it_or_do_without(monkeypatch) -> None:
+    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: None)
+    with pytest.raises(PlatformError) as raised:
+        TransformerEngine(setup("cuda")).before_megatron()
+    message = str(raised.value)
+    assert "platform 'cuda' needs Transformer Engine: pip install" in message
+    assert "transformer-engine[pytorch]" in message
+    assert "MEGASCEND_REFERENCE_TE=1" in message
+
+
+def test_the_reference_on_cuda_replaces_the_real_one_and_redirects_nothing(monkeypatch) -> None:
+    forced = []
+    monkeypatch.setattr("megascend.reference_te.install", lambda force: forced.append(force) or ["reference"])
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    made = Reference(setup("cuda"))
+    assert made.before_megatron() == ["reference"]
+    assert made.after_megatron() == []
+    assert forced == [True]
+    assert not made.setup.platform.has_transformer_engine_kernels
+
+
+def test_cuda_reports_the_variable_that_it_sets_and_respects_the_users(monkeypatch) -> None:
+    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: object())
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    made = TransformerEngine(setup("cuda"))
+    assert made.before_megatron() == []
+    assert made.setup.platform.has_transformer_engine_kernels
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert made.before_megatron() == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
+
+
+# --- one from outside the package, in a process of its own ---
+
+OUTSIDE = """
+import sys
+import megascend
+from megascend import reference_te
+
+seen = []
+
+class Own(megascend.PatchProvider):
+    name = "own"
+
+    def before_megatron(self):
+        assert "megatron.core" not in sys.modules
+        seen.append(("before", self.setup.platform.name, self.setup.parallel.tensor, self.setup.precision))
+        from megascend.bootstrap.reference import cuda_redirect
+        return ["own: begins"] + reference_te.install() + cuda_redirect.install()
+
+    def after_megatron(self):
+        assert "megatron.core" in sys.modules and "mcore_bridge" in sys.modules
+        seen.append("after")
+        from megascend.bootstrap.reference import cuda_redirect
+        return cuda_redirect.patch_moe_device_checks()
+
+    def for_topology(self, topology):
+        seen.append(("topology", topology.world_size))
+        return []
+
+    def for_model(self, config, options):
+        seen.append(("model", config.num_layers, dict(options)))
+        return [f"own: told {sorted(options)}"]
+"""
+
+REGISTERED = (
+    OUTSIDE
+    + """
+megascend.register_provider("own", Own, platforms=["cpu"])
+backend = megascend.MegatronBackend(
+    sys.argv[1], precision="fp32", platform="cpu", provider="own", provider_options={"speed": 3}, self_check=False
+)
+sample = megascend.Sample(list(range(1, 9)), list(range(2, 10)), [1.0] * 8)
+losses = [backend.forward_backward([sample]).loss for _ in range(2)]
+backend.close()
+assert losses[0] == losses[1] > 0
+assert seen == [("before", "cpu", 1, "fp32"), "after", ("topology", 1), ("model", 4, {"speed": 3})], seen
+runtime = megascend.bootstrap(provider="own")
+assert runtime.provider.name == "own" and "own: begins" in runtime.changes and "own: told ['speed']" in runtime.changes
+try:
+    megascend.bootstrap(provider="reference")
+except megascend.ConfigError as error:
+    assert "with provider 'own'" in str(error), error
+else:
+    raise SystemExit("another provider")
+print("called in order")
+"""
+)
+
+
+def test_a_provider_from_outside_the_package_is_called_in_order(tmp_path: Path, python) -> None:
+    from megascend.testing.tiny_models import write_tiny_checkpoint
+
+    checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3")
+    assert python(REGISTERED, str(checkpoint)).endswith("called in order\n")
+
+
+def test_a_provider_is_found_by_its_place(tmp_path: Path, python) -> None:
+    (tmp_path / "own_provider.py").write_text(OUTSIDE)
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import megascend
+runtime = megascend.bootstrap("cpu", provider="own_provider:Own")
+runtime.load_megatron()
+import own_provider
+assert megascend.bootstrap(provider="own_provider:Own") is runtime
+print(own_provider.seen)
+"""
+    assert python(program).endswith("[('before', 'cpu', 1, None), 'after']\n")
+
+
+@pytest.fixture
+def python():
+    def run(program: str, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -1,0 +1,60 @@
+"""The settings of a run file: names of earlier versions, and the provider's."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megascend.app.resume import differences
+from megascend.config import RunConfig, load_config
+from megascend.errors import ConfigError
+
+RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
+OPTION = {"use_fused_ring_attention_update": True}
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_FILE + text)
+    return load_config(path, list(overrides))
+
+
+def test_providers_and_their_options_are_settings(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load(tmp_path, "provider: own\nprovider_options: {speed: 3}\n", "provider_options.name=fast")
+    assert (config.provider, config.provider_options) == ("own", {"speed": 3, "name": "fast"})
+
+
+@pytest.mark.parametrize("text", ["mindspeed: {use_fused_ring_attention_update: true}\n", "mindspeed: {}\n"])
+def test_a_run_file_of_0_1_loads_with_a_warning_that_names_the_new_key(tmp_path, text):
+    with pytest.warns(FutureWarning, match="mindspeed is now called provider_options"):
+        config = load(tmp_path, text)
+    assert config.provider_options == (OPTION if "true" in text else {})
+    assert "mindspeed" not in config.model_dump()
+
+
+def test_an_override_of_0_1_works_too(tmp_path):
+    with pytest.warns(FutureWarning, match="provider_options"):
+        config = load(tmp_path, "", "mindspeed.use_fused_ring_attention_update=true")
+    assert config.provider_options == OPTION
+
+
+def test_both_names_at_once_are_refused(tmp_path):
+    with (
+        pytest.warns(FutureWarning, match="provider_options"),
+        pytest.raises(ConfigError, match="mindspeed is now called provider_options, and both are set"),
+    ):
+        load(tmp_path, "mindspeed: {a: 1}\nprovider_options: {b: 2}\n")
+
+
+def test_the_settings_in_a_checkpoint_of_0_1_are_compared_under_the_new_names(tmp_path):
+    config = load(tmp_path, "provider_options: {use_fused_ring_attention_update: true}\n")
+    saved = config.model_dump(mode="json")
+    saved["mindspeed"] = saved.pop("provider_options")
+    del saved["provider"]
+    assert differences(saved, config) == []
+    saved["mindspeed"] = {"use_fused_ring_attention_update": False}
+    assert differences(saved, config) == ["provider_options.use_fused_ring_attention_update: False -> True"]
