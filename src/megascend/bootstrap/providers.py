@@ -58,10 +58,13 @@ class PatchProvider(ABC):
     Attributes:
         name: under which it is registered.
         must_come_first: megatron.core, transformer_engine and mcore_bridge must not be imported before it.
+        keeps_groups_in: modules with globals in which it keeps process groups of its own; they get the run's timeout, and are
+            forgotten with the rest.
     """
 
     name: ClassVar[str]
     must_come_first: ClassVar[bool] = True
+    keeps_groups_in: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup

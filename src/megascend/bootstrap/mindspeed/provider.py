@@ -26,6 +26,7 @@ class MindSpeed(PatchProvider):
     """
 
     name: ClassVar[str] = "mindspeed"
+    keeps_groups_in: ClassVar[tuple[str, ...]] = ("mindspeed.core.context_parallel.model_parallel_utils",)  # its rings
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

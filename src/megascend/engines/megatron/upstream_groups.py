@@ -14,17 +14,19 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from megascend.bootstrap import current_runtime
+
 KEEPERS = (
     "megatron.core.parallel_state",  # destroy_model_parallel() forgets some: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
     "mcore_bridge.bridge.gpt_bridge",  # EP x PP, made with the first ModelConfig
-    "mindspeed.core.context_parallel.model_parallel_utils",  # the rings of context parallelism
 )
 
 
 def kept() -> Iterator[tuple[ModuleType, str, dist.ProcessGroup]]:
     """(module, attribute, group) of every global that holds a group other than the default one."""
     default = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
-    for name in KEEPERS:
+    provider = current_runtime("Megatron's process groups").provider
+    for name in (*KEEPERS, *(provider.keeps_groups_in if provider is not None else ())):
         module = sys.modules.get(name)
         if module is None:
             continue
