@@ -54,7 +54,7 @@ def checkpoint(parity_folder) -> Path:
 
 
 def build(model: Path, parallel: Parallel | None = None, **options: Any):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"precision": "fp32", "timeout_s": 8, "batching": Batching(micro_batch_tokens=64), "self_check": False}
     settings |= options  # the self-check has tests of its own, and these a time limit
@@ -394,7 +394,7 @@ def test_advantages_gone_nan_skip_the_step_on_every_rank(checkpoint):
 
     def on_rank():
         backend = build(checkpoint)
-        before = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        before = [p.clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
         samples = [
             Sample(
                 s.input_ids, s.target_ids, s.weights, advantages=torch.ones(len(s)), old_logprobs=-torch.ones(len(s))
@@ -405,7 +405,7 @@ def test_advantages_gone_nan_skip_the_step_on_every_rank(checkpoint):
             samples[0].advantages[5] = math.nan
         result = backend.forward_backward(samples, "ppo")
         step = backend.optimizer_step()
-        after = [p for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        after = [p for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
         return result.loss, step.skipped, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     for loss, skipped, unchanged in run_distributed(on_rank, 2, init=False):
@@ -549,7 +549,7 @@ def test_a_window_that_would_be_left_out_is_refused_unless_no_sample_reaches_it(
     )
 
     def build(max_length):
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(checkpoint, precision="fp32", batching=Batching(max_length=max_length), timeout_s=30)
         backend.close()

@@ -54,7 +54,7 @@ def assert_equal(found: Differences, case: Case) -> None:
 
 
 def build(checkpoint, parallel: Parallel | None = None, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"precision": "fp32", "batching": Batching(micro_batch_tokens=64), "timeout_s": 60} | options
     return MegatronBackend(model=checkpoint, parallel=parallel, **settings)
@@ -256,7 +256,7 @@ def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(parity_folder,
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
 
     def on_rank():
-        config = build(checkpoint, Parallel(expert=2))._strategy.config
+        config = build(checkpoint, Parallel(expert=2)).engine.config
         return config.moe_token_dispatcher_type, config.variable_seq_lengths
 
     assert run_distributed(on_rank, 2, init=False) == [("alltoall", True)] * 2
@@ -333,12 +333,12 @@ def test_10_no_precision_silently_becomes_another(parity_folder, precision):
 
     def on_rank():
         backend = build(checkpoint, Parallel(pipeline=2), precision=precision)
-        seen = {backend._strategy.config.pipeline_dtype}
+        seen = {backend.engine.config.pipeline_dtype}
 
         def note(module, args, output):
             seen.add(output[0].dtype)
 
-        for chunk in backend._strategy.bare_chunks:
+        for chunk in backend.engine.bare_chunks:
             seen |= {parameter.dtype for parameter in chunk.parameters()}
             for layer in chunk.decoder.layers:
                 layer.register_forward_hook(note)
@@ -357,12 +357,12 @@ def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monk
     def on_rank():
         import os
 
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", STORE_VARIABLE):
             os.environ.pop(name, None)
         backend = MegatronBackend(checkpoint, optimizer=Adam(lr=5e-3))
-        assert backend._strategy.adam.distributed
+        assert backend.engine.adam.distributed
         losses = []
         for _ in range(3):
             losses.append(backend.forward_backward([Sample.causal(ids) for ids in token_lists()]).loss)

@@ -21,7 +21,7 @@ _PUBLIC = {
     "PatchProvider": "megascend.bootstrap",
     "register_provider": "megascend.bootstrap",
     "register_engine": "megascend.bootstrap",
-    "MegatronBackend": "megascend.backend",
+    "MegatronBackend": "megascend.backends",
     "ForwardBackwardResult": "megascend.batch.results",
     "ForwardResult": "megascend.batch.results",
     "StepResult": "megascend.batch.results",
@@ -63,7 +63,7 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.batch.losses import Loss, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample

@@ -8,7 +8,7 @@ import numpy
 import torch
 
 from megascend import Adam, Batching, Parallel
-from megascend.checkpoint.shards import Shards
+from megascend.engines.chunks import Chunks
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
 
@@ -18,7 +18,7 @@ def small_model(folder):
 
 
 def make_backend(checkpoint, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"parallel": Parallel(), "precision": "fp32", "optimizer": Adam(lr=1e-2), "timeout_s": 60}
     settings["batching"] = Batching(micro_batch_tokens=512)
@@ -40,20 +40,19 @@ def as_bytes(tensor):
 
 def exact_state(backend):
     """Everything of this rank that a checkpoint holds, and the live parameters, as bytes."""
-    from megascend.checkpoint import contents
     from megascend.checkpoint.random_state import random_state
 
-    strategy, found = backend._strategy, {}
-    for name, entry in contents.state_of(strategy).items():
-        if isinstance(entry, Shards):
+    engine, found = backend.engine, {}
+    for name, entry in engine.state(everything=False).items():
+        if isinstance(entry, Chunks):
             found |= {(name, offsets): as_bytes(values) for offsets, values in entry.parts}
-    for number, chunk in enumerate(strategy.bare_chunks):
+    for number, chunk in enumerate(engine.bare_chunks):
         found |= {(number, name): as_bytes(parameter) for name, parameter in chunk.named_parameters()}
     for name, adapter in backend.adapters.items():
         found[name] = [as_bytes(tensor) for tensor in (adapter.values, *adapter.moments())]
         found[name, "counts"] = (adapter.taken, adapter.step_count, adapter.skipped_in_a_row, adapter.good_steps)
-    if strategy.adapters is None:
-        found["optimizer"] = (strategy.optimizer.updates, strategy.optimizer.step_count)
+    if engine.adapters is None:
+        found["optimizer"] = (engine.optimizer.updates, engine.trainable.step_count)
     found["step"] = backend.step_count
     found["random"] = exactly(random_state())
     return found

@@ -183,9 +183,12 @@ def test_whatever_goes_wrong_is_told_to_every_rank_and_the_next_save_works(check
         assert backend.load(tmp_path / "keys") == {"1": "b", "pair": [1, 2]}
 
         # An export that fails leaves nothing either
-        backend._export, export = (lambda path: (_ for _ in ()).throw(CheckpointError("no export"))), backend._export
+        backend.engine.export, export = (
+            (lambda path, adapter: (_ for _ in ()).throw(CheckpointError("no export"))),
+            backend.engine.export,
+        )
         refused("no export", hf=True)
-        backend._export = export
+        backend.engine.export = export
 
         backend.save(tmp_path / "good", wait=True)
         dist.barrier()

@@ -310,7 +310,7 @@ def test_a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever(checkpoint
         train(backend)
         pending = backend.save(tmp_path / "last")
         if waits == "for it":
-            pending.settle()
+            pending.outcome()
         else:
             backend.save(tmp_path / "last")
 

@@ -29,7 +29,7 @@ def on_layout(layout, work):
     world_size, parallel = LAYOUTS[layout]
 
     def on_rank(checkpoint, *arguments):
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         with MegatronBackend(
             model=checkpoint,

@@ -28,7 +28,7 @@ def run(
     world_size, parallel, _ = LAYOUTS[layout]
 
     def on_rank():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(
             model=checkpoint,
@@ -101,7 +101,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
     run(case_checkpoint(parity_folder, "qwen3_moe"), "single", save_to=tmp_path / "moe", steps=range(1), save_after=0)
 
     def on_rank():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
         with pytest.raises(CheckpointError, match="is no megascend checkpoint"):
@@ -129,7 +129,7 @@ def test_saving_starts_no_process(parity_folder, tmp_path, monkeypatch):
         raise AssertionError(f"{self} was started")
 
     def on_rank():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascend.checkpoint import staging
-from megascend.checkpoint.shards import Shards
 from megascend.checkpoint.staging import ALIGNMENT, Staging
+from megascend.engines.chunks import Chunks
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int64),
@@ -28,14 +28,14 @@ def small_blocks(monkeypatch):
 
 def shards(*tensors):
     """One tensor of several parts, as far as staging looks."""
-    found = Shards((1,), tensors[0].dtype if tensors else torch.float32)
+    found = Chunks((1,), tensors[0].dtype if tensors else torch.float32)
     for number, tensor in enumerate(tensors):
         found.add((number,), tensor)
     return found
 
 
 def values(state):
-    return {name: [part for _, part in entry.parts] for name, entry in state.items() if isinstance(entry, Shards)}
+    return {name: [part for _, part in entry.parts] for name, entry in state.items() if isinstance(entry, Chunks)}
 
 
 def random(shape, dtype):
@@ -91,7 +91,7 @@ def test_parameters_are_staged_without_their_graph():
 
 
 def test_objects_and_settings_pass_through():
-    entry = Shards((4,), torch.float32, may_differ=True)
+    entry = Chunks((4,), torch.float32, may_differ=True)
     state = {"random/0": {"python": (1, 2)}, "none": None, "a": entry}
     copied = Staging(page_locked=False).copy(state)
     assert copied["random/0"] is state["random/0"]

@@ -28,15 +28,15 @@ def live(backend):
 
     Runs of a distributed optimizer are laid end to end: no arithmetic of chunks.
     """
-    strategy = backend._strategy
-    names = {id(p): name for chunk in strategy.bare_chunks for name, p in chunk.named_parameters()}
+    engine = backend.engine
+    names = {id(p): name for chunk in engine.bare_chunks for name, p in chunk.named_parameters()}
     whole = {
         ("param", name): parameter.detach().clone()
-        for chunk in strategy.bare_chunks
+        for chunk in engine.bare_chunks
         for name, parameter in chunk.named_parameters()
     }
     mine = []
-    for own in strategy.optimizer.parameter_states():
+    for own in engine.optimizer.parameter_states():
         name, values = names[id(own.parameter)], {key: entry.reshape(-1).clone() for key, entry in own.tensors.items()}
         mine.append((name, own.start, tuple(own.parameter.shape), values))
     for name, start, shape, tensors in [entry for rank in gather_objects(mine, "dp", backend.groups) for entry in rank]:

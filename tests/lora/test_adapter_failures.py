@@ -43,7 +43,7 @@ def moe(parity_folder):
 
 
 def make_backend(checkpoint, parallel=None, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"precision": "fp32", "optimizer": Adam(lr=1e-2), "batching": Batching(micro_batch_tokens=48)}
     settings |= {"adapters": Adapters(max_count=4)} | options

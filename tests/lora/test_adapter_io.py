@@ -46,7 +46,7 @@ def moe(parity_folder, megatron_imported):
 
 
 def make_backend(checkpoint, parallel=None, adapters=None, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"precision": "fp32", "optimizer": Adam(lr=1e-2), "batching": Batching(micro_batch_tokens=48)} | options
     return MegatronBackend(
@@ -399,7 +399,7 @@ def test_exported_weights_are_the_bases_plus_the_product_of_the_saved_factors(re
         backend.add_adapter("a", Lora(rank=3, alpha=5.0, targets=targets))
         backend.add_adapter("b", Lora(rank=2, targets=("o_proj",)))
         train(backend, 2)
-        before = [p.detach().clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        before = [p.detach().clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
         backend.save_adapter("a", tmp_path / "a")
         backend.export_hf(tmp_path / "merged", adapter="a")
         backend.export_hf(tmp_path / "base")
@@ -407,7 +407,7 @@ def test_exported_weights_are_the_bases_plus_the_product_of_the_saved_factors(re
             (tmp_path / "file").write_text("in the way")
         with pytest.raises(CheckpointError):
             backend.export_hf(tmp_path / "file" / "below", adapter="a")
-        after = [p.detach() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        after = [p.detach() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
         return train(backend, 1)
 

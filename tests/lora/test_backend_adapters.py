@@ -35,7 +35,7 @@ def deep(parity_folder):
 
 
 def make_backend(checkpoint, parallel=None, adapters=None, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"precision": "fp32", "optimizer": Adam(lr=1e-2), "batching": Batching(micro_batch_tokens=48)} | options
     return MegatronBackend(
@@ -81,11 +81,11 @@ def test_a_fresh_adapter_changes_nothing_and_the_reference_never_changes(parity_
     plain = [replace(sample, adapter=None) for sample in samples_of([None])]
 
     def without_adapters():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         options = {"precision": "fp32", "batching": Batching(micro_batch_tokens=48), "timeout_s": 60}
         backend = MegatronBackend(checkpoint, parallel, **options)
-        for chunk in backend._strategy.bare_chunks:
+        for chunk in backend.engine.bare_chunks:
             chunk.requires_grad_(False)  # torch.matmul picks its kernel, and with it the last bit, by this
         return backend.forward(plain, entropy=True)
 
@@ -519,7 +519,7 @@ def test_misuse_is_an_error_that_says_what_to_do(dense):
 
 def test_a_backend_that_trains_the_model_has_no_adapters(dense):
     def on_rank():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(dense, precision="fp32", timeout_s=60)
         assert dict(backend.adapters) == {}

@@ -39,7 +39,7 @@ def test_a_thousand_adapters_leave_nothing_behind(parity_folder, arch):
     rounds = ROUNDS if arch == "qwen3" else ROUNDS // 5
 
     def on_rank():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(
             checkpoint,

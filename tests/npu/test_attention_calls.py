@@ -17,7 +17,7 @@ COMPRESSED = (2048, 2048)
 
 def train_once(checkpoint, parallel, packing, lengths):
     """One forward and backward; the attention calls as plain data, and what the caller's mask met."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(
         checkpoint,
@@ -79,11 +79,11 @@ def test_context_parallel_algorithms_never_see_a_dense_mask(algorithm, parity_fo
 
 def pass_a_mask(checkpoint, kind):
     """Call the model as a trainer would that builds dense masks."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.errors import DataError
 
     backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="npu", timeout_s=60)
-    (chunk,) = backend._strategy.bare_chunks
+    (chunk,) = backend.engine.bare_chunks
     ids = torch.arange(2 * 16, device="npu").reshape(2, 16)
     inputs = {"input_ids": ids, "position_ids": torch.arange(16, device="npu").expand(2, 16).contiguous()}
     dense = torch.ones(16, 16, dtype=torch.bool, device="npu").triu(1).expand(2, 1, 16, 16).contiguous()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("npu")
 
 
 def train(checkpoint, parallel, packing):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(
         checkpoint, parallel, "fp32", batching=Batching(packing=packing), platform="npu", timeout_s=60
@@ -139,10 +139,10 @@ def test_ten_repatches_leave_no_trace(parity_folder):
 
 
 def configure_again(checkpoint):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="npu", timeout_s=60)
-    runtime, config = backend._runtime, backend._strategy.config
+    runtime, config = backend.engine.runtime, backend.engine.config
     provider = runtime.provider
     count, times = provider.repatches, []
     for _ in range(200):  # of this thread, and the least of many: other processes share the cores
@@ -163,7 +163,7 @@ def test_an_unchanged_configuration_costs_under_a_millisecond(parity_folder, rec
 
 
 def refused(checkpoint, parallel, batching):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.errors import ConfigError
 
     try:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("npu")
 
 def kernel_seeds(checkpoint, parallel):
     """Seeds that the simulated kernel drew in one forward and backward pass."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from simnpu.operators import attention
 
     seeds, draw = [], attention.draw_seed

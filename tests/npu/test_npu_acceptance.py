@@ -48,7 +48,7 @@ def wrong_load(module):
         progress = real(self, path)
         import torch
         with torch.no_grad():
-            for chunk in self._strategy.chunks:
+            for chunk in self.engine.chunks:
                 for parameter in chunk.parameters():
                     parameter.mul_(1.05)
         return progress

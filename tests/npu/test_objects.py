@@ -93,7 +93,7 @@ def test_upstreams_own_object_collectives_take_the_channel(npu):
 
 
 def save_load_and_export(checkpoint, folder):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(checkpoint, Parallel(tensor=2), "fp32", platform="npu", timeout_s=60)
     samples = backend.shard(causal_samples(token_lists()))

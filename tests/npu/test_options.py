@@ -43,7 +43,7 @@ class Run:
 
 def train(case: Case, checkpoint, options: dict[str, Any]) -> Run:
     def on_rank() -> Run:
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
         from simnpu import call_log
 
         with call_log.recording() as calls:
@@ -108,7 +108,7 @@ def test_a_supported_option_does_something_and_computes_the_same(name, value, pa
 
 
 def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | None:
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.errors import ConfigError
 
     batching = Batching(packing=parallel.context == 1)

@@ -26,7 +26,7 @@ PADDED = Batching(packing=False, micro_batch_tokens=10_000)
 
 
 def build(checkpoint: Path, parallel: Parallel | None = None, **options: Any) -> Any:
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"precision": "fp32", "platform": "npu", "timeout_s": 60, "batching": PADDED} | options
     return MegatronBackend(checkpoint, parallel, **settings)
@@ -44,7 +44,7 @@ def configurations(*jobs: tuple[Path, Parallel]) -> list[dict[str, Any]]:
     found = []
     for checkpoint, parallel in jobs:
         backend = build(checkpoint, parallel)
-        config, arguments = backend._strategy.config, vars(import_module("mindspeed.args_utils").get_full_args())
+        config, arguments = backend.engine.config, vars(import_module("mindspeed.args_utils").get_full_args())
         found.append(
             {
                 "config": plain(vars(config)),
@@ -104,10 +104,10 @@ def test_options_of_mindspeeds_reach_the_configuration_that_its_layers_read(pari
     def work() -> tuple[bool, bool]:
         ring: dict[str, Any] = {"parallel": Parallel(context=2), "batching": Batching(packing=False)}
         backend = build(checkpoint, mindspeed={"megatron_cp_in_bnsd": True}, **ring)
-        found = backend._strategy.config.megatron_cp_in_bnsd
+        found = backend.engine.config.megatron_cp_in_bnsd
         backend.close()
         backend = build(checkpoint, **ring)
-        return found, backend._strategy.config.megatron_cp_in_bnsd
+        return found, backend.engine.config.megatron_cp_in_bnsd
 
     assert run_distributed(work, 2, init=False) == [(True, False)] * 2
 
@@ -148,7 +148,7 @@ def norm_and_marks(checkpoint: Path) -> tuple[float, dict[str, bool]]:
     backend = build(checkpoint, Parallel(tensor=2), batching=Batching(micro_batch_tokens=64))
     marks = {
         name: bool(getattr(parameter, "tensor_model_parallel", False))
-        for chunk in backend._strategy.bare_chunks
+        for chunk in backend.engine.bare_chunks
         for name, parameter in chunk.named_parameters()
     }
     backend.forward_backward(causal_samples(token_lists()))
@@ -179,8 +179,8 @@ def adapt(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
 
     patch = import_module("mcore_bridge.tuners").LoraParallelLinear
     backend = build(checkpoint, parallel)
-    (chunk,) = backend._strategy.bare_chunks
-    backend._strategy.config.grad_scale_func = None  # peft copies the configuration; an optimizer cannot be copied
+    (chunk,) = backend.engine.bare_chunks
+    backend.engine.config.grad_scale_func = None  # peft copies the configuration; an optimizer cannot be copied
     targets = ["linear_proj", "linear_fc2"]
     LoraModel(chunk, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets), "default")
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()

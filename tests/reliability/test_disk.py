@@ -49,7 +49,7 @@ def disk():
 
 
 def make_backend(checkpoint, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     settings = {"precision": "fp32", "optimizer": Adam(lr=1e-2), "batching": Batching(micro_batch_tokens=512)}
     return MegatronBackend(checkpoint, timeout_s=30, **settings | options)
@@ -61,7 +61,7 @@ def train(backend, adapter=None):
 
 
 def parameters(backend):
-    return [p.detach().numpy().tobytes() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+    return [p.detach().numpy().tobytes() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
 
 
 def free(folder):

@@ -46,7 +46,7 @@ def caught(work):
 
 def train(checkpoint, parallel):
     """Three steps."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     def steps(began):
         backend = MegatronBackend(checkpoint, parallel, "fp32", platform="cpu", timeout_s=TIMEOUT_S)
@@ -146,7 +146,7 @@ def test_grad_reduce(action, checkpoint, megatron_imported):
 
 def save(checkpoint, folder):
     """Three steps, a checkpoint after each, and what is left of them when it is over."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     def steps(began):
         backend = MegatronBackend(
@@ -226,7 +226,7 @@ def test_a_rank_that_fails_is_named_with_its_error(checkpoint, megatron_imported
     """An exception that nobody else shares; the rank goes on living, as one does that is being debugged."""
 
     def work():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="cpu", timeout_s=TIMEOUT_S)
 
@@ -234,7 +234,7 @@ def test_a_rank_that_fails_is_named_with_its_error(checkpoint, megatron_imported
             raise KeyError("reward")
 
         if backend.rank == 1:  # in the model, between two collectives; what a loss raises ends the step on all ranks
-            backend._strategy.forward_chunk = broken
+            backend.engine._forward_chunk = broken
         try:
             backend.forward_backward(causal_samples([list(range(1, 9))]))
             backend.optimizer_step()

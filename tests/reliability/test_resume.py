@@ -133,7 +133,7 @@ def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, t
 
 def tenants(checkpoint, folder, results):
     """Train two adapters on mixed batches, going on from the newest checkpoint in ``folder``; leaves them in ``results``."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.checkpoint.retention import Retention
 
     retention = Retention(folder)

@@ -141,7 +141,7 @@ def test_a_difference_that_needs_company_is_told_as_such(folder, monkeypatch) ->
 
 
 def backend_of(model: Path, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     return MegatronBackend(model=model, precision="fp32", timeout_s=60, **options)
 

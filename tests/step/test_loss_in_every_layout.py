@@ -29,7 +29,7 @@ def checkpoint(parity_folder):
 
 
 def make_backend(checkpoint, parallel, packing=True, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     batching = Batching(micro_batch_tokens=100, packing=packing)
     options.setdefault("timeout_s", 60)

@@ -28,7 +28,7 @@ def checkpoint(parity_folder):
 
 
 def make_backend(checkpoint, parallel, adapters=None):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     return MegatronBackend(
         checkpoint,

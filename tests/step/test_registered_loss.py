@@ -42,7 +42,7 @@ def test_a_loss_from_outside_the_package_trains_by_name(parity_folder, outside):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(
             model=checkpoint,

@@ -28,7 +28,7 @@ def checkpoint(parity_folder):
 
 
 def make_backend(checkpoint, parallel=None, *, lr=1e-3, optimizer=None, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     options.setdefault("batching", Batching(micro_batch_tokens=64))
     options.setdefault("precision", "fp32")
@@ -64,7 +64,7 @@ def test_interleaved_pipelines_are_deterministic(checkpoint):
 
     def on_rank():
         backend = make_backend(checkpoint, Parallel(pipeline=2, virtual_pipeline=2), lr=1e-2)
-        assert backend._strategy.config.deallocate_pipeline_outputs is False
+        assert backend.engine.config.deallocate_pipeline_outputs is False
         figures = []
         for _ in range(6):
             result = backend.forward_backward(causal_samples(token_lists()))
@@ -115,7 +115,7 @@ def test_gradients_of_every_chunk_start_from_zero(checkpoint, world_size, parall
         for _ in range(3):
             backend.forward_backward(backend.shard(causal_samples(token_lists())))
             norms.append(backend.optimizer_step().grad_norm)
-        leftover = [float(buffer.grad_data.abs().max()) for c in backend._strategy.chunks for buffer in c.buffers]
+        leftover = [float(buffer.grad_data.abs().max()) for c in backend.engine.chunks for buffer in c.buffers]
         return norms, leftover
 
     for norms, leftover in run_distributed(on_rank, world_size, init=False):
@@ -136,15 +136,15 @@ def test_a_step_with_nan_on_one_rank_is_skipped_by_all(checkpoint, layout, distr
             values = -logprobs
             return values * math.nan if dist.get_rank() == world_size - 1 else values
 
-        before = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        before = [p.clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
         backend.forward_backward(samples)
         good = backend.optimizer_step()
-        middle = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        middle = [p.clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
         skips = []
         for _ in range(2):
             backend.forward_backward(samples, poisoned)
             skips.append(backend.optimizer_step())
-        after = [p.clone() for chunk in backend._strategy.bare_chunks for p in chunk.parameters()]
+        after = [p.clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
         backend.forward_backward(samples)
         last = backend.optimizer_step()
         moved = any(not torch.equal(a, b) for a, b in zip(before, middle, strict=True))
@@ -288,12 +288,12 @@ def test_the_precision_asked_for_is_the_one_that_runs(checkpoint, precision):
 
     def on_rank():
         backend = make_backend(checkpoint, Parallel(pipeline=2), precision=precision)
-        strategy = backend._strategy
-        parameters = {p.dtype for chunk in strategy.bare_chunks for p in chunk.parameters()}
+        engine = backend.engine
+        parameters = {p.dtype for chunk in engine.bare_chunks for p in chunk.parameters()}
         result = backend.forward_backward(causal_samples(token_lists()))
         step = backend.optimizer_step()
-        masters = {p.dtype for group in strategy.optimizer.megatron.param_groups for p in group["params"]}
-        return parameters, strategy.config.pipeline_dtype, masters, result.loss, step
+        masters = {p.dtype for group in engine.optimizer.megatron.param_groups for p in group["params"]}
+        return parameters, engine.config.pipeline_dtype, masters, result.loss, step
 
     for parameters, pipeline_dtype, masters, loss, step in run_distributed(on_rank, 2, init=False):
         assert parameters == {wanted}
@@ -309,10 +309,10 @@ def test_weight_decay_leaves_vectors_alone(checkpoint):
 
     def on_rank():
         backend = make_backend(checkpoint, lr=0.1, optimizer={"weight_decay": 0.5})
-        before = {n: p.clone() for n, p in backend._strategy.bare_chunks[0].named_parameters()}
+        before = {n: p.clone() for n, p in backend.engine.bare_chunks[0].named_parameters()}
         backend.forward_backward(causal_samples(token_lists()), lambda logprobs, inputs: logprobs * 0.0)
         backend.optimizer_step()
-        after = dict(backend._strategy.bare_chunks[0].named_parameters())
+        after = dict(backend.engine.bare_chunks[0].named_parameters())
         return {n: float((after[n] / before[n]).median()) for n in before if before[n].dim() > 1}, max(
             float((after[n] - before[n]).abs().max()) for n in before if before[n].dim() == 1
         )

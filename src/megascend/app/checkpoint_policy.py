@@ -14,7 +14,7 @@ from megascend.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.checkpoint.saver import PendingSave
 
 
@@ -101,7 +101,7 @@ class CheckpointPolicy:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        problem = pending.settle()
+        problem = pending.outcome()
         # Each rank has a clock of its own: one may have lost patience where another has just seen the end.
         (failed,) = self._backend.any_rank(problem is not None)
         if failed:

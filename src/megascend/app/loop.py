@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.app.data import Batches
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.batch.results import ForwardBackwardResult, StepResult
     from megascend.batch.sample import Sample
 

@@ -15,7 +15,7 @@ from megascend.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
 CHECKPOINTS = "checkpoints"
 RUN_FILES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -12,16 +12,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megascend.checkpoint import manifest
 from megascend.checkpoint.manifest import Manifest
+from megascend.checkpoint.planners import LoadPlanner
 from megascend.checkpoint.random_state import set_random_state
-from megascend.checkpoint.shards import LoadPlanner, Shards
-from megascend.checkpoint.state import model_state, optimizer_state
 from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.base import Engine
+from megascend.engines.chunks import Chunks
 from megascend.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from megascend.distributed.process_groups import ProcessGroups
-    from megascend.engines.megatron.engine import MegatronStrategy
-    from megascend.lora.manager import AdapterManager
 
 
 def verified(directory: Path, groups: ProcessGroups) -> Manifest:
@@ -51,7 +48,7 @@ def check_fits(found: Manifest, mine: Manifest, directory: Path) -> None:
     Raises:
         CheckpointError: it does not fit.
     """
-    for what in ("model", "precision"):
+    for what in ("model", "precision", "engine"):
         if getattr(found, what) != getattr(mine, what):
             raise CheckpointError(
                 f"load: {directory} has {what} {getattr(found, what)}, this run has {getattr(mine, what)}"
@@ -61,7 +58,7 @@ def check_fits(found: Manifest, mine: Manifest, directory: Path) -> None:
         raise CheckpointError(f"load: {directory} holds {kind}; this backend trains the other kind")
 
 
-def load(strategy: MegatronStrategy, directory: Path, found: Manifest, mine: Manifest) -> None:
+def load(engine: Engine, directory: Path, found: Manifest, mine: Manifest) -> None:
     """Read a verified checkpoint into the model and its optimizer, or the adapters and theirs.
 
     Where the layout is the same, into the random generators as well.
@@ -71,17 +68,14 @@ def load(strategy: MegatronStrategy, directory: Path, found: Manifest, mine: Man
             half way (the model is of no use then).
         ConfigError: an adapter does not fit; the adapters are those from before then.
     """
-    state: dict[str, Any] = {}
-    if strategy.adapters is None:
-        strategy.finish_param_gather()
-        state = {**model_state(strategy, everything=True), **optimizer_state(strategy, everything=True)}
-    random = f"random/{strategy.groups.rank}"
+    state = engine.state(everything=True)
+    random = f"random/{engine.groups.rank}"
     same_layout = found.layout == mine.layout
     if same_layout:
         state[random] = None
-    _check_names(state, directory, strategy)
-    if strategy.adapters is not None:
-        _load_adapters(strategy.adapters, directory, found)
+    _check_names(state, directory, engine)
+    if engine.trainable.frozen:
+        engine.trainable.load_adapters({name: directory / "adapters" / name for name in found.adapters})
     problem = None
     try:
         with warnings.catch_warnings():
@@ -89,38 +83,17 @@ def load(strategy: MegatronStrategy, directory: Path, found: Manifest, mine: Man
             # Every rank reads what it needs of the files; nothing is planned together.
             dcp.load(state, storage_reader=dcp.FileSystemReader(directory), planner=LoadPlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
-        problem = f"rank {strategy.groups.rank} cannot read {directory}: {type(error).__name__}: {error}"
-    told = gather_objects(problem, "world", strategy.groups, f"whether {directory} could be read")
+        problem = f"rank {engine.groups.rank} cannot read {directory}: {type(error).__name__}: {error}"
+    told = gather_objects(problem, "world", engine.groups, f"whether {directory} could be read")
     problems = [text for text in told if text is not None]
     if problems:
         raise CheckpointError(f"load: {problems[0]}")
     if same_layout:
         set_random_state(state[random])
-    if strategy.adapters is None and found.optimizer is not None:
-        optimizer, saved = strategy.optimizer, found.optimizer
-        optimizer.updates = saved["updates"]
-        optimizer.scaler_state = saved["scaler"]
-        optimizer.step_count, optimizer.skipped_in_a_row = found.step, saved["skipped_in_a_row"]
-        optimizer.zero_grad()
+    engine.trainable.restore(found.step, found.optimizer)
 
 
-def _load_adapters(host: AdapterManager, directory: Path, found: Manifest) -> None:
-    """Have exactly the adapters of a checkpoint, or, if one does not fit, those from before."""
-    before = dict(host.registry)
-    for name in before:
-        host.forget(name)
-    try:
-        for name in found.adapters:
-            host.load(name, directory / "adapters" / name, optimizer=True)
-    except BaseException:
-        for name in list(host.registry):
-            host.forget(name)
-        for adapter in before.values():
-            host.registry.add(adapter)
-        raise
-
-
-def _check_names(state: dict[str, Any], directory: Path, strategy: MegatronStrategy) -> None:
+def _check_names(state: dict[str, Any], directory: Path, engine: Engine) -> None:
     """Hold what is wanted against what there is, before anything is changed."""
     problem, tensors = None, set()
     try:
@@ -129,13 +102,13 @@ def _check_names(state: dict[str, Any], directory: Path, strategy: MegatronStrat
         for name, wanted in state.items():
             if name not in stored:
                 problem = f"it has no {name}"
-            elif isinstance(wanted, Shards):
+            elif isinstance(wanted, Chunks):
                 shape: Any = getattr(stored[name], "size", None)
                 if tuple(shape or ()) != wanted.shape and not wanted.may_differ:
                     problem = f"{name} has shape {tuple(shape or ())}, here it has {wanted.shape}"
     except Exception as error:  # noqa: BLE001  pickled metadata can fail in any way; reported on every rank
         problem = f"its metadata cannot be read: {error}"
-    everyone = gather_objects((problem, list(state)), "world", strategy.groups, f"what is needed of {directory}")
+    everyone = gather_objects((problem, list(state)), "world", engine.groups, f"what is needed of {directory}")
     problems = [text for text, _ in everyone if text is not None]
     left = sorted(tensors.difference(*(names for _, names in everyone)))
     if left and not problems:

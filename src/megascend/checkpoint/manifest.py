@@ -33,6 +33,7 @@ class Manifest:
         versions: of megascend and the packages it builds on.
         progress: what the caller wants back, the position in the data for example. JSON.
         config: the run's settings, where there is a file of them.
+        engine: whose names the tensors have.
         files: relative path -> size in bytes and xxh3 digest (128 bits, hexadecimal).
     """
 
@@ -45,6 +46,7 @@ class Manifest:
     versions: dict[str, str]
     progress: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] | None = None
+    engine: str = "megatron"
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
 

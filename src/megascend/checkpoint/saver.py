@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from megascend.checkpoint import manifest
 from megascend.checkpoint.manifest import Manifest
-from megascend.checkpoint.shards import SavePlanner
+from megascend.checkpoint.planners import SavePlanner
 from megascend.checkpoint.staging import Staging
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.errors import CheckpointError
@@ -65,7 +65,7 @@ class CheckpointState:
     """What goes into a checkpoint.
 
     Attributes:
-        state: this rank's tensors (:class:`Shards`) and objects, by name.
+        state: this rank's tensors (:class:`Chunks`) and objects, by name.
         manifest: without the files.
         adapters: on rank 0, whole adapters by name.
         base_model: what adapters name as theirs.
@@ -116,11 +116,11 @@ class PendingSave:
         """
         if timeout_s is not None and not self._wait(timeout_s):
             raise TimeoutError(f"{self.path} is not complete after {timeout_s:g} s")
-        problem = self.settle()
+        problem = self.outcome()
         if problem is not None:
             raise CheckpointError(problem)
 
-    def settle(self) -> str | None:
+    def outcome(self) -> str | None:
         """As :meth:`wait`, but returns why it failed instead of raising it; nobody raises it afterwards."""
         if not self._wait(self._patience_s):
             return (

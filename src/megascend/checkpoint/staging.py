@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.checkpoint.shards import Shards
+from megascend.engines.chunks import Chunks
 
 BLOCK = 2**28  # bytes; torch's allocator of page-locked memory rounds up to a power of two
 ALIGNMENT = 64
@@ -30,7 +30,7 @@ class Staging:
         """Take the memory that ``state`` will need, beside what else happens."""
         self._prepared()
         sizes = [
-            _bytes(values) for shards in state.values() if isinstance(shards, Shards) for _, values in shards.parts
+            _bytes(values) for chunks in state.values() if isinstance(chunks, Chunks) for _, values in chunks.parts
         ]
         self._preparing = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)
         self._preparing.start()
@@ -38,16 +38,16 @@ class Staging:
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with its tensors in host memory, which stay as they are until the next call."""
         self._prepared()
-        parts = [values for shards in state.values() if isinstance(shards, Shards) for _, values in shards.parts]
+        parts = [values for chunks in state.values() if isinstance(chunks, Chunks) for _, values in chunks.parts]
         room = iter(self._carve([_bytes(values) for values in parts]))
         copied: dict[str, Any] = {}
         devices = set()
-        for name, shards in state.items():
-            if not isinstance(shards, Shards):
-                copied[name] = shards
+        for name, chunks in state.items():
+            if not isinstance(chunks, Chunks):
+                copied[name] = chunks
                 continue
-            copied[name] = Shards(shards.shape, shards.dtype, shards.may_differ)
-            for offsets, values in shards.parts:
+            copied[name] = Chunks(chunks.shape, chunks.dtype, chunks.may_differ)
+            for offsets, values in chunks.parts:
                 target = next(room).view(values.dtype).view(values.shape)
                 target.copy_(values.detach(), non_blocking=self._page_locked)
                 devices.add(values.device)

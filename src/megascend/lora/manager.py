@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
+from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.kernels.host_copy import to_device
 from megascend.lora.adapter import Adapter
 from megascend.lora.adapter_io import COUNTERS, SavedAdapter, read, write
@@ -24,7 +25,7 @@ from megascend.lora.dropout import token_keys
 from megascend.lora.factors import Factors
 from megascend.lora.layers import AdapterLayers
 from megascend.lora.layout import shape_groups
-from megascend.lora.optimizer import AdapterOptimizer
+from megascend.lora.optimizer import AdapterOptimizer, loss_scales
 from megascend.lora.registry import AdapterRegistry, check_exist
 from megascend.lora.segments import token_segments, tokens_per_adapter
 from megascend.lora.stacked_adapters import StackedAdapters
@@ -90,6 +91,110 @@ class AdapterManager:
         )
         self.optimizer = AdapterOptimizer(topology, groups)
         self._stacked: StackedAdapters | None = None
+        self.step_count = 0
+
+    # --- what a step asks of what is trained (megascend.engines.base.AdapterTrainable) ---
+
+    @property
+    def frozen(self) -> bool:
+        return True
+
+    @property
+    def adapters(self) -> AdapterRegistry:
+        return self.registry
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return self.registry.projections
+
+    def describe(self) -> str:
+        known = sorted(
+            f"{name} with gradients" if adapter.accumulated else name for name, adapter in self.registry.items()
+        )
+        return f" with adapters {', '.join(known) or 'none'}"
+
+    def require_open(self) -> None:
+        """Adapters' gradients add up until their next step."""
+
+    def names(self, samples: Sequence[Sample], default: str | None, *, training: bool) -> list[str]:
+        names = [sample.adapter or default or "" for sample in samples]
+        for index, name in enumerate(names):
+            if name and name not in self.registry:
+                known = ", ".join(sorted(self.registry)) or "none"
+                raise DataError(f"sample {index} is for adapter {name!r}; there are: {known}")
+            if training and not name:
+                raise DataError(
+                    f"sample {index} names no adapter, and the model is frozen: pass adapter=... or set Sample.adapter"
+                )
+        return names
+
+    def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
+        self.segment(batch, samples, names)
+
+    def loss_scales(self, names: Sequence[str]) -> list[float]:
+        return loss_scales(names, self.registry)
+
+    def abandon(self) -> None:
+        """Gradients of a call are added to the adapters' own by :meth:`collect` alone."""
+
+    def choose(self, names: str | Sequence[str] | None) -> list[str]:
+        chosen = (
+            [adapter for adapter in self.registry.values() if adapter.accumulated]
+            if names is None
+            else self.named(names)
+        )
+        idle = [adapter.name for adapter in chosen if not adapter.accumulated]
+        if idle or not chosen:
+            which = f"adapter {idle[0]!r}" if idle else "no adapter"
+            raise ConfigError(f"optimizer_step: {which} has gradients; call forward_backward first")
+        return [adapter.name for adapter in chosen]
+
+    def step(self, names: Sequence[str]) -> StepResult:
+        result = StepResult.of(self.optimizer.step(self.named(names)))
+        self.step_count += 1
+        return result
+
+    def with_gradients(self) -> list[str]:
+        return [name for name, adapter in self.registry.items() if adapter.accumulated]
+
+    def counters(self) -> None:
+        """Each adapter carries its own."""
+
+    def restore(self, step: int, counters: dict[str, Any] | None) -> None:
+        assert counters is None, "the manifest was checked: a checkpoint of adapters has no counters of a model"
+        self.step_count = step
+
+    def saved_adapters(self) -> dict[str, SavedAdapter]:
+        whole = {name: self.collect_whole(name, optimizer=True) for name in sorted(self.registry)}
+        return {name: saved for name, saved in whole.items() if saved is not None}
+
+    def load_adapters(self, directories: Mapping[str, Path]) -> None:
+        before = dict(self.registry)
+        for name in before:
+            self.forget(name)
+        try:
+            for name, directory in directories.items():
+                self.load(name, directory, optimizer=True)
+        except BaseException:
+            for name in list(self.registry):
+                self.forget(name)
+            for adapter in before.values():
+                self.registry.add(adapter)
+            raise
+
+    # --- what the facade asks of adapters ---
+
+    def check(self, name: str, lora: Lora) -> None:
+        self.registry.check(name, lora)
+
+    def require(self, names: str | Sequence[str]) -> None:
+        self.named(names)
+
+    def discard(self, names: str | Sequence[str]) -> None:
+        for adapter in self.named(names):
+            adapter.clear()
+
+    # --- inside ---
 
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:

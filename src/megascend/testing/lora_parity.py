@@ -35,7 +35,7 @@ from megascend.testing.parity import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.batch.sample import Sample
     from megascend.lora.factors import Factors
 
@@ -361,7 +361,7 @@ def backend_start(backend: MegatronBackend, name: str, lora: Lora) -> Tensor:
 
 
 def _backend(case: Case, checkpoint: Path) -> MegatronBackend:
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     return MegatronBackend(
         model=checkpoint,

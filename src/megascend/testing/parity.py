@@ -22,7 +22,7 @@ from megascend.testing.reference import run_reference
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.batch.sample import Sample
 
 
@@ -356,7 +356,7 @@ def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int =
 
 def case_backend(case: Case, checkpoint: Path) -> MegatronBackend:
     """The backend that ``case`` describes."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     return MegatronBackend(
         model=checkpoint,

@@ -76,7 +76,7 @@ def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: 
     """Rank 0's logits of three samples as they were when the model was exported."""
 
     def on_rank():
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(
             checkpoint,
@@ -227,7 +227,7 @@ def test_parents_of_the_target_are_made(with_companions, tmp_path):
 
 def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Parallel]) -> list[tuple[int, int]]:
     """(tensors compared, tensors that differ from the checkpoint) of each layout's export; nothing is trained."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     found = []
     for index, parallel in enumerate(layouts):
@@ -292,7 +292,7 @@ def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads
 
 def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder, tmp_path, monkeypatch):
     """As mcore-bridge writes GLM-4: transformers would start with random MLPs. What was at the target stays."""
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
     from megascend.engines.megatron import weights
 
     monkeypatch.setattr(weights, "joined", lambda stream, wanted: stream)
@@ -312,7 +312,7 @@ def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder,
 
 
 def test_a_merged_adapter_is_exported_under_the_sources_names(parity_folder, tmp_path, transformers_alone):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     checkpoint = case_checkpoint(parity_folder, "glm4")
 

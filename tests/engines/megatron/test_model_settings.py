@@ -59,7 +59,7 @@ def test_honoured_as_in_hugging_face(parity_folder, case):
     ],
 )
 def test_what_the_model_asks_for_and_cannot_have_is_refused_before_ranks_meet(parity_folder, arch, overrides, message):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     checkpoint = case_checkpoint(parity_folder, arch, **overrides)
 
@@ -80,7 +80,7 @@ def test_what_the_model_asks_for_and_cannot_have_is_refused_before_ranks_meet(pa
     ],
 )
 def test_recomputing_what_a_model_has_not_is_refused(parity_folder, arch, module, message):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     checkpoint = case_checkpoint(parity_folder, arch)
 

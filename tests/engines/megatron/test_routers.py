@@ -33,7 +33,7 @@ FORMULAS = ("megatron", "transformers")
 
 
 def backend_of(checkpoint: Path, parallel: Parallel, moe: Moe, **options):
-    from megascend.backend import MegatronBackend
+    from megascend.backends import MegatronBackend
 
     batching = Batching(packing=options.pop("packing", True), micro_batch_tokens=options.pop("budget", WHOLE))
     optimizer = options.pop("optimizer", Adam(lr=LR, weight_decay=0.01, max_grad_norm=1.0))
@@ -270,7 +270,7 @@ def test_what_cannot_be_honoured_is_refused(parity_folder, arch, parallel, setti
 def state(backend) -> dict[str, torch.Tensor]:
     """Every parameter and buffer of this rank's model, temporary ones included."""
     found = {}
-    for number, chunk in enumerate(backend._strategy.bare_chunks):
+    for number, chunk in enumerate(backend.engine.bare_chunks):
         tensors = [*chunk.named_parameters(), *chunk.named_buffers()]
         found |= {f"{number}.{name}": tensor.detach().clone() for name, tensor in tensors}
     return found
@@ -369,7 +369,7 @@ def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, worl
             moved.append([(after[n] - before[n]).tolist() for n in before if n.endswith("expert_bias")])
             for name in before:
                 if name.endswith("expert_bias"):
-                    dict(backend._strategy.bare_chunks[0].named_buffers())[name[2:]].copy_(before[name])
+                    dict(backend.engine.bare_chunks[0].named_buffers())[name[2:]].copy_(before[name])
         return moved
 
     ranks = run_distributed(on_rank, world_size, init=False)

@@ -1,4 +1,4 @@
-"""The Megatron strategy: world, model, DDP and optimizer, built in that order and owned here."""
+"""The Megatron engine: model, DDP, schedule and optimizer, built in that order and owned here."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import numpy
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.sample import Sample
+from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.bootstrap import Runtime
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.megatron import attention_dropout, attention_mask, routers, weights
+from megascend.engines.base import OnOutput, Trainable
+from megascend.engines.full_model import FullModel
+from megascend.engines.megatron import attention_dropout, attention_mask, routers, state, weights
 from megascend.engines.megatron.build import DTYPES, build_chunks, build_config, check_window
 from megascend.engines.megatron.optimizer import Optimizer
-from megascend.engines.megatron.output_head import OutputHead
-from megascend.errors import ConfigError, DataError
-from megascend.huggingface.model_shape import ModelShape
+from megascend.engines.megatron.output_head import HeadOutput, OutputHead
+from megascend.huggingface.info import ModelInfo
 from megascend.selfcheck.check import require_agreement, tell
 from megascend.selfcheck.verdict import Verdict
 from megascend.topology.topology import Topology
@@ -35,24 +36,25 @@ if TYPE_CHECKING:
     from megascend.lora.manager import AdapterManager
 
 
-class MegatronStrategy:
-    """A model sharded over a topology, ready to train.
+class MegatronEngine:
+    """A model sharded over a topology by Megatron-Core; see :class:`megascend.engines.base.Engine`.
 
     Attributes:
-        chunks: this rank's model chunks, wrapped in Megatron's DDP.
         config: mcore-bridge's ModelConfig.
+        chunks, bare_chunks: this rank's model chunks, wrapped in Megatron's DDP and not.
         head: the output head on the last pipeline stage, else None.
-        adapters: the adapters on a frozen model, or None if the model itself is trained.
+        self_check: what holding a slice of the model against transformers found.
     """
+
+    kind = "megatron"
 
     def __init__(
         self,
         runtime: Runtime,
         topology: Topology,
         groups: ProcessGroups,
-        shape: ModelShape,
+        info: ModelInfo,
         model_dir: Path,
-        tensor_names: list[str],
         *,
         precision: Precision,
         adam: Adam,
@@ -63,12 +65,20 @@ class MegatronStrategy:
         adapters: Adapters | None,
         provider_options: Mapping[str, Any],
         seed: int,
-        device: torch.device,
         self_check: bool,
     ) -> None:
-        self.runtime, self.topology, self.groups, self.shape = runtime, topology, groups, shape
-        self.precision, self.batching, self.device, self.adam = precision, batching, device, adam
-        self.max_length = longest_sample(batching.max_length, shape.max_position)
+        self.runtime, self.topology, self.groups, self.info = runtime, topology, groups, info
+        self.batching, self.device, self.adam = batching, groups.device, adam
+        self.precision: Precision = precision
+        self.model_dir = model_dir
+        self.max_length = longest_sample(batching.max_length, info.shape.max_position)
+        self.layout = SequenceLayout(
+            packing=batching.packing,
+            context_size=topology.context,
+            context_rank=groups.coordinates.context,
+            token_multiple=topology.tensor if topology.sequence_parallel else 1,
+            lengths_on_host=runtime.platform.packed_lengths_on_host,
+        )
         seed_everything(seed)
         self.config = build_config(model_dir, topology, precision, recompute, runtime.platform)
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
@@ -76,31 +86,33 @@ class MegatronStrategy:
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         self.self_check = self._check(model_dir, self_check)
         runtime.configure_model(self.config, provider_options)
-        self.bare_chunks = build_chunks(self.config, device)
+        self.bare_chunks = build_chunks(self.config, self.device)
         if runtime.platform.attention_draws_its_own_dropout:
             attention_dropout.use_own_stream(self.bare_chunks, self.config)
         if runtime.platform.implicit_causal_masks:
             attention_mask.install(self.bare_chunks, self.config)
-        weights.load(self.bare_chunks, self.config.bridge, model_dir, tensor_names, groups)
+        weights.load(self.bare_chunks, self.config.bridge, model_dir, info.tensor_names, groups)
         self.routers = routers.Routers(self.bare_chunks, self.config, moe, groups)
         last = self.bare_chunks[-1]
         overlap = adam.overlap_grad_reduce and adapters is None
-        self.head = OutputHead(last, shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
+        self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
         if runtime.platform.has_transformer_engine_kernels:
             from megascend.kernels import head_norm
 
             head_norm.install(self.bare_chunks)
         self.adapters: AdapterManager | None = None
-        self._optimizer: Optimizer | None = None
+        self.optimizer: Optimizer | None = None
         if adapters is not None:
-            self.adapters = self._host(adapters, schedule, seed, tensor_names, model_dir)
+            self.adapters = self._adapter_manager(adapters, schedule, seed)
             self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
+            self.trainable: Trainable = self.adapters
         else:
             self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
             if runtime.platform.has_transformer_engine_kernels:
                 fuse_weight_gradients(self.bare_chunks)
-            self._optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)
-            self._connect_schedule(self._optimizer)
+            self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)
+            self._connect_schedule(self.optimizer)
+            self.trainable = FullModel(self.optimizer, reduces_while_running=adam.overlap_grad_reduce)
 
     def _check(self, model_dir: Path, self_check: bool) -> Verdict:
         """Hold a slice of the model against transformers, before anything large is built; or only say what is unproven."""
@@ -111,20 +123,7 @@ class MegatronStrategy:
         window_in_force = self.config.window_size is not None
         return require_agreement(model_dir, full, self.max_length, window_in_force, self.groups)
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """Steps all chunks.
-
-        Raises:
-            ConfigError: the model is frozen and adapters are trained.
-        """
-        if self._optimizer is None:
-            raise ConfigError("the model is frozen: this backend trains adapters")
-        return self._optimizer
-
-    def _host(
-        self, adapters: Adapters, schedule: Schedule, seed: int, tensor_names: list[str], model_dir: Path
-    ) -> AdapterManager:
+    def _adapter_manager(self, adapters: Adapters, schedule: Schedule, seed: int) -> AdapterManager:
         from megascend.lora.manager import AdapterManager
 
         return AdapterManager(
@@ -132,15 +131,15 @@ class MegatronStrategy:
             self.config,
             self.topology,
             self.groups,
-            tensor_names,
+            self.info.tensor_names,
             adapters,
             adam=self.adam,
             schedule=schedule,
             seed=seed,
             dtype=DTYPES[self.precision],
             device=self.device,
-            vocab_size=self.shape.vocab_size,
-            model_dir=model_dir,
+            vocab_size=self.info.shape.vocab_size,
+            model_dir=self.model_dir,
         )
 
     def _precise(self, chunk: Any) -> Any:
@@ -184,12 +183,36 @@ class MegatronStrategy:
             # Reduced once, in optimizer_step, so that forward_backward may be called several times before it.
             self.config.finalize_model_grads_func = None
 
-    @property
-    def reduces_while_running(self) -> bool:
-        """True if a forward_backward leaves gradients that are reduced over data parallel ranks already."""
-        return self.adam.overlap_grad_reduce and self.adapters is None
+    def scales(self, micro_batches: int) -> tuple[float, float]:
+        # Megatron divides by the micro batches and multiplies by CP; its DDP then divides by DP x CP, as adapters do.
+        return micro_batches * self.topology.data, self.topology.context / micro_batches
 
-    def forward_chunk(self, chunk: Any, batch: MicroBatch) -> torch.Tensor:
+    def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        def forward_step(iterator: Iterator[MicroBatch], model: Any):
+            batch = next(iterator)
+            with self.groups.monitor.phase("forward"):
+                hidden = self._forward_chunk(model, batch)
+            return hidden, lambda hidden: on_output(batch, self._output(batch, hidden))
+
+        iterators = [iter(batches) for _ in self.chunks]
+        real = sum(not batch.dummy for batch in batches)
+        with contextlib.nullcontext() if forward_only else self.routers.training(real):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks,  # type: ignore[reportArgumentType]
+                num_microbatches=len(batches),
+                seq_length=batches[0].input_ids.shape[1],
+                micro_batch_size=batches[0].input_ids.shape[0],
+                forward_only=forward_only,
+            )
+
+    def _output(self, batch: MicroBatch, hidden: torch.Tensor) -> HeadOutput:
+        assert self.head is not None, "the loss is computed on the last pipeline stage"
+        lora_delta = None if self.adapters is None else self.adapters.layers.lora_delta(batch.segments)
+        return HeadOutput(self.head, hidden, batch.targets, lora_delta)
+
+    def _forward_chunk(self, chunk: Any, batch: MicroBatch) -> torch.Tensor:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""
         options = {} if self.precision == "fp32" else {"fp32_output": False}
         if self.adapters is not None:
@@ -228,23 +251,29 @@ class MegatronStrategy:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def check_samples(self, samples: Sequence[Sample]) -> None:
-        """Raise DataError for samples that the model cannot take."""
-        for index, sample in enumerate(samples):
-            if len(sample) > self.max_length:
-                raise DataError(
-                    f"sample {index} has {len(sample)} tokens, over the limit of {self.max_length} (the model's "
-                    f"max_position_embeddings is {self.shape.max_position}; batching.max_length="
-                    f"{self.batching.max_length}); shorten or split it"
-                )
-            for name in ("input_ids", "target_ids"):
-                ids = getattr(sample, name)
-                low, high = int(ids.min()), int(ids.max())
-                if low < 0 or high >= self.shape.vocab_size:
-                    raise DataError(
-                        f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
-                        f"[0, {self.shape.vocab_size}); does the tokenizer belong to this model?"
-                    )
+    def state(self, *, everything: bool) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {}
+        self.finish_param_gather()
+        entries = list(state.entries(self.bare_chunks, self.groups))
+        return {
+            **state.model_state(entries, everything=everything),
+            **state.optimizer_state(entries, self.optimizer, everything=everything),
+        }
+
+    def export(self, path: Path, adapter: str | None) -> None:
+        self.finish_param_gather()
+        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
+        merge = None
+        if adapter is not None:
+            from megascend.lora.merge import merged
+
+            assert self.adapters is not None
+            merge = merged(self.adapters.factors(adapter))
+        weights.export(self.bare_chunks, self.config.bridge, self.model_dir, path, dtype, self.groups, merge)
+
+    def close(self) -> None:
+        """The groups, which the backend closes, are all that is left in the process."""
 
 
 def longest_sample(setting: int | None, of_model: int | None) -> int:

@@ -45,7 +45,6 @@ class Optimizer:
     """AdamW over the model chunks of this rank: one step for all ranks, or none.
 
     Attributes:
-        step_count: calls of :meth:`step` so far, skipped ones included; the schedule follows it.
         skipped_in_a_row: steps skipped since the last one that was taken.
     """
 
@@ -62,26 +61,26 @@ class Optimizer:
         self._routers = routers
         self._scales_loss = precision == "fp16"
         self.megatron = get_megatron_optimizer(optimizer_config(adam, precision), chunks)
-        self.step_count = 0
         self.skipped_in_a_row = 0
 
     def scale_loss(self, loss: Any) -> Any:
         """``loss`` times the fp16 loss scale (1 for other precisions)."""
         return self.megatron.scale_loss(loss)
 
-    def step(self, reduced: bool) -> StepResult:
+    def step(self, number: int, reduced: bool) -> StepResult:
         """Reduce the gradients, then update the parameters, unless any rank's gradients are not finite.
 
         Args:
+            number: steps done before, by which the schedule goes.
             reduced: the schedule has started the reduction already (``overlap_grad_reduce``).
         """
         if not reduced:
             self._groups.monitor.call("grad reduce", finalize_model_grads, self._chunks)
         with self._groups.monitor.phase("update"):
-            return self._update()
+            return self._update(number)
 
-    def _update(self) -> StepResult:
-        lr = learning_rate(self._schedule, self._adam.lr, self.step_count)
+    def _update(self, number: int) -> StepResult:
+        lr = learning_rate(self._schedule, self._adam.lr, number)
         self._set_hyperparameters(lr)
         loss_scale = float(self.megatron.get_loss_scale()) if self._scales_loss else 1.0
         overflow = bool(self.megatron.prepare_grads())
@@ -96,7 +95,6 @@ class Optimizer:
             grad_norm = grad_norm if not math.isfinite(grad_norm) else math.inf
             self._routers.forget_counts()
         self.zero_grad()
-        self.step_count += 1
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         return StepResult(grad_norm, lr, not finite, self.skipped_in_a_row, loss_scale)
 
@@ -105,6 +103,20 @@ class Optimizer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
+
+    def discard(self) -> None:
+        """Drop all gradients, and what routers have counted with them."""
+        self.zero_grad()
+        self._routers.forget_counts()
+
+    def counters(self) -> dict[str, Any]:
+        """Updates so far, steps skipped in a row, and the scaler of fp16."""
+        return {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": self.scaler_state}
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        """Go on from :meth:`counters`; moments have been loaded."""
+        self.updates, self.scaler_state = counters["updates"], counters["scaler"]
+        self.skipped_in_a_row = counters["skipped_in_a_row"]
 
     def create_state(self) -> None:
         """Make Adam's moments, which otherwise come into being in the first step; a no-op afterwards."""

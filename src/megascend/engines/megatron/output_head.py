@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
@@ -88,24 +88,30 @@ class OutputHead:
         return states.contiguous(), down.contiguous()
 
 
-class ContextSum(torch.autograd.Function):
-    """Sum over context parallel ranks in the forward pass, identity in the backward pass.
+@dataclass(frozen=True)
+class HeadOutput:
+    """The head's view of one micro batch; see :class:`megascend.engines.base.Output`.
 
-    Each rank's loss is the same function of the sum, and gradients are summed over the ranks later; passing the gradient
-    through unchanged therefore counts every token once.
+    Attributes:
+        hidden: [batch, sequence, h (+ r)], with what adapters of the output layer have appended.
+        targets: int64 [n].
+        lora_delta: what those adapters add to the logits, or None.
     """
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
-        return total
+    head: OutputHead
+    hidden: Tensor
+    targets: Tensor
+    lora_delta: LowRank | None
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+    @property
+    def fuses_loss(self) -> bool:
+        return self.head.can_fuse
 
+    def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
+        return self.head.cross_entropy(self.hidden, self.targets, coefficients, loss_grad, self.lora_delta)
 
-def reduce_context(values: Tensor) -> Tensor:
-    """``values`` summed over context parallel ranks, differentiably."""
-    return ContextSum.apply(values) if parallel_state.get_context_parallel_world_size() > 1 else values
+    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        return self.head.logprobs(self.hidden, self.targets, entropy, self.lora_delta)
+
+    def logits(self) -> Tensor:
+        return self.head.logits(self.hidden, self.lora_delta)

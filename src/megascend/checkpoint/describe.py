@@ -6,81 +6,55 @@ import json
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.random_state import random_state
 from megascend.checkpoint.saver import CheckpointState
-from megascend.checkpoint.state import model_state, optimizer_state
+from megascend.engines.base import Engine
 from megascend.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megascend.engines.megatron.engine import MegatronStrategy
 
 PACKAGES = ("megascend", "torch", "megatron-core", "mcore-bridge", "transformers")
 AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")
 
 
 def describe(
-    strategy: MegatronStrategy,
-    step: int,
+    engine: Engine,
     progress: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """The manifest of a checkpoint taken now.
 
     Args:
-        step: optimizer steps done.
         progress, config: see :class:`Manifest`.
 
     Raises:
         ConfigError: one of them is not JSON.
     """
-    shape, host = strategy.shape, strategy.adapters
-    counters = None
-    if host is None:
-        optimizer = strategy.optimizer
-        counters = {
-            "updates": optimizer.updates,
-            "skipped_in_a_row": optimizer.skipped_in_a_row,
-            "scaler": optimizer.scaler_state,
-        }
+    shape, trainable = engine.info.shape, engine.trainable
     return Manifest(
-        step=step,
-        precision=strategy.precision,
+        step=trainable.step_count,
+        engine=engine.kind,
+        precision=engine.precision,
         model={"layers": shape.num_layers, "hidden": shape.hidden_size, "vocabulary": shape.vocab_size},
-        layout={axis: getattr(strategy.topology, axis) for axis in AXES},
-        optimizer=counters,
-        adapters=[] if host is None else sorted(host.registry),
+        layout={axis: getattr(engine.topology, axis) for axis in AXES},
+        optimizer=trainable.counters(),
+        adapters=sorted(trainable.adapters),
         versions={package: found for package in PACKAGES if (found := _version(package)) is not None},
         progress=_as_json("progress", progress or {}),
         config=None if config is None else _as_json("config", config),
     )
 
 
-def state_of(strategy: MegatronStrategy) -> dict[str, Any]:
-    """This rank's live tensors that a checkpoint holds; a frozen model is not among them. Local."""
-    if strategy.adapters is not None:
-        return {}
-    strategy.finish_param_gather()
-    return {**model_state(strategy, everything=False), **optimizer_state(strategy, everything=False)}
-
-
 def collect(
-    strategy: MegatronStrategy, manifest: Manifest, base_model: str, write_more: Callable[[Path], None] | None
+    engine: Engine, manifest: Manifest, base_model: str, write_more: Callable[[Path], None] | None
 ) -> CheckpointState:
     """Everything that a checkpoint holds. Collective: adapters are brought together on rank 0."""
-    host = strategy.adapters
-    state = state_of(strategy)
-    state[f"random/{strategy.groups.rank}"] = random_state()
-    whole = {} if host is None else {name: host.collect_whole(name, optimizer=True) for name in manifest.adapters}
+    state = engine.state(everything=False)
+    state[f"random/{engine.groups.rank}"] = random_state()
+    trainable = engine.trainable
     return CheckpointState(
-        state,
-        manifest,
-        {name: saved for name, saved in whole.items() if saved is not None},
-        base_model,
-        [] if host is None else list(host.registry.projections),
-        write_more,
+        state, manifest, trainable.saved_adapters(), base_model, list(trainable.projections), write_more
     )
 
 

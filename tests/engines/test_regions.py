@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascend.checkpoint.regions import chunks
+from megascend.engines.regions import chunks
 
 
 def inside(chunk, shape):

@@ -8,28 +8,27 @@ as chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megascend.checkpoint.regions import chunks
-from megascend.checkpoint.shards import Shards
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.chunks import Chunks
+from megascend.engines.megatron.optimizer import Optimizer
+from megascend.engines.regions import chunks
 from megascend.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from megascend.engines.megatron.engine import MegatronStrategy
-
 OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+Entry = ShardedTensor | ShardedTensorFactory | ShardedObject
 
 
 @dataclass(frozen=True)
-class Piece:
+class NamedRun:
     """A run of a parameter's local numbers that is one part of one tensor in the checkpoint.
 
     Attributes:
@@ -41,59 +40,60 @@ class Piece:
     tensor: ShardedTensor
 
 
-def model_state(strategy: MegatronStrategy, *, everything: bool) -> dict[str, Any]:
+def entries(chunks: Sequence[Any], groups: ProcessGroups) -> Iterator[Entry]:
+    """What Megatron-Core would save of a rank's model chunks (not wrapped), by name and place."""
+    metadata = {"dp_cp_group": groups.device_group("dp_cp")}
+    for chunk in chunks:
+        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory | ShardedObject):
+                yield entry
+
+
+def model_state(entries: Sequence[Entry], *, everything: bool) -> dict[str, Any]:
     """Parameters and buffers of this rank, and the objects that layers keep, by their names in the checkpoint.
 
     Args:
         everything: also what another rank speaks for, as needed to load.
     """
     found: dict[str, Any] = {}
-    for entry in _entries(strategy):
+    for entry in entries:
         if isinstance(entry, ShardedObject):
-            if entry.data is not None and (everything or _speaks(entry.replica_id)):
+            if entry.data is not None and (everything or _is_main_replica(entry.replica_id)):
                 found[entry.unique_key] = entry.data
             continue
         for tensor in _tensors(entry):
-            if everything or _speaks(tensor.replica_id):
+            if everything or _is_main_replica(tensor.replica_id):
                 shards = _shards(found, tensor.key, tensor, tensor.dtype)
                 shards.add(tensor.global_offset, _with_leading(tensor.data, tensor))
     return found
 
 
-def optimizer_state(strategy: MegatronStrategy, *, everything: bool) -> dict[str, Shards]:
+def optimizer_state(entries: Sequence[Entry], optimizer: Optimizer, *, everything: bool) -> dict[str, Chunks]:
     """Adam's moments and, where parameters are of 16 bits, their float32 originals. Live tensors, not copies.
 
     Args:
         everything: also what another rank speaks for, as needed to load.
     """
-    pieces: dict[int, list[Piece]] = {}
-    for entry in _entries(strategy):
+    runs: dict[int, list[NamedRun]] = {}
+    for entry in entries:
         if not isinstance(entry, ShardedObject) and isinstance(entry.data, torch.nn.Parameter):
-            pieces.setdefault(id(entry.data), []).extend(_pieces(entry))
-    found: dict[str, Shards] = {}
-    for own in strategy.optimizer.parameter_states():
-        if id(own.parameter) not in pieces:
+            runs.setdefault(id(entry.data), []).extend(_runs(entry))
+    found: dict[str, Chunks] = {}
+    for own in optimizer.parameter_states():
+        if id(own.parameter) not in runs:
             raise CheckpointError(
                 f"a trained parameter of shape {tuple(own.parameter.shape)} has no name in the checkpoint"
             )
-        for piece in pieces[id(own.parameter)]:
+        for run in runs[id(own.parameter)]:
             # Each data parallel rank has its own run of a distributed optimizer's state: there are no copies over that axis.
-            copies = piece.tensor.replica_id
+            copies = run.tensor.replica_id
             if own.divided and isinstance(copies, tuple):
                 copies = copies[:-1]
-            if everything or _speaks(copies):
+            if everything or _is_main_replica(copies):
                 for name, values in own.tensors.items():
-                    key = OPTIMIZER_KEY.format(state=name, key=piece.tensor.key)
-                    _add_run(_shards(found, key, piece.tensor, values.dtype), piece, own.start, values)
+                    key = OPTIMIZER_KEY.format(state=name, key=run.tensor.key)
+                    _add_run(_shards(found, key, run.tensor, values.dtype), run, own.start, values)
     return found
-
-
-def _entries(strategy: MegatronStrategy) -> Iterator[ShardedTensor | ShardedTensorFactory | ShardedObject]:
-    metadata = {"dp_cp_group": strategy.groups.device_group("dp_cp")}
-    for chunk in strategy.bare_chunks:
-        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory | ShardedObject):
-                yield entry
 
 
 def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
@@ -101,7 +101,7 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
     return [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
 
 
-def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Piece]:
+def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:
     parameter: Any = entry.data
     for tensor in _tensors(entry):
         values: Any = tensor.data
@@ -112,30 +112,30 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Piece]:
                 f"{tensor.key}: Megatron divides this parameter in a way that megascend's checkpoints do not know; please report "
                 "the model's architecture"
             )
-        yield Piece(start, tensor)
+        yield NamedRun(start, tensor)
 
 
-def _add_run(shards: Shards, piece: Piece, start: int, values: Tensor) -> None:
-    """Add what ``values``, a flat run of a parameter that begins at ``start``, has of a piece."""
-    data: Any = piece.tensor.data
-    low, high = max(start, piece.start), min(start + values.numel(), piece.start + data.numel())
-    leading = piece.tensor.prepend_axis_num
+def _add_run(shards: Chunks, run: NamedRun, start: int, values: Tensor) -> None:
+    """Add what ``values``, a flat run of a parameter that begins at ``start``, has of a run."""
+    data: Any = run.tensor.data
+    low, high = max(start, run.start), min(start + values.numel(), run.start + data.numel())
+    leading = run.tensor.prepend_axis_num
     flat = values.view(-1)
-    for chunk in chunks(data.shape, low - piece.start, high - piece.start):
-        begin = chunk.start + piece.start - start
+    for chunk in chunks(data.shape, low - run.start, high - run.start):
+        begin = chunk.start + run.start - start
         part = flat[begin : begin + chunk.stop - chunk.start].view((1,) * leading + chunk.sizes)
         local = (0,) * leading + chunk.offsets
-        shards.add([a + b for a, b in zip(piece.tensor.global_offset, local, strict=True)], part)
+        shards.add([a + b for a, b in zip(run.tensor.global_offset, local, strict=True)], part)
 
 
-def _shards(found: dict[str, Any], key: str, tensor: ShardedTensor, dtype: torch.dtype) -> Shards:
-    return found.setdefault(key, Shards(tuple(tensor.global_shape), dtype, tensor.allow_shape_mismatch))
+def _shards(found: dict[str, Any], key: str, tensor: ShardedTensor, dtype: torch.dtype) -> Chunks:
+    return found.setdefault(key, Chunks(tuple(tensor.global_shape), dtype, tensor.allow_shape_mismatch))
 
 
 def _with_leading(data: Any, tensor: ShardedTensor) -> Tensor:
     return data.detach().view((1,) * tensor.prepend_axis_num + tuple(data.shape))
 
 
-def _speaks(replica: int | tuple[int, ...]) -> bool:
+def _is_main_replica(replica: int | tuple[int, ...]) -> bool:
     """True for the one of several copies that is written."""
     return not any(replica) if isinstance(replica, tuple) else replica == 0

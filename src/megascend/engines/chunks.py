@@ -1,20 +1,18 @@
-"""Parts of tensors that are spread over ranks, as torch's distributed checkpoints take them."""
+"""Chunks of tensors that are spread over ranks, as torch's distributed checkpoints take them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
 @dataclass
-class Shards:
+class Chunks:
     """This rank's parts of one tensor.
 
     Attributes:
@@ -62,31 +60,3 @@ class Shards:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), values.shape) for offsets, values in self.parts]
-
-
-class SavePlanner(DefaultSavePlanner):
-    """Plans a save of :class:`Shards` and of objects."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.part(index) if isinstance(found, Shards) else found
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans a load into :class:`Shards`; objects take their place in the state."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        # The default first replaces tensors on the meta device, and what is no tensor by None.
-        self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].part(index)

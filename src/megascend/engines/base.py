@@ -1,0 +1,248 @@
+"""What a step, a checkpoint and the facade know of an engine, and of what it trains.
+
+An engine owns a model, its groups, its schedule and its optimizer. Everything above it is the same for all engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.batch.results import StepResult
+from megascend.batch.sample import Sample
+from megascend.config import Batching, Lora, Precision
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.huggingface.info import ModelInfo
+from megascend.topology.topology import Topology
+
+
+class Output(Protocol):
+    """What the model made of one micro batch: its last hidden states, and the head that has not been applied to them yet.
+
+    n is the number of tokens that this rank holds, padding included.
+
+    Attributes:
+        fuses_loss: :meth:`cross_entropy` may be used.
+    """
+
+    @property
+    def fuses_loss(self) -> bool: ...
+
+    def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
+        """``sum(-coefficients * logprobs)``, which will receive the gradient ``loss_grad``, and fp32 log-probabilities [n]."""
+        ...
+
+    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """fp32 [n] log-probabilities of the targets, with their graph, and the entropies if asked for."""
+        ...
+
+    def logits(self) -> Tensor:
+        """fp32 [n, vocabulary] on the CPU."""
+        ...
+
+
+class Trainable(Protocol):
+    """What has gradients, an optimizer, a step count and a state: the model itself, or adapters on a frozen one.
+
+    What a sample trains has a name: its adapter's, or ``""`` for the model itself.
+
+    Attributes:
+        step_count: calls of :meth:`step`, skipped steps and those before a checkpoint included.
+        frozen: the model's own parameters are not trained.
+        adapters: by name; empty if the model itself is trained.
+        projections: Hugging Face weights that adapters of this model may target.
+    """
+
+    step_count: int
+
+    @property
+    def frozen(self) -> bool: ...
+
+    @property
+    def adapters(self) -> Mapping[str, Any]: ...
+
+    @property
+    def projections(self) -> Sequence[str]: ...
+
+    # --- a call of forward_backward or forward ---
+
+    def describe(self) -> str:
+        """What must be equal on all ranks for a call to be the same on them."""
+        ...
+
+    def require_open(self) -> None:
+        """Raise ConfigError if gradients cannot be added to before the next step."""
+        ...
+
+    def names(self, samples: Sequence[Sample], default: str | None, *, training: bool) -> list[str]:
+        """What every sample trains, or runs through.
+
+        Raises:
+            DataError: a sample names what there is not.
+        """
+        ...
+
+    def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
+        """Tell the layers which of ``names`` each token of ``batch`` belongs to; its members are of ``samples``."""
+        ...
+
+    def applying(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Have ``names`` in force until the block ends."""
+        ...
+
+    def loss_scales(self, names: Sequence[str]) -> list[float]:
+        """What each of ``names`` multiplies its loss by before the backward pass, beside the engine's own scale."""
+        ...
+
+    def collect(self) -> None:
+        """A forward_backward has run: its gradients count."""
+        ...
+
+    def abandon(self) -> None:
+        """A forward_backward failed half way: no gradient of it may count."""
+        ...
+
+    # --- a step ---
+
+    def choose(self, names: str | Sequence[str] | None) -> list[str]:
+        """What a step is for; by default all that has gradients.
+
+        Raises:
+            ConfigError: there is no such name, or it has no gradients.
+        """
+        ...
+
+    def step(self, names: Sequence[str]) -> StepResult:
+        """Reduce, clip and update, on all ranks or on none; then clear the gradients. Collective."""
+        ...
+
+    def with_gradients(self) -> list[str]:
+        """Names of what has accumulated gradients."""
+        ...
+
+    # --- checkpoints ---
+
+    def counters(self) -> dict[str, Any] | None:
+        """Counters of the model's optimizer, JSON; None if adapters are trained, which carry theirs."""
+        ...
+
+    def restore(self, step: int, counters: dict[str, Any] | None) -> None:
+        """Go on after ``step`` steps, without gradients."""
+        ...
+
+    def saved_adapters(self) -> dict[str, Any]:
+        """On rank 0 every adapter, whole and on the CPU, with its optimizer (``lora.adapter_io.SavedAdapter``). Collective."""
+        ...
+
+    def load_adapters(self, directories: Mapping[str, Path]) -> None:
+        """Have exactly these adapters, or, if one does not fit, those from before. Collective."""
+        ...
+
+
+class AdapterTrainable(Trainable, Protocol):
+    """Adapters on a frozen model."""
+
+    def check(self, name: str, lora: Lora) -> None:
+        """Raise ConfigError unless an adapter ``name`` with these settings can be added."""
+        ...
+
+    def add(self, name: str, lora: Lora) -> None:
+        """A new adapter whose output is 0."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Remove an adapter with all that belongs to it."""
+        ...
+
+    def discard(self, names: str | Sequence[str]) -> None:
+        """Drop accumulated gradients. Local."""
+        ...
+
+    def require(self, names: str | Sequence[str]) -> None:
+        """Raise ConfigError if there is no adapter of one of these names."""
+        ...
+
+    def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
+        """Write an adapter as a directory that ``peft`` loads. Collective."""
+        ...
+
+    def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None) -> None:
+        """Add an adapter from such a directory. Collective."""
+        ...
+
+
+class Engine(Protocol):
+    """A model of one kind, ready to train.
+
+    Attributes:
+        kind: its name in checkpoints, whose tensors have names of its own.
+        topology, groups: who does what, and how ranks meet.
+        device: of the tensors of micro batches.
+        info: of the checkpoint that the model was built from.
+        precision: of parameters and activations.
+        batching: the user's settings.
+        max_length: longest sample in tokens.
+        layout: how sequences lie on the ranks.
+        trainable: what is trained.
+    """
+
+    kind: str
+    topology: Topology
+    groups: ProcessGroups
+    device: torch.device
+    info: ModelInfo
+    precision: Precision
+    batching: Batching
+    max_length: int
+    layout: SequenceLayout
+
+    @property
+    def trainable(self) -> Trainable: ...
+
+    def scales(self, micro_batches: int) -> tuple[float, float]:
+        """How a call of ``micro_batches`` scales losses.
+
+        Returns:
+            What each rank multiplies its part of the loss by, so that the engine's own averages over micro batches and ranks
+            give the sum over all of them; and the gradient that the loss of one micro batch will receive.
+        """
+        ...
+
+    def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        """Take every micro batch through the model, and back unless ``forward_only``. Collective.
+
+        Returns:
+            The second part of what ``on_output`` returned for each, in order; empty on ranks that see no outputs.
+        """
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Dropout off, parameters complete, until the block ends."""
+        ...
+
+    def state(self, *, everything: bool) -> dict[str, Any]:
+        """This rank's part of what a checkpoint holds of the model and its optimizer: ``engines.chunks.Chunks`` and objects
+        by name, live tensors. Nothing of a frozen model.
+
+        Args:
+            everything: also what another rank writes, as needed to load.
+        """
+        ...
+
+    def export(self, path: Path, adapter: str | None) -> None:
+        """Write the model, with ``adapter`` merged into it, as a Hugging Face directory. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the engine has changed in the process. The object is of no use afterwards."""
+        ...
+
+
+OnOutput = Callable[[MicroBatch, Output], tuple[Tensor, Any]]
+"""Called with the output of each micro batch; returns the loss to differentiate, and what to keep of it without a graph."""

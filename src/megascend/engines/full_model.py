@@ -1,0 +1,131 @@
+"""The model itself as what is trained, whatever the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.batch.results import StepResult
+from megascend.batch.sample import Sample
+from megascend.errors import ConfigError, DataError
+
+
+class ModelOptimizer(Protocol):
+    """An engine's optimizer of the model's own parameters."""
+
+    skipped_in_a_row: int
+
+    def step(self, number: int, reduced: bool) -> StepResult:
+        """Update all parameters, or none; then clear the gradients. Collective.
+
+        Args:
+            number: steps done before, by which the schedule goes.
+            reduced: the gradients have been summed over data parallel ranks already.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Drop all gradients, and whatever has been counted with them."""
+        ...
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint has to know beside tensors. JSON."""
+        ...
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        """Go on from :meth:`counters`; moments have been loaded."""
+        ...
+
+
+class FullModel:
+    """The model's own parameters. See :class:`megascend.engines.base.Trainable`.
+
+    Args:
+        optimizer: steps them.
+        reduces_while_running: a forward_backward leaves gradients that are summed over data parallel ranks already.
+    """
+
+    def __init__(self, optimizer: ModelOptimizer, *, reduces_while_running: bool = False) -> None:
+        self.step_count = 0
+        self._optimizer, self._reduces = optimizer, reduces_while_running
+        self._accumulated = False
+
+    @property
+    def frozen(self) -> bool:
+        return False
+
+    @property
+    def adapters(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def projections(self) -> Sequence[str]:
+        return ()
+
+    def describe(self) -> str:
+        return ""
+
+    def require_open(self) -> None:
+        if self._accumulated and self._reduces:
+            raise ConfigError(
+                "forward_backward was called twice before optimizer_step, but optimizer.overlap_grad_reduce has reduced the "
+                "first call's gradients already; pass all samples in one call or set overlap_grad_reduce: false"
+            )
+
+    def names(self, samples: Sequence[Sample], default: str | None, *, training: bool) -> list[str]:
+        for index, sample in enumerate(samples):
+            if name := sample.adapter or default:
+                raise DataError(
+                    f"sample {index} is for adapter {name!r}, but this backend trains the model itself; construct it with "
+                    "adapters=megascend.Adapters()"
+                )
+        return [""] * len(samples)
+
+    def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
+        pass
+
+    def applying(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def loss_scales(self, names: Sequence[str]) -> list[float]:
+        return [1.0] * len(names)
+
+    def collect(self) -> None:
+        self._accumulated = True
+
+    def abandon(self) -> None:
+        self._optimizer.discard()  # micro batches before the one that failed have left theirs
+        self._accumulated = False
+
+    def choose(self, names: str | Sequence[str] | None) -> list[str]:
+        if names is not None:
+            raise ConfigError("optimizer_step(adapters=...): this backend trains the model itself")
+        return [""]
+
+    def step(self, names: Sequence[str]) -> StepResult:
+        reduced, self._accumulated = self._accumulated and self._reduces, False
+        result = self._optimizer.step(self.step_count, reduced)
+        self.step_count += 1
+        return result
+
+    def with_gradients(self) -> list[str]:
+        return [""] if self._accumulated else []
+
+    def counters(self) -> dict[str, Any]:
+        return self._optimizer.counters()
+
+    def restore(self, step: int, counters: dict[str, Any] | None) -> None:
+        assert counters is not None
+        self._optimizer.restore(counters)
+        self._optimizer.discard()
+        self.step_count, self._accumulated = step, False
+
+    def saved_adapters(self) -> dict[str, Any]:
+        return {}
+
+    def load_adapters(self, directories: Mapping[str, Path]) -> None:
+        assert not directories, "the manifest was checked: a checkpoint of a model has no adapters"

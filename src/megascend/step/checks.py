@@ -1,0 +1,49 @@
+"""What is wrong with samples, before anything runs. Local."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from megascend.batch.losses import Loss
+from megascend.batch.sample import Sample
+from megascend.engines.base import Engine
+from megascend.errors import DataError
+
+
+def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
+    """Raise DataError for samples that the model cannot take."""
+    vocab_size = engine.info.shape.vocab_size
+    for index, sample in enumerate(samples):
+        if len(sample) > engine.max_length:
+            raise DataError(
+                f"sample {index} has {len(sample)} tokens, over the limit of {engine.max_length} (the model's "
+                f"max_position_embeddings is {engine.info.shape.max_position}; batching.max_length="
+                f"{engine.batching.max_length}); shorten or split it"
+            )
+        for name in ("input_ids", "target_ids"):
+            ids = getattr(sample, name)
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= vocab_size:
+                raise DataError(
+                    f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
+                    f"[0, {vocab_size}); does the tokenizer belong to this model?"
+                )
+
+
+def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
+    """Raise DataError if a preference pair has samples of two adapters: neither could be trained on it alone."""
+    owners: dict[Hashable, str] = {}
+    for pair, name in zip(pairs, names, strict=True):
+        owner = owners.setdefault(pair, name)
+        if pair is not None and owner != name:
+            raise DataError(
+                f"pair {pair!r} has samples of adapters {owner!r} and {name!r}; give every adapter's pairs values of their own"
+            )
+
+
+def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
+    """Raise DataError if a sample lacks a field that the loss requires."""
+    for index, sample in enumerate(samples):
+        missing = [name for name in loss.requires if name not in sample.token_fields()]
+        if missing:
+            raise DataError(f"loss {loss.name!r} needs {', '.join(missing)}, which sample {index} does not have")
