@@ -36,7 +36,7 @@ workers=${MEGASCEND_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}
 
 run_tests() {
   local status=0
-  OMP_NUM_THREADS=1 timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest -n "$workers" --dist loadgroup "$@" || status=$?
+  OMP_NUM_THREADS=1 timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest -n "$workers" "$@" || status=$?
   if [ "$status" = 124 ]; then
     echo "the tests did not end within ${MEGASCEND_TEST_DEADLINE:-1800} s" >&2
   fi

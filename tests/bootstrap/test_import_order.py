@@ -52,7 +52,7 @@ def test_the_error_is_ours_and_an_import_error():
     ("first", "named"),
     [
         ("import megatron.core", "megatron.core was"),
-        ("from megatron.core import parallel_state", "megatron.core was"),
+        pytest.param("from megatron.core import parallel_state", "megatron.core was", marks=pytest.mark.nightly),
         # Neither can be imported whole on a machine without CUDA; having tried is as bad.
         ("import sys, types; sys.modules['transformer_engine'] = types.ModuleType('te')", "transformer_engine was"),
         ("import sys, types; sys.modules['mcore_bridge'] = types.ModuleType('mb')", "mcore_bridge was"),
@@ -100,7 +100,13 @@ def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["megascend", "megascend.backend", "megascend.config", "megascend.topology.topology"]
+    "module",
+    [
+        pytest.param("megascend", marks=pytest.mark.nightly),
+        "megascend.backend",
+        pytest.param("megascend.config", marks=pytest.mark.nightly),
+        pytest.param("megascend.topology.topology", marks=pytest.mark.nightly),
+    ],
 )
 def test_parts_that_do_not_need_megatron_can_come_first(module):
     program = f"""

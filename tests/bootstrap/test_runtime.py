@@ -164,7 +164,14 @@ print('lazy')
     assert run(program).endswith("lazy\n")
 
 
-@pytest.mark.parametrize("first", ["transformers", "peft", "transformers, peft, torch.distributed"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param("transformers", marks=pytest.mark.nightly),
+        pytest.param("peft", marks=pytest.mark.nightly),
+        "transformers, peft, torch.distributed",
+    ],
+)
 def test_transformers_and_peft_may_come_first(first):
     program = f"""
 import {first}

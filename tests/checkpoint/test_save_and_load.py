@@ -56,8 +56,16 @@ def run(
     return run_distributed(on_rank, world_size, init=False, timeout_s=90)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "distributed"),
+    [
+        pytest.param(
+            layout, distributed, marks=[] if distributed or layout in ("DP2", "EP2") else [pytest.mark.nightly]
+        )
+        for layout in LAYOUTS
+        for distributed in (True, False)
+    ],
+)
 def test_the_same_layout_goes_on_bit_for_bit(parity_folder, tmp_path, layout, distributed):
     checkpoint = case_checkpoint(parity_folder, LAYOUTS[layout][2])
     whole = run(checkpoint, layout, distributed=distributed, save_to=tmp_path / "step-3")

@@ -17,7 +17,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 def megascend() -> Command:
     """``megascend("train", "run.yaml", cwd=...)``: the finished process, output captured."""
 
-    def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = 120, **environment: str):
+    def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = 300, **environment: str):
         path = os.pathsep.join(entry for entry in sys.path if entry)
         return subprocess.run(
             [sys.executable, "-m", "megascend.cli.main", *map(str, arguments)],

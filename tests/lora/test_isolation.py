@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(
     ("case", "tenants"),
     [
-        *product(isolation_cases(), (2, 4)),
-        *(pytest.param(case, 8, marks=pytest.mark.nightly) for case in isolation_cases()),
+        *product(isolation_cases(), (4,)),
+        *(pytest.param(case, n, marks=pytest.mark.nightly) for case in isolation_cases() for n in (2, 8)),
         (ISOLATED_ENDS, 4),
     ],
     ids=lambda value: getattr(value, "name", value),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from covering import on_this_stack
 from megascend.testing.lora_parity import (
     adapter_differences,
     case_adapter,
@@ -45,7 +46,7 @@ def test_the_short_list_names_cases():
     assert len(CASES) == len(IN_SHORT)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", on_this_stack(CASES), ids=lambda case: case.name)
 def test_trajectory_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     adapter = case_adapter(checkpoint, case)

@@ -44,7 +44,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run code in a fresh process on the simulated device: ``run_python(code, *arguments, check=True, **environment)``."""
 
     def run(
-        code: str, *arguments: str, check: bool = True, timeout: float = 120, **environment: str
+        code: str, *arguments: str, check: bool = True, timeout: float = 300, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments],

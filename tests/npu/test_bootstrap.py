@@ -161,6 +161,8 @@ print(json.dumps(time.process_time() - start))
 """
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_bootstrap_costs_little_more_than_mindspeeds_own_import(run_python, record_property):
     seconds = {"megascend": [], "mindspeed": []}  # of the processor, by turns: other processes share it
     for _ in range(2):

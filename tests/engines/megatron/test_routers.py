@@ -165,7 +165,15 @@ def test_a_padded_batch_counts_what_transformers_counts_by_its_attention_mask(pa
     assert norms[0] == pytest.approx(norm, abs=3e-4)
 
 
-@pytest.mark.parametrize("name", ["PP2", "PP2 x VPP2, full recompute", "full recompute", "selective recompute"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("PP2", marks=pytest.mark.nightly),
+        "PP2 x VPP2, full recompute",
+        pytest.param("full recompute", marks=pytest.mark.nightly),
+        "selective recompute",
+    ],
+)
 def test_pipelines_and_recomputation_find_their_own_micro_batch(parity_folder, name):
     """Several micro batches in flight, each with its own padding; recomputed routers are not counted twice."""
     full, selective = Recompute(granularity="full"), Recompute(granularity="selective", modules=("moe",))
@@ -334,9 +342,9 @@ print(json.dumps([found[name].tolist() for name in found]))
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [
-        (1, Parallel()),
+        pytest.param(1, Parallel(), marks=pytest.mark.nightly),
         (2, Parallel(tensor=2)),
-        (2, Parallel(context=2)),
+        pytest.param(2, Parallel(context=2), marks=pytest.mark.nightly),
         (2, Parallel(expert=2)),
         (2, Parallel(pipeline=2)),
     ],

@@ -1,0 +1,62 @@
+"""Which cases of a matrix stand for the others on the second stack."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from importlib import metadata
+from typing import Any, TypeVar
+
+import pytest
+from packaging.version import Version
+
+from megascend.testing.parity import Case
+
+T = TypeVar("T")
+Settings = Mapping[str, Hashable]
+
+FIRST_STACK = Version(metadata.version("megatron-core")) >= Version("0.16.0a0")
+
+
+def covering(cases: Sequence[T], settings: Callable[[T], Settings]) -> list[T]:
+    """Few of ``cases`` with every setting that one of all has, and every two settings that one of all has together.
+
+    Chosen one after the other, each time one that adds most; the same ones every time.
+
+    Args:
+        settings: what distinguishes a case from the plain one; the value of every axis that has another value there.
+    """
+    parts = [_parts(settings(case)) for case in cases]
+    lacking = set().union(*parts)
+    chosen: list[int] = []
+    while lacking:
+        best = max(range(len(cases)), key=lambda index: len(parts[index] & lacking))
+        chosen.append(best)
+        lacking -= parts[best]
+    return [cases[index] for index in sorted(chosen)]
+
+
+def _parts(settings: Settings) -> set[frozenset[tuple[str, Hashable]]]:
+    pairs = itertools.combinations(settings.items(), 2)
+    return {frozenset([setting]) for setting in settings.items()} | {frozenset(pair) for pair in pairs}
+
+
+def settings_of(case: Case) -> Settings:
+    """The axes of a parity case on which it is not the plain one."""
+    layout, plain = case.parallel, Case("plain")
+    ranks = layout.tensor * layout.pipeline * layout.context
+    found = {f"parallel.{axis}": value for axis, value in layout if value != getattr(plain.parallel, axis)}
+    found |= {"data": case.world_size // ranks} if case.world_size > ranks else {}
+    found |= {f"model.{name}": value for name, value in case.overrides.items()}
+    found |= {f"optimizer.{name}": value for name, value in case.optimizer.items()}
+    for axis in ("arch", "precision", "recompute", "packing", "targets", "aux_loss", "resumes"):
+        value = getattr(case, axis)
+        if value != getattr(plain, axis):
+            found[axis] = repr(value)
+    return found | ({"aux_formula": case.aux_formula} if case.aux_loss else {})
+
+
+def on_this_stack(cases: Sequence[Case]) -> list[Any]:
+    """Parameters of a test: on the first stack all cases; on the second one those that do not cover are nightly."""
+    chosen = list(cases) if FIRST_STACK else covering(cases, settings_of)
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
