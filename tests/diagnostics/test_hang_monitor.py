@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
-from megascend.diagnostics.diagnosis import LISTED, Failure, Kind, PeerStatus, Record, diagnose, shorten
+from megascend.diagnostics.collective_sequence import CollectiveCounts
+from megascend.diagnostics.diagnosis import LISTED, Failure, Kind, PeerStatus, Record, diagnose, not_arrived, shorten
 from megascend.diagnostics.hang_monitor import EXIT_PEER_LOST, HangMonitor
 from megascend.diagnostics.heartbeat import Observer
-from megascend.diagnostics.processes import Process
+from megascend.diagnostics.processes import Process, started
+from megascend.diagnostics.upstream_errors import is_secondary, library_of
 from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import initialize
-from megascend.distributed.upstream_errors import is_secondary, library_of
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
 from megascend.testing import Lost, run_distributed
 from megascend.topology.topology import plan
@@ -30,7 +31,7 @@ from megascend.topology.topology import plan
 # --- the diagnosis: pure ---
 
 REDUCING = Record(
-    beat=7,
+    heartbeat=7,
     step=3,
     label="grad reduce",
     seconds=8.0,
@@ -138,6 +139,13 @@ def test_who_is_known_not_to_have_come_is_blamed_whatever_the_records_say() -> N
     assert diagnose(0, REDUCING, {1: PeerStatus(REDUCING, 9.0), 2: FINE}, suspects=[2]).culprits == (1,)
 
 
+def test_whose_number_is_behind_has_not_arrived() -> None:
+    came = PeerStatus(replace(REDUCING, collectives=CollectiveCounts({"dp": 3, "world": 1}, "dp")))
+    late = PeerStatus(replace(REDUCING, collectives=CollectiveCounts({"dp": 2, "world": 9}, "world")))
+    assert not_arrived("dp", 3, {1: came, 2: late, 3: None}) == [2, 3]
+    assert not_arrived("tp", 1, {1: came}) == [1]
+
+
 def test_a_device_that_waits_shows_nothing_in_python() -> None:
     """There this rank cannot say that it waits itself, so that frames are no evidence."""
     mine = replace(REDUCING, waiting=False)
@@ -161,7 +169,7 @@ def test_positions_are_a_short_list_with_the_culprits_in_it() -> None:
 
 
 def test_a_record_survives_the_store() -> None:
-    record = replace(FAILED, process=Process.own())
+    record = replace(FAILED, process=Process.own(), collectives=CollectiveCounts({"dp": 2}, "dp"))
     assert Record.decode(record.encode()) == record
     assert shorten("a\n  b" + "c" * 1000) == "a b" + "c" * 394 + "..."
 
@@ -177,24 +185,24 @@ def test_errors_can_be_pickled_and_caught_by_their_kin() -> None:
 
 
 def test_silence_is_what_the_reader_has_seen() -> None:
-    observer, own = Observer(Process()), Record(beat=1, clock=100.0)
-    observer.update({1: own, 2: None}, now=10.0, clock=100.5, patience=5)
+    observer, own = Observer(Process()), Record(heartbeat=1, clock=100.0)
+    observer.update({1: own, 2: None}, now=10.0, clock=100.5, timeout_s=5)
     assert observer.statuses([1, 2]) == {1: PeerStatus(own, 0.0, 0.5), 2: None}
-    assert observer.undecided(since=9.0), "one look proves nothing"
-    observer.update({1: own, 2: None}, now=12.0, clock=102.5, patience=5)
+    assert observer.undecided(since=9.0), "one poll proves nothing"
+    observer.update({1: own, 2: None}, now=12.0, clock=102.5, timeout_s=5)
     assert observer.statuses([1])[1] == PeerStatus(own, 2.0, 2.5)
-    observer.update({1: own}, now=13.5, clock=104.0, patience=5)
+    observer.update({1: own}, now=13.5, clock=104.0, timeout_s=5)
     assert observer.statuses([1])[1].gone  # type: ignore[union-attr]
     assert not observer.undecided(since=9.0)
-    observer.update({1: replace(own, beat=2)}, now=14.0, clock=104.5, patience=5)
+    observer.update({1: replace(own, heartbeat=2)}, now=14.0, clock=104.5, timeout_s=5)
     assert not observer.statuses([1])[1].gone  # type: ignore[union-attr]
-    assert not observer.undecided(since=9.0), "it has been seen to beat"
+    assert not observer.undecided(since=9.0), "its heartbeat has advanced"
 
 
 def test_a_reader_that_was_stopped_itself_blames_nobody() -> None:
-    observer, own = Observer(Process()), Record(beat=1)
+    observer, own = Observer(Process()), Record(heartbeat=1)
     for now in (10.0, 11.0, 500.0):
-        observer.update({1: own}, now, clock=0.0, patience=5)
+        observer.update({1: own}, now, clock=0.0, timeout_s=5)
     assert observer.statuses([1])[1].silent == 0.0  # type: ignore[union-attr]
 
 
@@ -204,12 +212,12 @@ def test_processes_of_this_machine() -> None:
         pytest.skip("no /proc here")
     assert reader.state_seen_by(reader) == "running"
     assert replace(reader, machine="another").state_seen_by(reader) == "unknown"
-    assert replace(reader, started=1).state_seen_by(reader) == "ended", "its number belongs to somebody else now"
+    assert replace(reader, started=1.0).state_seen_by(reader) == "ended", "its number belongs to somebody else now"
     number = os.fork()
     if number == 0:
         while True:
             time.sleep(1)
-    child = replace(reader, number=number, started=int(open(f"/proc/{number}/stat").read().rsplit(")")[1].split()[19]))  # noqa: SIM115
+    child = replace(reader, number=number, started=started(number))
     os.kill(number, signal.SIGSTOP)
     os.waitpid(number, os.WUNTRACED)
     assert child.state_seen_by(reader) == "stopped"
@@ -257,11 +265,11 @@ def wait_until(condition, seconds: float = 10.0) -> None:
 
 
 def of_two(tmp_path, timeout_s: float = 30.0):
-    """Two ranks' watches in one process, and a store to read what they say."""
+    """Two ranks' monitors in one process, and a store to read what they say."""
     launches = [Launch(rank=rank, world_size=2, store_path=str(tmp_path / "store")) for rank in range(2)]
-    watches = [HangMonitor(rank, 2, timeout_s, launch.store(5)) for rank, launch in enumerate(launches)]
+    monitors = [HangMonitor(rank, 2, timeout_s, launch.store(5)) for rank, launch in enumerate(launches)]
     store = launches[0].store(5)
-    return watches, lambda rank: Record.decode(store.get(f"monitor/{rank}"))
+    return monitors, lambda rank: Record.decode(store.get(f"monitor/{rank}"))
 
 
 def test_the_innermost_phase_is_published_and_the_outer_one_comes_back(tmp_path) -> None:
@@ -275,8 +283,8 @@ def test_the_innermost_phase_is_published_and_the_outer_one_comes_back(tmp_path)
         wait_until(lambda: not read(0).inside)
         monitor.step = 7
         wait_until(lambda: read(0).place == "after forward and backward of step 7")
-        beat = read(0).beat
-        wait_until(lambda: read(0).beat > beat + 1)
+        heartbeat = read(0).heartbeat
+        wait_until(lambda: read(0).heartbeat > heartbeat + 1)
         assert read(0).counts == {"forward and backward": 1}
     finally:
         monitor.close()
@@ -364,7 +372,7 @@ def test_a_fork_of_a_rank_has_no_part_in_it(runtime: Runtime) -> None:
     assert run_distributed(work, 2, init=False) == [0, 0]
 
 
-def test_an_adopted_group_is_watched_too(runtime: Runtime) -> None:
+def test_an_adopted_group_is_monitored_too(runtime: Runtime) -> None:
     def work() -> str:
         for _ in range(2):
             groups = initialize(plan(Parallel(), 2), runtime.platform, 30)

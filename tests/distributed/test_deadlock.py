@@ -1,10 +1,11 @@
-"""Which collectives wait for each other, from what ranks have announced. No processes."""
+"""Which collectives wait for each other, from what ranks have published. No processes."""
 
 from __future__ import annotations
 
 import pytest
 
-from megascend.distributed.deadlock import Pending, Standing, circle
+from megascend.diagnostics.collective_sequence import CollectiveCounts as Counts
+from megascend.distributed.deadlock import Pending, circle
 
 GROUPS = {
     "world": [[0, 1, 2, 3]],
@@ -20,38 +21,38 @@ def members(channel: str, rank: int) -> list[int]:
     return next((group for group in GROUPS.get(channel, []) if rank in group), [])
 
 
-def found(rank: int, standings: dict[int, Standing]) -> list[Pending]:
-    return circle(rank, lambda ranks: {number: standings.get(number, Standing()) for number in ranks}, members)
+def found(rank: int, counts: dict[int, Counts]) -> list[Pending]:
+    return circle(rank, lambda ranks: {number: counts.get(number, Counts()) for number in ranks}, members)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_groups(rank: int) -> None:
-    standings = {
-        0: Standing({"world": 5, "tp": 1}, "world"),
-        1: Standing({"world": 4, "tp": 2}, "tp"),
-        2: Standing({"world": 5}, "world"),
-        3: Standing({"world": 5}, "world"),
+    counts = {
+        0: Counts({"world": 5, "tp": 1}, "world"),
+        1: Counts({"world": 4, "tp": 2}, "tp"),
+        2: Counts({"world": 5}, "world"),
+        3: Counts({"world": 5}, "world"),
     }
     world, pair = Pending("world", 0, 5), Pending("tp", 1, 2)
-    assert found(rank, standings) == ([world, pair] if rank == 0 else [pair, world])
-    assert found(2, standings) == []  # waits for rank 1, but nobody for rank 2
+    assert found(rank, counts) == ([world, pair] if rank == 0 else [pair, world])
+    assert found(2, counts) == []  # waits for rank 1, but nobody for rank 2
 
 
 def test_a_circle_of_three() -> None:
-    standings = {0: Standing({"a": 1}, "a"), 1: Standing({"b": 1}, "b"), 2: Standing({"c": 1}, "c")}
-    assert found(1, standings) == [Pending("b", 1, 1), Pending("c", 2, 1), Pending("a", 0, 1)]
+    counts = {0: Counts({"a": 1}, "a"), 1: Counts({"b": 1}, "b"), 2: Counts({"c": 1}, "c")}
+    assert found(1, counts) == [Pending("b", 1, 1), Pending("c", 2, 1), Pending("a", 0, 1)]
 
 
 @pytest.mark.parametrize(
     "others",
     [
         {},  # not heard of
-        {1: Standing({"tp": 1}, "tp"), 2: Standing({"world": 1}, "world")},  # on their way out of what has ended
+        {1: Counts({"tp": 1}, "tp"), 2: Counts({"world": 1}, "world")},  # on their way out of what has ended
         {
-            1: Standing({"dp": 1, "tp": 1, "start": 1}, "dp"),
-            3: Standing({"start": 1}, "start"),
+            1: Counts({"dp": 1, "tp": 1, "start": 1}, "dp"),
+            3: Counts({"start": 1}, "start"),
         },  # one waits for a slow one
     ],
 )
-def test_ranks_that_are_only_late(others: dict[int, Standing]) -> None:
-    assert found(0, {0: Standing({"world": 2, "tp": 1}, "world"), **others}) == []
+def test_ranks_that_are_only_late(others: dict[int, Counts]) -> None:
+    assert found(0, {0: Counts({"world": 2, "tp": 1}, "world"), **others}) == []

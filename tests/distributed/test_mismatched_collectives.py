@@ -172,7 +172,7 @@ def test_what_one_rank_cannot_do_no_rank_does(runtime: Runtime) -> None:
     of_0, of_1 = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
     assert (of_0[0], of_1[0]) == ("rank 1: no", "no")
     assert of_0[1] == of_1[1]
-    assert of_0[1].startswith("rank 1: an object for gather_objects cannot be pickled: ")
+    assert of_0[1].startswith("rank 1: an object for gather_objects for x cannot be pickled: ")
 
 
 def test_one_process_needs_no_exchange(runtime: Runtime) -> None:

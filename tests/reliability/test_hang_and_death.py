@@ -26,7 +26,7 @@ from megascend.topology.topology import plan
 
 TIMEOUT_S = 4.0
 LONG_TIMEOUT_S = 40.0  # where a death has to be noticed before it
-DIAGNOSIS_S = 60.0  # three seconds of watching; the rest is what a busy machine adds (14 s were seen)
+DIAGNOSIS_S = 60.0  # three seconds of polling; the rest is what a busy machine adds (14 s were seen)
 DEADLINE_S = 180.0
 KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
 
@@ -198,7 +198,7 @@ def test_save(phase, action, checkpoint, megatron_imported, tmp_path):
 
 
 def test_a_rank_that_stops_while_it_writes(checkpoint, megatron_imported, tmp_path):
-    """The other one waits for the checkpoint, in no collective that could end: its watch ends it."""
+    """The other one waits for the checkpoint, in no collective that could end: its hang monitor ends it."""
     with (
         faults.inject(faults.Fault("stop", rank=1, phase="write", step=3)),
         pytest.raises(DistributedTestError, match=f"rank 0 exited with code {EXIT_PEER_LOST}") as error,

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 
+from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.processes import Process
 
 SILENT_S = 3.0
-"""A rank whose beat does not advance for so long, in seconds, is gone: it beats every second."""
+"""A rank whose heartbeat does not advance for so long, in seconds, is gone: there is one every second."""
 LISTED = 16
 """How many ranks' positions a message lists."""
 TEXT_LIMIT = 400
@@ -43,13 +44,14 @@ class Record:
     """What a rank says about itself.
 
     Attributes:
-        beat: counts the records; one that no longer advances belongs to a rank that is gone.
+        heartbeat: counts the records; one that no longer advances belongs to a rank that is gone.
         step: number of the optimizer step being worked on, from 1.
         label: the innermost phase the rank is in, or was in last.
         inside: it is in the phase; else it has left it.
         seconds: in (or since) that phase, when the record was written.
         outer: the outermost phase, in whose terms ranks are compared: all of them enter it equally often.
         counts: how often each outermost phase has been entered.
+        collectives: object collectives that it has entered.
         open: outermost phases the rank is in; several if it has threads in the background.
         frame: where its Python stands, if it has been in the phase for long; else "".
         waiting: that is inside ``torch.distributed``.
@@ -59,13 +61,14 @@ class Record:
         process: who wrote it.
     """
 
-    beat: int = 0
+    heartbeat: int = 0
     step: int = 1
     label: str = "start-up"
     inside: bool = True
     seconds: float = 0.0
     outer: str = "start-up"
     counts: dict[str, int] = field(default_factory=dict)
+    collectives: CollectiveCounts = field(default_factory=CollectiveCounts)
     open: list[str] = field(default_factory=list)
     frame: str = ""
     waiting: bool = False
@@ -84,6 +87,7 @@ class Record:
         values = json.loads(text)
         if values["failure"] is not None:
             values["failure"] = Failure(**values["failure"])
+        values["collectives"] = CollectiveCounts(**values["collectives"])
         values["process"] = Process(**values["process"])
         return cls(**values)
 
@@ -95,7 +99,7 @@ class Record:
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """A peer's last record, and for how many seconds its beat has not advanced before the reader's eyes.
+    """A peer's last record, and for how many seconds its heartbeat has not advanced before the reader's eyes.
 
     Attributes:
         age: the record's, in seconds, as far as the two machines' clocks agree; only messages use it.
@@ -183,6 +187,11 @@ def diagnose(
     return Diagnosis(
         kind, culprits, tuple(verdicts[peer][1] for peer in culprits[:LISTED]), positions(rank, mine, peers, culprits)
     )
+
+
+def not_arrived(channel: str, number: int, peers: Mapping[int, PeerStatus | None]) -> list[int]:
+    """Which of ``peers`` have not entered collective ``number`` of ``channel`` yet, as far as is known."""
+    return [peer for peer, seen in peers.items() if seen is None or seen.record.collectives.of(channel) < number]
 
 
 def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:

@@ -9,39 +9,41 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import linecache
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megascend.diagnostics.collective_sequence import CollectiveCounts, CollectiveSequence
 from megascend.diagnostics.diagnosis import (
     LOST,
     SILENT_S,
     Diagnosis,
     Failure,
     Kind,
+    PeerStatus,
     Record,
     diagnose,
+    not_arrived,
     of_step,
     shorten,
 )
 from megascend.diagnostics.heartbeat import Heartbeat
 from megascend.diagnostics.processes import Process
-from megascend.distributed.upstream_errors import is_secondary, library_of
+from megascend.diagnostics.upstream_errors import is_secondary, library_of
 from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megascend.testing.faults import Armed
+    from megascend.diagnostics.faults import Armed
 
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ PUBLISH_S = 1.0
 
 
 class Phase:
-    """One stay in a phase: a context manager that :meth:`HangMonitor.phase` makes."""
+    """What a thread does for a while: a context manager that :meth:`HangMonitor.phase` makes."""
 
     __slots__ = ("_monitor", "label", "name", "since")
 
@@ -74,12 +76,12 @@ class Phase:
 
 
 @dataclass
-class _Stay:
-    """Where one thread is. ``visits`` counts entries and exits: it differs whenever the thread has moved on."""
+class _PhaseStack:
+    """Where one thread is. ``generation`` counts entries and exits: it differs whenever the thread has moved on."""
 
     thread: int
-    stack: list[Phase] = field(default_factory=list)
-    visits: int = 0
+    phases: list[Phase] = field(default_factory=list)
+    generation: int = 0
     since: float = 0.0
     last: str = "start-up"
 
@@ -100,6 +102,7 @@ class HangMonitor:
 
     Attributes:
         step: number of the optimizer step being worked on, from 1.
+        sequence: the object collectives that this rank enters.
         last_words: called with the error, on the monitor's thread, before it ends the process.
 
     Raises:
@@ -116,13 +119,14 @@ class HangMonitor:
         waits_on_host: bool = True,
     ) -> None:
         self.step = 1
+        self.sequence = CollectiveSequence()
         self.last_words: Callable[[BaseException], None] | None = None
         self._rank, self._timeout_s, self._waits_on_host = rank, timeout_s, waits_on_host
-        self._look_after = min(5.0, 0.5 * timeout_s)
+        self._attend_after = min(5.0, 0.5 * timeout_s)
         self._process = Process.own()
         self._counts: dict[str, int] = {}
-        self._front = _Stay(threading.get_ident(), since=time.monotonic())
-        self._behind: dict[int, _Stay] = {}
+        self._main = _PhaseStack(threading.get_ident(), since=time.monotonic())
+        self._background: dict[int, _PhaseStack] = {}
         self._failure: Failure | None = None
         self._told: BaseException | None = None
         self._explaining = self._ended = False
@@ -156,8 +160,8 @@ class HangMonitor:
     @property
     def place(self) -> str:
         """The outermost phase that this thread is in; empty between phases."""
-        stack = self._stay().stack
-        return stack[0].label if stack else ""
+        phases = self._stack().phases
+        return phases[0].label if phases else ""
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run ``function`` in a phase; for functions that return nothing, whose phase fault injection can skip."""
@@ -184,14 +188,14 @@ class HangMonitor:
 
     def _enter(self, phase: Phase, skippable: bool) -> bool:
         """Enter ``phase``; True if fault injection skips its body."""
-        stay = self._stay()
-        if not stay.stack:
+        stack = self._stack()
+        if not stack.phases:
             self._counts[phase.name] = self._counts.get(phase.name, 0) + 1
-            if stay is self._front:
+            if stack is self._main:
                 self._failure = None  # whatever it was, this rank has gone on
-        phase.since = stay.since = time.monotonic()
-        stay.stack.append(phase)
-        stay.visits += 1
+        phase.since = stack.since = time.monotonic()
+        stack.phases.append(phase)
+        stack.generation += 1
         if self._faults is None:
             return False
         try:
@@ -203,26 +207,26 @@ class HangMonitor:
             raise
 
     def _leave(self, phase: Phase, error: BaseException | None) -> None:
-        stay = self._stay()
+        stack = self._stack()
         try:
             if error is not None and error is not self._told:
-                self._failed(phase, stay, error)
+                self._failed(phase, stack, error)
         finally:
-            stay.stack.pop()
-            stay.last, stay.since = phase.label, time.monotonic()
-            stay.visits += 1
-            if stay is not self._front and not stay.stack:
-                del self._behind[stay.thread]
+            stack.phases.pop()
+            stack.last, stack.since = phase.label, time.monotonic()
+            stack.generation += 1
+            if stack is not self._main and not stack.phases:
+                del self._background[stack.thread]
 
-    def _stay(self) -> _Stay:
+    def _stack(self) -> _PhaseStack:
         thread = threading.get_ident()
-        if thread == self._front.thread:
-            return self._front
-        return self._behind.setdefault(thread, _Stay(thread))
+        if thread == self._main.thread:
+            return self._main
+        return self._background.setdefault(thread, _PhaseStack(thread))
 
     # --- errors ---
 
-    def _failed(self, phase: Phase, stay: _Stay, error: BaseException) -> None:
+    def _failed(self, phase: Phase, stack: _PhaseStack, error: BaseException) -> None:
         """Publish ``error``, which leaves ``phase``; raise in its place what names the culprit, if another rank is."""
         if self._heartbeat is None or os.getpid() != self._process.number:  # a forked child has no thread
             return
@@ -243,11 +247,43 @@ class HangMonitor:
         Returns:
             A PeerLostError, CollectiveTimeoutError or ProcessGroupError; see :meth:`phase`.
         """
-        stay = self._stay()
-        phase = stay.stack[-1]
+        return self._explain(error, lambda _: headline, lambda _: list(suspects or ()))
+
+    def explain_collective(
+        self,
+        error: BaseException,
+        channel: str,
+        number: int,
+        ranks: Sequence[int],
+        headline: Callable[[list[int]], str],
+    ) -> CollectiveTimeoutError | ProcessGroupError:
+        """As :meth:`explain`, for an object collective that has failed on this rank.
+
+        Args:
+            channel, number: its place in the collective sequence.
+            ranks: those that it is of.
+            headline: makes the beginning of the message from the ranks that have not entered it; none if nothing is known.
+        """
+        others = set(ranks)
+        return self._explain(
+            error,
+            headline,
+            lambda peers: not_arrived(channel, number, {rank: seen for rank, seen in peers.items() if rank in others}),
+        )
+
+    def _explain(
+        self,
+        error: BaseException,
+        headline: Callable[[list[int]], str],
+        suspected: Callable[[Mapping[int, PeerStatus | None]], list[int]],
+    ) -> CollectiveTimeoutError | ProcessGroupError:
+        stack = self._stack()
+        phase = stack.phases[-1]
         self._publish_failure(phase, error)
-        found = self._diagnose(stay, suspects)
-        parts = [headline]
+        peers = self._poll_peers()
+        suspects = suspected(peers or {})
+        found = self._diagnose(stack, peers, suspects)
+        parts = [headline(suspects)]
         if found.kind is Kind.FINE:
             parts.append("No rank is missing, and none has failed")
         elif found.reasons:
@@ -264,24 +300,41 @@ class HangMonitor:
         seconds = time.monotonic() - phase.since
         return f"rank {self._rank}: {of_step(phase.label, self.step)} failed after {seconds:.1f} s"
 
-    def _diagnose(self, stay: _Stay, suspects: Iterable[int] | None) -> Diagnosis:
-        blamed = tuple(suspects or ())
+    def _poll_peers(self) -> dict[int, PeerStatus | None] | None:
+        """The peers as they are now; None if nothing can be found out."""
         if self._heartbeat is None:
-            return Diagnosis(Kind.LATE if blamed else Kind.FINE, blamed, (), "")
-        mine = self._describe(stay, 0, waiting=self._waits_on_host)
+            return None
         self._explaining = True
         try:
-            seen = self._heartbeat.look_around(ANSWER_S)
+            return self._heartbeat.poll_until_certain(ANSWER_S)
         finally:
             self._explaining = False
-        if seen is None:
+
+    def _diagnose(
+        self, stack: _PhaseStack, peers: Mapping[int, PeerStatus | None] | None, suspects: Sequence[int]
+    ) -> Diagnosis:
+        blamed = tuple(suspects)
+        if self._heartbeat is None:
+            return Diagnosis(Kind.LATE if blamed else Kind.FINE, blamed, (), "")
+        if peers is None:
             reason = "the store in which ranks tell what they do does not answer; whoever serves it is gone"
             return Diagnosis(Kind.GONE, blamed, (reason,), "What the ranks do is unknown")
-        return diagnose(self._rank, mine, seen, blamed or None)
+        mine = self._describe(stack, 0, waiting=self._waits_on_host)
+        return diagnose(self._rank, mine, peers, blamed or None)
+
+    def collective_counts(self, ranks: Sequence[int]) -> dict[int, CollectiveCounts]:
+        """Which collectives ``ranks`` have entered, as far as they have published it: within a moment."""
+        heartbeat = self._heartbeat
+        others = [rank for rank in ranks if rank != self._rank]
+        records = heartbeat.read(others, ANSWER_S) if heartbeat is not None and others else None
+        found = {rank: record.collectives for rank, record in (records or {}).items() if record is not None}
+        return {rank: found.get(rank, CollectiveCounts()) for rank in others} | (
+            {self._rank: self.sequence.counts} if self._rank in ranks else {}
+        )
 
     def _publish_failure(self, phase: Phase, error: BaseException) -> None:
         text = f"{type(error).__name__}: {shorten(str(error))}"
-        outer = self._stay().stack[0].name
+        outer = self._stack().phases[0].name
         self._failure = Failure(of_step(phase.label, self.step), outer, text, is_secondary(error))
         self._told = error
         self._publish()
@@ -297,26 +350,27 @@ class HangMonitor:
     # --- what the thread publishes ---
 
     def _moved(self) -> object:
-        return self._front.visits, len(self._behind), self._failure, self.step
+        return self._main.generation, len(self._background), self._failure, self.step, self.sequence.counts
 
-    def _record(self, beat: int) -> Record:
-        return self._describe(self._front, beat)
+    def _record(self, heartbeat: int) -> Record:
+        return self._describe(self._main, heartbeat)
 
-    def _describe(self, stay: _Stay, beat: int, waiting: bool | None = None) -> Record:
-        stack = list(stay.stack)
-        opened = [other.stack[0].name for other in (self._front, *list(self._behind.values())) if other.stack]
-        seconds = time.monotonic() - stay.since
+    def _describe(self, stack: _PhaseStack, heartbeat: int, waiting: bool | None = None) -> Record:
+        phases = list(stack.phases)
+        opened = [other.phases[0].name for other in (self._main, *list(self._background.values())) if other.phases]
+        seconds = time.monotonic() - stack.since
         frame, waits = "", False
-        if stack and seconds >= min(2.0, self._look_after / 2):
-            frame, waits = _where(sys._current_frames().get(stay.thread))
+        if phases and seconds >= min(2.0, self._attend_after / 2):
+            frame, waits = _where(sys._current_frames().get(stack.thread))
         return Record(
-            beat=beat,
+            heartbeat=heartbeat,
             step=self.step,
-            label=stack[-1].label if stack else stay.last,
-            inside=bool(stack),
+            label=phases[-1].label if phases else stack.last,
+            inside=bool(phases),
             seconds=round(seconds, 1),
-            outer=stack[0].name if stack else "",
+            outer=phases[0].name if phases else "",
             counts=dict(self._counts),
+            collectives=self.sequence.counts,
             open=opened,
             frame=frame,
             waiting=waits if waiting is None else waiting,
@@ -330,26 +384,31 @@ class HangMonitor:
 
     def _attend(self, heartbeat: Heartbeat) -> None:
         """Speak up, and at last end the process, if the main thread is stuck because of another rank. On the thread."""
-        stay, visits, now = self._front, self._front.visits, time.monotonic()
-        seconds = now - stay.since
-        if not stay.stack or self._explaining or seconds < self._look_after or now - self._attended < heartbeat.look_s:
+        stack, generation, now = self._main, self._main.generation, time.monotonic()
+        seconds = now - stack.since
+        if (
+            not stack.phases
+            or self._explaining
+            or seconds < self._attend_after
+            or now - self._attended < heartbeat.poll_s
+        ):
             return
         self._attended = now
-        found = diagnose(self._rank, self._describe(stay, 0), heartbeat.poll())
+        found = diagnose(self._rank, self._describe(stack, 0), heartbeat.poll())
         if found.kind not in LOST:
             self._noticed_in = -1
-        elif self._noticed_in != visits:
-            self._noticed_in, self._noticed_at = visits, now
-        if visits != stay.visits:
+        elif self._noticed_in != generation:
+            self._noticed_in, self._noticed_at = generation, now
+        if generation != stack.generation:
             return
-        if seconds > self._timeout_s + GRACE_S and self._spoken != visits:
-            self._spoken = visits
+        if seconds > self._timeout_s + GRACE_S and self._spoken != generation:
+            self._spoken = generation
             _say(self._stuck(found, seconds))
-        if self._noticed_in == visits and now - self._noticed_at > self._timeout_s + GRACE_S:
+        if self._noticed_in == generation and now - self._noticed_at > self._timeout_s + GRACE_S:
             self._give_up(found, seconds, heartbeat)
 
     def _stuck(self, found: Diagnosis, seconds: float) -> str:
-        place = of_step(self._front.stack[-1].label, self.step) if self._front.stack else "?"
+        place = of_step(self._main.phases[-1].label, self.step) if self._main.phases else "?"
         reasons = "; ".join(found.reasons) or "no rank is gone, has failed or is in another phase"
         taken = f"has taken {seconds:.0f} s (timeout_s is {self._timeout_s:g})"
         return f"rank {self._rank}: {place} {taken}: {reasons}. {found.positions}"
@@ -357,7 +416,7 @@ class HangMonitor:
     def _give_up(self, found: Diagnosis, seconds: float, heartbeat: Heartbeat) -> None:
         message = self._stuck(found, seconds)
         _say(f"{message}. Nothing will come of waiting: ending this process with code {EXIT_PEER_LOST}")
-        frame = sys._current_frames().get(self._front.thread)
+        frame = sys._current_frames().get(self._main.thread)
         error = PeerLostError(message)
         if self.last_words is not None:
             self.last_words(error)
@@ -368,7 +427,7 @@ class HangMonitor:
         """The interpreter is going, perhaps because of an exception outside of every phase."""
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.number:
-            place = of_step(self._front.last, self.step)
+            place = of_step(self._main.last, self.step)
             self._failure = Failure(
                 f"what follows {place}", "", f"{type(error).__name__}: {shorten(str(error))}", False
             )
@@ -397,17 +456,16 @@ def _say(line: str) -> None:
 
 
 def _write_error_file(error: BaseException, stack: str) -> None:
-    """Leave the error where torchrun looks for it, in the format of ``torch.distributed.elastic``'s ``ErrorHandler``."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    """Leave the error where torchrun looks for it (``TORCHELASTIC_ERROR_FILE``), with the stack of the thread that was stuck."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-    except OSError as problem:
-        _say(f"torchrun's error file cannot be written: {problem}")
+        raise error from RuntimeError(f"the main thread was here:\n{stack}")
+    except type(error):
+        try:
+            get_error_handler().record_exception(error)
+        except OSError as problem:
+            _say(f"torchrun's error file cannot be written: {problem}")
 
 
 def _armed_faults(rank: int, attempt: int) -> Armed | None:
@@ -415,7 +473,7 @@ def _armed_faults(rank: int, attempt: int) -> Armed | None:
     text = os.environ.get("MEGASCEND_FAULTS")
     if not text:
         return None
-    from megascend.testing import faults
+    from megascend.diagnostics import faults
 
     armed = faults.Armed.from_text(text, rank, attempt)
     if armed is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet  # not the built-in before Python 3.11
 from typing import TYPE_CHECKING, TypeVar
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """Seconds between two records of a rank that does not move on."""
 TICK_S = 0.2
-"""Seconds between two looks at what this rank does; a change is published then."""
-LOOK_S = 0.25
-"""Seconds between two looks at the peers while somebody waits for a diagnosis."""
+"""How often it is looked whether this rank has moved on, in seconds; a change is published then."""
+POLL_S = 0.25
+"""Seconds between two polls of the peers while somebody waits for a diagnosis."""
 
 
 class Observer:
-    """When each peer's beat was last seen to advance, by this process's own clock.
+    """When each peer's heartbeat was last seen to advance, by this process's own clock.
 
     Times are those of ``time.monotonic()``, passed in by the caller.
     """
@@ -35,45 +35,45 @@ class Observer:
     def __init__(self, reader: Process) -> None:
         self._reader = reader
         self._seen: dict[int, tuple[Record, float]] = {}  # and since when it is like that
-        self._advanced: dict[int, float] = {}  # when a beat was last seen to come
-        self._looked = self._clock = -1e9
+        self._advanced: dict[int, float] = {}  # when a heartbeat was last seen to come
+        self._polled = self._clock = -1e9
 
-    def update(self, records: Mapping[int, Record | None], now: float, clock: float, patience: float) -> None:
+    def update(self, records: Mapping[int, Record | None], now: float, clock: float, timeout_s: float) -> None:
         """Take note of what the peers say ``now`` (``clock``: the same in ``time.time()``).
 
         Args:
-            patience: this reader should have looked within so many seconds. If it did not, it may have been stopped itself,
+            timeout_s: this reader should have polled within so many seconds. If it did not, it may have been stopped itself,
                 and the peers with it: silence is then counted from now on only.
         """
-        resumed = now - self._looked > patience
+        resumed = now - self._polled > timeout_s
         for rank, record in records.items():
             if record is None:
                 continue
             last = self._seen.get(rank)
-            advanced = last is not None and last[0].beat != record.beat
+            advanced = last is not None and last[0].heartbeat != record.heartbeat
             if advanced:
                 self._advanced[rank] = now
             if last is None or advanced or resumed:
                 self._seen[rank] = record, now
-        self._looked, self._clock = now, clock
+        self._polled, self._clock = now, clock
 
     def statuses(self, peers: Iterable[int]) -> dict[int, PeerStatus | None]:
-        """What is known of ``peers`` as of the last look."""
+        """What is known of ``peers`` as of the last poll."""
         found: dict[int, PeerStatus | None] = {}
         for rank in peers:
             if rank in self._seen:
                 record, since = self._seen[rank]
                 state = record.process.state_seen_by(self._reader)
-                found[rank] = PeerStatus(record, self._looked - since, max(0.0, self._clock - record.clock), state)
+                found[rank] = PeerStatus(record, self._polled - since, max(0.0, self._clock - record.clock), state)
             else:
                 found[rank] = None
         return found
 
     def undecided(self, since: float) -> bool:
-        """Whether to look on: a peer may be alive or gone, having neither beaten after ``since`` nor been silent for long."""
+        """Whether to poll on: a peer may be alive or gone, with no heartbeat after ``since`` and not silent for long either."""
         return any(
             self._advanced.get(rank, -1e9) <= since
-            and self._looked - at < SILENT_S
+            and self._polled - at < SILENT_S
             and record.failure is None
             and not record.ended
             for rank, (record, at) in self._seen.items()
@@ -87,7 +87,7 @@ class Heartbeat:
 
     Args:
         store: a connection that nobody else uses.
-        snapshot: this rank's record of the moment, given its beat.
+        snapshot: this rank's record of the moment, given its number.
         changed: a value that differs when the rank has moved on to something else.
         attend: called at every tick; for deadlines.
     """
@@ -105,9 +105,9 @@ class Heartbeat:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._snapshot, self._changed, self._attend = snapshot, changed, attend
         self._tick = TICK_S * max(1.0, world_size / 512)
-        self.look_s = max(BEAT_S, world_size / 64)
+        self.poll_s = max(HEARTBEAT_S, world_size / 64)
         self._observer = Observer(snapshot(0).process)
-        self._beat, self._published, self._last_change, self._looked = 0, -1e9, object(), -1e9
+        self._count, self._published, self._last_change, self._polled = 0, -1e9, object(), -1e9
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
         self.io = threading.Lock()  # held while the store is in use; who stops this process for a test takes it first
         self.lost: str | None = None
@@ -125,13 +125,19 @@ class Heartbeat:
         """Publish this rank's record at once; returns when it is out, or after ``limit_s``."""
         self._ask(self._publish, limit_s)
 
-    def look_around(self, limit_s: float) -> dict[int, PeerStatus | None] | None:
-        """The peers, watched until each has shown that it is alive or has been silent for :data:`SILENT_S`.
+    def poll_until_certain(self, limit_s: float) -> dict[int, PeerStatus | None] | None:
+        """The peers, polled until each has shown that it is alive or has been silent for :data:`SILENT_S`.
+
+        What it returns was so when it was called, or later.
 
         Returns:
             None if the store does not answer within ``limit_s``.
         """
         return self._ask(self._observe, limit_s)
+
+    def read(self, peers: Sequence[int], limit_s: float) -> dict[int, Record | None] | None:
+        """The present records of ``peers``; None if the store does not answer within ``limit_s``."""
+        return self._ask(lambda: self._read(peers), limit_s)
 
     def close(self, limit_s: float = 2.0) -> None:
         """Publish a last record and end the thread."""
@@ -158,7 +164,7 @@ class Heartbeat:
             self._publish()
             while self._next():
                 now = time.monotonic()
-                if self._changed() != self._last_change or now - self._published >= BEAT_S:
+                if self._changed() != self._last_change or now - self._published >= HEARTBEAT_S:
                     self._publish()
                 self._attend(self)
         except RuntimeError as error:  # the store's server has gone: at the end of a run, or with its machine
@@ -184,29 +190,29 @@ class Heartbeat:
 
     def _publish(self) -> None:
         self._last_change = self._changed()
-        self._beat += 1
+        self._count += 1
         with self.io:
-            self._store.set(_key(self._rank), self._snapshot(self._beat).encode())
+            self._store.set(_key(self._rank), self._snapshot(self._count).encode())
         self._published = time.monotonic()
 
     def poll(self) -> dict[int, PeerStatus | None]:
-        """The peers as far as is known; looks at them anew at most every ``look_s`` seconds. For ``attend``."""
-        if time.monotonic() - self._looked >= self.look_s:
-            self._look()
+        """The peers as far as is known; reads their records at most every ``poll_s`` seconds. For ``attend``."""
+        if time.monotonic() - self._polled >= self.poll_s:
+            self._poll()
         return self._observer.statuses(self._peers)
 
-    def _look(self) -> None:
-        records = self._read()
-        self._looked = time.monotonic()
-        self._observer.update(records, self._looked, time.time(), patience=3 * self.look_s + SILENT_S)
+    def _poll(self) -> None:
+        records = self._read(self._peers)
+        self._polled = time.monotonic()
+        self._observer.update(records, self._polled, time.time(), timeout_s=3 * self.poll_s + SILENT_S)
 
-    def _read(self) -> dict[int, Record | None]:
-        keys = {peer: _key(peer) for peer in self._peers}
+    def _read(self, peers: Sequence[int]) -> dict[int, Record | None]:
+        keys = {peer: _key(peer) for peer in peers}
         with self.io:
             if not self._store.check(list(keys.values())):
                 keys = {peer: key for peer, key in keys.items() if self._store.check([key])}
             values = self._store.multi_get(list(keys.values())) if keys else []
-        found: dict[int, Record | None] = dict.fromkeys(self._peers)
+        found: dict[int, Record | None] = dict.fromkeys(peers)
         found.update((peer, Record.decode(value)) for peer, value in zip(keys, values, strict=True))
         return found
 
@@ -214,13 +220,15 @@ class Heartbeat:
         start = time.monotonic()
         self._publish()
         while True:
-            self._look()
+            self._poll()
             found = self._observer.statuses(self._peers)
-            certain = any(seen is not None and seen.conclusive for seen in found.values())
-            if certain or not self._observer.undecided(start) or self._looked - start > SILENT_S + 2 * BEAT_S:
+            conclusive = any(seen is not None and seen.conclusive for seen in found.values())
+            # Whoever moves on publishes that within a tick, so that what is read two ticks later is up to date.
+            certain = conclusive and self._polled - start > 2 * self._tick
+            if certain or not self._observer.undecided(start) or self._polled - start > SILENT_S + 2 * HEARTBEAT_S:
                 return found
-            time.sleep(max(LOOK_S, self.look_s / 8))
-            if time.monotonic() - self._published >= BEAT_S:
+            time.sleep(max(POLL_S, self.poll_s / 8))
+            if time.monotonic() - self._published >= HEARTBEAT_S:
                 self._publish()
 
 

@@ -1,26 +1,15 @@
 """Collectives of different groups that wait for each other: rank 0 in one of the world, rank 1 in one of its pair. Pure.
 
-Nothing that is exchanged inside a group can show this, since neither exchange ends. Every rank announces the collective that it
-enters (:mod:`megascend.distributed.collective_sequence`); one that waits for long follows these announcements from rank to rank.
+Nothing that is exchanged inside a group can show this, since neither exchange ends. Every rank publishes the collectives that it
+enters (:mod:`megascend.diagnostics.collective_sequence`); one that waits for long follows these records from rank to rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Standing:
-    """What a rank has announced.
-
-    Attributes:
-        counts: collectives entered, by the name of their channel.
-        last: the channel of the last one; its number is the count.
-    """
-
-    counts: Mapping[str, int] = field(default_factory=dict)
-    last: str = ""
+from megascend.diagnostics.collective_sequence import CollectiveCounts
 
 
 @dataclass(frozen=True)
@@ -34,18 +23,19 @@ class Pending:
 
 def circle(
     rank: int,
-    standings: Callable[[Sequence[int]], Mapping[int, Standing]],
+    read: Callable[[Sequence[int]], Mapping[int, CollectiveCounts]],
     members: Callable[[str, int], Sequence[int]],
 ) -> list[Pending]:
     """Collectives, that of ``rank`` among them, each of which waits for a rank that is in the next; empty if there are none.
 
-    A rank that has entered a collective cannot have left it before all others have come, so what is found does not pass.
+    A rank that has entered a collective cannot have left it before all others have come, so what is found does not pass: not even
+    where the records are of different moments. Whoever is read last is waited for by one that still waits, and so on round.
 
     Args:
-        standings: reads what ranks have announced.
+        read: what ranks have published.
         members: the ranks of a channel that holds a rank.
     """
-    known = dict(standings([rank]))
+    known = dict(read([rank]))
     came_from: dict[int, int] = {}
     row = [rank]
     while row:
@@ -53,9 +43,9 @@ def circle(
         for waiting in row:
             here = known[waiting]
             others = [other for other in members(here.last, waiting) if other != waiting and other not in known]
-            known |= standings(others)
+            known |= read(others)
             for other in members(here.last, waiting):
-                if known[other].counts.get(here.last, 0) < here.counts[here.last]:
+                if known[other].of(here.last) < here.of(here.last):
                     if other == rank:
                         return _path(waiting, rank, came_from, known)
                     if other not in came_from and known[other].last:
@@ -65,8 +55,8 @@ def circle(
     return []
 
 
-def _path(last: int, first: int, came_from: Mapping[int, int], known: Mapping[int, Standing]) -> list[Pending]:
+def _path(last: int, first: int, came_from: Mapping[int, int], known: Mapping[int, CollectiveCounts]) -> list[Pending]:
     ranks = [last]
     while ranks[-1] != first:
         ranks.append(came_from[ranks[-1]])
-    return [Pending(known[rank].last, rank, known[rank].counts[known[rank].last]) for rank in reversed(ranks)]
+    return [Pending(known[rank].last, rank, known[rank].of(known[rank].last)) for rank in reversed(ranks)]

@@ -41,7 +41,7 @@ class ObjectCollectiveRedirect:
         for name in FUNCTIONS:
             original = getattr(dist, name)
             self._originals[name] = original
-            setattr(dist, name, self._detour(original))
+            setattr(dist, name, self._redirected(original))
 
     def remove(self) -> None:
         """Put the functions back."""
@@ -49,7 +49,7 @@ class ObjectCollectiveRedirect:
             setattr(dist, name, original)
         self._originals.clear()
 
-    def _detour(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _redirected(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from megascend.distributed import frames
 from megascend.distributed.channels import Channel
-from megascend.distributed.collective_sequence import did_not_arrive
 from megascend.distributed.deadlock import Pending, circle
 from megascend.distributed.frames import Frame, Position
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.distributed.start_up import did_not_arrive
 from megascend.errors import MegascendError, OutOfStepError, ProcessGroupError
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _collective(
 ) -> Iterator[_Collective]:
     """One collective in the phase that errors and the monitor know it by."""
     channel = groups.channel(group_name)
-    name = label or re.split("[, ]", kind, maxsplit=1)[0]
+    name = label or _name(kind, what)
     where = name if group_name == "world" else f"{name} on group {group_name!r}"
     position = Position(
         kind, group_name, 0, groups.monitor.step if step is None else step, what, place=groups.monitor.place
@@ -224,15 +224,16 @@ class _Collective:
         """Find out whether what this rank waits for waits for this rank, and end it if so."""
         groups = self._groups
         if self._channel.name in groups.carriers:
-            self._release(circle(groups.rank, groups.sequence.standings, groups.carried_to), position)
+            self._release(circle(groups.rank, groups.monitor.collective_counts, groups.carried_to), position)
 
     def _release(self, pending: Sequence[Pending], position: Position) -> None:
         """Show this rank's position in collectives that wait for it and that it will not come to."""
         groups = self._groups
         for one in pending:
-            late = groups.sequence.count(one.channel) < one.number
+            sequence = groups.monitor.sequence
+            late = sequence.counts.of(one.channel) < one.number
             if late and groups.rank in groups.carried_to(one.channel, one.rank):
-                groups.sequence.announce(one.channel, waits=False)
+                sequence.enter(one.channel, waits=False)
                 groups.channel(one.channel).take_part(frames.encode_stray(position, pending))
 
     def gather(self, content: bytes, timeout_s: float | None = None) -> list[bytes]:
@@ -294,20 +295,29 @@ class _Collective:
 
     @contextmanager
     def _naming_the_late(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Announce this rank; what Gloo raises becomes an error that names who did not come."""
-        channel, groups, where = self._channel, self._groups, self._where
-        self._number = groups.sequence.announce(channel.name)
+        """Number the collective; what Gloo raises becomes an error that names who did not come."""
+        channel, monitor = self._channel, self._groups.monitor
+        self._number = monitor.sequence.enter(channel.name)
+
+        def headline(late: list[int]) -> str:
+            limit = channel.timeout_s if timeout_s is None else timeout_s
+            if late:
+                return did_not_arrive(self._groups.rank, self._where, late, len(channel.ranks), limit)
+            came = f"although ranks {channel.ranks} came; one may have died since"
+            return f"rank {self._groups.rank}: {self._where} failed {came}"
+
         try:
             yield
         except RuntimeError as error:  # what gloo raises for timeouts and for lost peers alike
-            limit = channel.timeout_s if timeout_s is None else timeout_s
-            late = _diagnose(lambda: groups.sequence.missing(channel.name, self._number, channel.ranks))
-            headline = (
-                did_not_arrive(groups.rank, where, late, len(channel.ranks), limit)
-                if late
-                else f"rank {groups.rank}: {where} failed although ranks {channel.ranks} came; one may have died since"
-            )
-            raise groups.monitor.explain(error, headline, suspects=late or None) from error
+            raise monitor.explain_collective(error, channel.name, self._number, channel.ranks, headline) from error
+
+
+def _name(kind: str, what: str) -> str:
+    """What messages call a collective: its function, and the call that it is for. Of :func:`agree`, only that."""
+    function, call = re.split("[, ]", kind, maxsplit=1)[0], re.split(r"[(,]", what, maxsplit=1)[0]
+    if not call:
+        return function
+    return call if function == "agree" else f"{function} for {call}"
 
 
 def _padded(content: bytes, size: int) -> Tensor:
@@ -316,10 +326,3 @@ def _padded(content: bytes, size: int) -> Tensor:
 
 def _cut(received: Sequence[Tensor], found: Sequence[Frame]) -> list[bytes]:
     return [part[: frame.length].numpy().tobytes() for part, frame in zip(received, found, strict=True)]
-
-
-def _diagnose(missing: Callable[[], list[int]]) -> list[int]:
-    try:
-        return missing()
-    except RuntimeError:  # the store is gone too (its server has exited): the original error has to do
-        return []

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.distributed.channels import Channel
-from megascend.distributed.collective_sequence import CollectiveSequence
 from megascend.distributed.engine_groups import GroupFactory, PlainGroups
 from megascend.distributed.launch import Launch, reconnect
 from megascend.distributed.object_redirect import ObjectCollectiveRedirect
+from megascend.distributed.start_up import did_not_arrive, wait_for_all
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
 from megascend.topology.groups import axes_of, rank_lists
 from megascend.topology.topology import Coordinates, Topology
@@ -58,7 +58,6 @@ class ProcessGroups:
     Attributes:
         device: where this rank's tensors live.
         timeout_s: after which a collective gives up, in seconds.
-        sequence: who came to which object collective, for error messages.
         monitor: what this rank does now, and what the others do.
     """
 
@@ -66,7 +65,6 @@ class ProcessGroups:
     launch: Launch
     device: torch.device
     timeout_s: float
-    sequence: CollectiveSequence
     monitor: HangMonitor
     owns_default: bool
     _factory: GroupFactory
@@ -206,9 +204,7 @@ def initialize(
         waits_on_host=platform.backend == "gloo",
     )
     factory = factory or PlainGroups()
-    groups = ProcessGroups(
-        topology, launch, device, timeout_s, CollectiveSequence(store, launch.rank), monitor, owns_default, factory
-    )
+    groups = ProcessGroups(topology, launch, device, timeout_s, monitor, owns_default, factory)
     try:
         with monitor.phase("start-up"):
             if owns_default:
@@ -240,14 +236,11 @@ def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | No
 
 def _join(groups: ProcessGroups, store: dist.Store, platform: CommunicationPlatform) -> None:
     """Wait for all ranks at the store, then create the default group."""
-    launch, sequence, timeout_s = groups.launch, groups.sequence, groups.timeout_s
-    everybody = range(launch.world_size)
-    count = sequence.announce("start")
-    try:
-        sequence.wait("start", count, everybody, timeout_s, "start-up")
-    except CollectiveTimeoutError as error:
-        late = sequence.missing("start", count, everybody)
-        raise groups.monitor.explain(error, str(error), suspects=late) from None
+    launch, timeout_s = groups.launch, groups.timeout_s
+    missing = wait_for_all(store, launch.rank, launch.world_size, timeout_s)
+    if missing:
+        headline = did_not_arrive(launch.rank, "start-up", missing, launch.world_size, timeout_s)
+        raise groups.monitor.explain(CollectiveTimeoutError(headline), headline, suspects=missing)
     dist.init_process_group(
         platform.backend,
         store=store,
@@ -291,7 +284,8 @@ def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.S
     if second is None:
         warnings.warn(
             f"rank {launch.rank}: the default process group's store, a {type(default).__name__}, allows no second "
-            "connection: errors of collectives will not name the ranks to blame",
+            "connection: errors of collectives will not name the ranks to blame, and collectives of different groups that wait "
+            "for each other end with their timeout",
             stacklevel=3,
         )
         return store, None

@@ -1,0 +1,48 @@
+"""All ranks meet at the store, before there is a process group that they could meet in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> list[int]:
+    """Say that ``rank`` is there, and wait for the others.
+
+    Returns:
+        The ranks that did not come within ``timeout_s``; none if all are there.
+    """
+    keys = [f"started/{number}" for number in range(world_size)]
+    store.set(keys[rank], "")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, min(1.0, deadline - time.monotonic()))))
+            return []
+        except (
+            RuntimeError
+        ):  # which class a timeout has differs from store to store; one that is gone fails the check below
+            missing = [number for number, key in enumerate(keys) if not store.check([key])]
+            if not missing or time.monotonic() >= deadline:
+                return missing
+
+
+def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int, timeout_s: float) -> str:
+    """The message of every error about ranks that did not come.
+
+    Args:
+        label: where to.
+        missing: ranks that did not.
+        expected: how many should have.
+    """
+    names = ", ".join(str(number) for number in missing)
+    return (
+        f"rank {rank}: {len(missing)} of {expected} ranks did not arrive at {label} within {timeout_s:g} s: "
+        f"{'rank' if len(missing) == 1 else 'ranks'} {names}. Look at the first error in their logs; if they are only "
+        "slow, raise timeout_s"
+    )
