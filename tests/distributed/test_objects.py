@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.distributed.channels import Channel
-from megascend.distributed.objects import all_reduce_numbers, barrier, broadcast_object, gather_objects
+from megascend.distributed.objects import agree, all_reduce_numbers, barrier, broadcast_object, gather_objects
 from megascend.distributed.process_groups import ProcessGroups, initialize
 from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
 from megascend.testing import Lost, run_distributed
@@ -99,6 +99,27 @@ def test_a_group_error_names_the_group(groups_of_two_by_two) -> None:
 
     message = run_distributed(work, 4, init=False, timeout_s=30)[2]
     assert "1 of 2 ranks did not arrive at all_reduce_numbers on group 'tp' within 2 s: rank 3." in message
+
+
+def test_who_misses_a_call_is_missed_at_the_call(groups_of_two_by_two) -> None:
+    def work() -> list[str]:
+        groups: ProcessGroups = groups_of_two_by_two(1.5)
+        if groups.rank == 1:
+            time.sleep(6)
+            return []
+        messages = []
+        for collective in (
+            lambda: agree("optimizer_step(['a'])", groups),
+            lambda: gather_objects(0, "world", groups, "forward_backward, loss 'ppo'"),
+        ):
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                collective()
+            messages.append(str(caught.value))
+        return messages
+
+    first, second = run_distributed(work, 4, init=False, timeout_s=60)[0]
+    assert "1 of 4 ranks did not arrive at optimizer_step within 1.5 s: rank 1." in first
+    assert " did not arrive at gather_objects for forward_backward within 1.5 s: rank" in second
 
 
 def test_a_barrier_with_its_own_timeout_and_label(groups_of_two_by_two) -> None:
