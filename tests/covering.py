@@ -46,6 +46,7 @@ def settings_of(case: Case) -> Settings:
     layout, plain = case.parallel, Case("plain")
     ranks = layout.tensor * layout.pipeline * layout.context
     found = {f"parallel.{axis}": value for axis, value in layout if value != getattr(plain.parallel, axis)}
+    found |= {"parallel.context_algorithm": layout.context_algorithm} if layout.context > 1 else {}
     found |= {"data": case.world_size // ranks} if case.world_size > ranks else {}
     found |= {f"model.{name}": value for name, value in case.overrides.items()}
     found |= {f"optimizer.{name}": value for name, value in case.optimizer.items()}

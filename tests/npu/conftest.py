@@ -19,9 +19,27 @@ from pathlib import Path
 import pytest
 
 import simnpu
+from covering import FIRST_STACK
 from megascend.bootstrap.runtime import Runtime, bootstrap
 
+SECOND_STACK = (
+    "test_bootstrap.py",
+    "test_configurations.py",
+    "test_contract.py",
+    "test_parity.py",
+    "test_traps.py",
+    "test_traps_environment.py",
+    "test_traps_models.py",
+)
+"""What CI runs on the second stack too: where another Megatron and another MindSpeed are felt."""
 DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On the second stack the other files are nightly."""
+    for item in items:
+        if not FIRST_STACK and item.path.parent == Path(__file__).parent and item.path.name not in SECOND_STACK:
+            item.add_marker(pytest.mark.nightly)
 
 
 def mindspeed_folder() -> Path:

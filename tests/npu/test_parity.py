@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from covering import on_this_stack
 from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
 
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
@@ -30,7 +31,7 @@ def test_the_short_list_names_cases():
     assert set(IN_SHORT) <= {case.name for case in matrix("npu")}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", on_this_stack(CASES), ids=lambda case: case.name)
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
