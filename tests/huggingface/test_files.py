@@ -15,7 +15,6 @@ from megascend.huggingface.files import (
     check_vocabulary,
     copy_companions,
     read_config,
-    replace_directory,
     tensor_shapes,
 )
 
@@ -151,22 +150,3 @@ def test_companions_are_copied_and_the_dtype_is_the_weights(folder, tmp_path, ke
     assert (target / "merges.txt").read_text() == "merges.txt"
     assert json.loads((target / "config.json").read_text()) == {"model_type": "qwen3", key or "dtype": "bfloat16"}
     assert json.loads((folder / "config.json").read_text()) == config
-
-
-def test_a_directory_is_replaced_whole(tmp_path):
-    target, new = tmp_path / "out", tmp_path / ".out.writing"
-    for number in ("first", "second"):
-        new.mkdir()
-        (new / number).write_text(number)
-        replace_directory(new, target)
-        assert [path.name for path in target.iterdir()] == [number]
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_what_an_earlier_replacement_left_is_no_obstacle(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / ".out.old").mkdir()
-    (tmp_path / ".out.old" / "x").write_text("")
-    (tmp_path / "new").mkdir()
-    replace_directory(tmp_path / "new", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -19,6 +19,7 @@ def main(argument: str) -> None:
 
     from megascend.acceptance.layouts import cases
     from megascend.acceptance.parity import logits_file, trajectory_file
+    from megascend.files import replacing
     from megascend.testing.parity import run_case, token_lists
 
     rank, folder = int(os.environ["RANK"]), Path(job["folder"])
@@ -30,9 +31,8 @@ def main(argument: str) -> None:
             logits = {str(index): one.cpu().contiguous() for index, one in enumerate(seen.logits)}
             save_file(logits, logits_file(folder, case))
         file = trajectory_file(folder, case, rank)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps({"losses": seen.losses, "grad_norms": seen.grad_norms}))
-        part.replace(file)
+        with replacing(file) as fresh:
+            fresh.write_text(json.dumps({"losses": seen.losses, "grad_norms": seen.grad_norms}))
         if rank == 0:
             print(f"{name}: done", flush=True)
 

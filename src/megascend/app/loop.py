@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from megascend.app.stop_signals import StopSignals
 from megascend.config import Adapters, RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, NonFiniteError
+from megascend.files import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -383,9 +383,8 @@ def write_config(config: RunConfig) -> None:
     import yaml
 
     config.output.mkdir(parents=True, exist_ok=True)
-    partial = config.output / ".config.yaml.partial"
-    partial.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    os.replace(partial, config.output / "config.yaml")
+    with replacing(config.output / "config.yaml") as fresh:
+        fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megascend.errors import MissingDependencyError
+from megascend.files import replacing
 
 
 def require_extra(package: str, setting: str) -> None:
@@ -46,9 +46,8 @@ def plot_metrics(rows: Sequence[dict[str, Any]], path: Path, title: str = "") ->
     for step in (row["step"] for row in rows if row.get("skipped")):
         panels[1].axvline(step, color="tab:red", alpha=0.4, linewidth=0.8)
     figure.suptitle(title, fontsize=11)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png", dpi=130)
-    os.replace(partial, path)
+    with replacing(path) as fresh:
+        figure.savefig(fresh, format="png", dpi=130)
 
 
 PANELS = (

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megascend.files import replacing
+
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
 
@@ -115,9 +117,8 @@ class RunLog:
         path = self._output / "metrics.jsonl"
         if self._done:
             self.rows = [row for row in read_rows(path) if row["step"] <= self._done]
-            partial = path.with_name(f".{path.name}.writing")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-            os.replace(partial, path)
+            with replacing(path) as fresh:
+                fresh.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         elif path.exists():
             path.unlink()
         return AppendFile(path)

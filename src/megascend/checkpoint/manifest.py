@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from megascend.errors import CheckpointError
+from megascend.files import digest as digest_of
 
 NAME = "megascend.json"
 FORMAT = 2
@@ -99,12 +100,7 @@ def digest(file: Path) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read.
     """
-    state, size = xxhash.xxh3_128(), 0
-    with file.open("rb") as stream:
-        while block := stream.read(2**22):
-            state.update(block)
-            size += len(block)
-    return {"bytes": size, "xxh3": state.hexdigest()}
+    return {"bytes": file.stat().st_size, "xxh3": digest_of(file, xxhash.xxh3_128)}
 
 
 def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[str]:

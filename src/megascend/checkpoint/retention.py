@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascend.checkpoint import manifest
+from megascend.files import replacing
 
 LATEST = "latest"
 NAME = re.compile(r"step-([0-9]{8,})")
@@ -62,12 +63,8 @@ class Retention:
         Raises:
             OSError: the file cannot be written. The checkpoint itself is complete.
         """
-        partial = self.directory / f".{LATEST}.writing"
-        with partial.open("w") as file:
-            file.write(path.name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.directory / LATEST)
+        with replacing(self.directory / LATEST, durable=True) as fresh:
+            fresh.write_text(path.name + "\n")
         for entry in list(self.directory.iterdir()):
             if LEFT_OVER.fullmatch(entry.name):
                 _remove(entry, entry)

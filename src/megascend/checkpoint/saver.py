@@ -32,7 +32,7 @@ from megascend.checkpoint.planners import SavePlanner
 from megascend.checkpoint.staging import Staging
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.errors import CheckpointError
-from megascend.huggingface.files import replace_directory
+from megascend.files import beside, replace_directory
 
 if TYPE_CHECKING:
     from megascend.diagnostics.hang_monitor import HangMonitor
@@ -185,7 +185,7 @@ class Saver:
             self._groups.add_channel(CHANNEL)
         path = path.absolute()
         target = path.resolve() if path.is_symlink() else path  # a link stays one
-        temporary = target.with_name(f".{target.name}.writing")
+        temporary = beside(target)
         problem = self._make_room(target, temporary) if self._groups.rank == 0 else None
         self._agree(problem, f"whether there is room for {path}")
         try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError
+from megascend.files import replace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -163,14 +162,14 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()  # one file, written in milliseconds
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
-        fresh = Path(folder) / "checkpoint"
+
+    def write(fresh: Path) -> None:
         model.save_pretrained(fresh, safe_serialization=True)
         byte_tokenizer(size.context).save_pretrained(fresh)
         _name_tokenizer_class(fresh / "tokenizer_config.json")
-        os.replace(fresh, out)
+
+    replace(out, write)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import shutil
 import struct
 from dataclasses import dataclass
@@ -138,43 +136,3 @@ def copy_companions(source: Path, target: Path, dtype: str) -> None:
     config = json.loads((target / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def replace_directory(temporary: Path, target: Path) -> None:
-    """Put a finished directory in the place of ``target``: at every moment one of the two is there, whole.
-
-    Its files are on the disk before they have their name. Where the file system cannot exchange two names in one go,
-    ``target`` is missing for an instant, and a process that is killed then leaves it as ``.NAME.old``.
-    """
-    for path in [*temporary.rglob("*"), temporary]:
-        synchronise(path)
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-    if not target.exists():
-        os.replace(temporary, target)
-    elif _exchange(temporary, target):
-        shutil.rmtree(temporary)
-    else:
-        os.replace(target, old)
-        os.replace(temporary, target)
-        shutil.rmtree(old)
-    synchronise(target.parent)
-
-
-def synchronise(path: Path) -> None:
-    """Have what was written to a file, or the names in a directory, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names atomically (Linux: renameat2, man page renameat(2)); False where that is not possible."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2(here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange) == 0

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.files import replace_directory
+from megascend.files import beside, digest, replace_directory
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
 from megascend.lora.peft_settings import CONFIG
@@ -63,7 +63,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) ->
         CheckpointError: ``path`` holds something that is no adapter, or cannot be written.
     """
     path = path.absolute()  # "." has no name
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = beside(path)
     try:
         if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / CONFIG).is_file())):
             raise CheckpointError(f"save_adapter: {path} exists and is no adapter; choose another directory")
@@ -75,7 +75,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) ->
             first, second = saved.moments
             save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
         state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
-        state["sha256"] = {file.name: digest(file) for file in sorted(temporary.iterdir())}
+        state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
         state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
         (temporary / STATE).write_text(json.dumps(state, indent=1))
         replace_directory(temporary, path)
@@ -104,7 +104,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{path / STATE} has format {state.get('format')!r}; this megascend reads {FORMAT}")
         for name, expected in state["sha256"].items():
-            if digest(path / name) != expected:
+            if digest(path / name, hashlib.sha256) != expected:
                 raise ValueError(
                     f"{name} is not the file that was saved; if it was replaced on purpose, remove {STATE} and {OPTIMIZER} "
                     "to load the weights alone"
@@ -126,15 +126,6 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
         if shapes != {name: (factors.a.shape, factors.b.shape) for name, factors in values.items()}:
             raise CheckpointError(f"{path / OPTIMIZER} does not belong to {path / WEIGHTS}")
     return SavedAdapter(own, values, moments, **counters)
-
-
-def digest(file: Path) -> str:
-    """SHA-256 of a file."""
-    found = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(2**20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def flatten(factors: Mapping[str, Factors], prefix: str) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.distributed import once
+from megascend import files
 from megascend.distributed.objects import broadcast_object
 from megascend.errors import MegascendError, PlatformError
 from megascend.selfcheck import process, suspects
@@ -104,7 +104,7 @@ def examine(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, windo
     path = place(part)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with once.alone(path):
+        with files.locked(path):
             if (known := _kept(path)) is not None:
                 return known
             verdict, final = find_out(part)
@@ -122,7 +122,7 @@ def examine(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, windo
 
 def keep(path: Path, verdict: Verdict) -> None:
     """Write a verdict for the next start; for use under the lock of ``path``."""
-    once.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1)))
+    files.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1)))
 
 
 def _kept(path: Path) -> Verdict | None:

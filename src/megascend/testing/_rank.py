@@ -17,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megascend.files import replacing
+
 STORE_VARIABLE = "MEGASCEND_STORE"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -81,7 +83,8 @@ def run_rank(
             faulthandler.enable(sys.stderr)  # a crash shows its stack in this rank's output
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             outcome = _outcome_of(call, files, world_size, backend, timeout_s)
-            _write_atomically(files.outcome, pickle.dumps(outcome))
+            with replacing(files.outcome) as fresh:
+                fresh.write_bytes(pickle.dumps(outcome))
             sys.stdout.flush()
             sys.stderr.flush()
             os.read(release, 1)
@@ -152,9 +155,3 @@ def _capture_output(path: Path) -> None:
     os.close(descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  lives as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(content)
-    os.replace(part, path)

@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megascend.distributed import once
-from megascend.distributed.once import replace
+from megascend import files
 from megascend.errors import DistributedTestError
+from megascend.files import replace
 
 __all__ = ["alone", "cached", "replace"]
 
 
 def cached(path: Path, make: Callable[[Path], object]) -> Path:
-    """:func:`megascend.distributed.once.cached`, for tests.
+    """:func:`megascend.files.cached`, for tests.
 
     Raises:
         DistributedTestError: another process has been making it for ten minutes.
@@ -29,14 +29,14 @@ def cached(path: Path, make: Callable[[Path], object]) -> Path:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """:func:`megascend.distributed.once.alone`, for tests.
+    """:func:`megascend.files.locked`, for tests.
 
     Raises:
         DistributedTestError: another process has been in here for ten minutes.
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(once.alone(path))
+            stack.enter_context(files.locked(path))
         except TimeoutError as error:
             raise DistributedTestError(str(error)) from error
         yield

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megascend.distributed import once
+from megascend import files
 from megascend.errors import DistributedTestError
 from megascend.selfcheck import check, process
 from megascend.selfcheck.process import Trial
@@ -32,7 +32,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
         DistributedTestError: one of them does not agree with transformers.
     """
     slices = {check.place(part): part for part in map(slice_of, configs)}
-    with once.alone(check.cache_folder()):
+    with files.locked(check.cache_folder()):
         missing = {path: part for path, part in slices.items() if not path.exists()}
         if not missing:
             return

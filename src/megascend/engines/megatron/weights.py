@@ -18,12 +18,12 @@ from torch import Tensor
 from megascend.distributed.objects import all_reduce_numbers, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
+from megascend.files import beside, replace_directory
 from megascend.huggingface.exported import OUTPUT, differences, extra_tensors, fused_half, some
 from megascend.huggingface.files import (
     TensorHeader,
     copy_companions,
     read_config,
-    replace_directory,
     tensor_headers,
 )
 
@@ -109,7 +109,7 @@ def export(
         CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
             cannot be written, or would have other tensors than ``source``; what was there before is still there then.
     """
-    temporary = target.with_name(f".{target.name}.writing")
+    temporary = beside(target)
     wanted: dict[str, TensorHeader] = {}
 
     def prepare() -> None:

@@ -1,0 +1,164 @@
+"""Files and directories that appear whole: written beside, and renamed; made by one process of several; known by a digest."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+TIMEOUT_S = 600.0
+"""How long :func:`cached` and :func:`locked` wait for another process, in seconds."""
+
+
+class Hash(Protocol):
+    """What hashlib and xxhash make."""
+
+    def update(self, data: bytes, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def digest(file: Path, new: Callable[[], Hash]) -> str:
+    """The hexadecimal digest of a file.
+
+    Args:
+        new: makes the hash: ``hashlib.sha256``, ``xxhash.xxh3_128``.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = new()
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            state.update(block)
+    return state.hexdigest()
+
+
+# --- written beside, and renamed ---
+
+
+def beside(path: Path) -> Path:
+    """Where what is to take the place of ``path`` is written: ``.NAME.writing``, in the same directory."""
+    return path.with_name(f".{path.name}.writing")
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A path to write a file to, which takes the place of ``path`` when the block ends, and is removed if it raises.
+
+    Args:
+        durable: its content is on the disk before it has its name.
+    """
+    temporary = beside(path)
+    try:
+        yield temporary
+        if durable:
+            synchronise(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace_directory(temporary: Path, target: Path) -> None:
+    """Put a finished directory in the place of ``target``: at every moment one of the two is there, whole.
+
+    Its files are on the disk before they have their name. Where the file system cannot exchange two names in one go,
+    ``target`` is missing for an instant, and a process that is killed then leaves it as ``.NAME.old``.
+    """
+    for path in [*temporary.rglob("*"), temporary]:
+        synchronise(path)
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    if not target.exists():
+        os.replace(temporary, target)
+    elif _exchange(temporary, target):
+        shutil.rmtree(temporary)
+    else:
+        os.replace(target, old)
+        os.replace(temporary, target)
+        shutil.rmtree(old)
+    synchronise(target.parent)
+
+
+def synchronise(path: Path) -> None:
+    """Have what was written to a file, or the names in a directory, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically (Linux: renameat2, man page renameat(2)); False where that is not possible."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange) == 0
+
+
+# --- for several processes ---
+
+
+def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOUT_S) -> Path:
+    """``path``, made if there is nothing there yet. Nobody sees it half made, and whoever comes second waits for it.
+
+    Args:
+        path: a file or a directory.
+        make: writes the path that it is given, a new one in ``path``'s directory, which is then renamed.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        TimeoutError: another process has been making it for ``timeout_s``.
+    """
+    if path.exists():
+        return path
+    with locked(path, timeout_s):
+        if not path.exists():
+            replace(path, make)
+    return path
+
+
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    """Put what ``make`` writes in the place of ``path``, whatever is there. For use within :func:`locked`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        make(fresh)
+        if path.is_dir():
+            shutil.rmtree(path)
+        os.replace(fresh, path)
+
+
+@contextlib.contextmanager
+def locked(path: Path, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """One process of this user on this machine at a time is in here for ``path``.
+
+    Raises:
+        TimeoutError: another one has been for ``timeout_s``.
+    """
+    from filelock import FileLock, Timeout
+
+    key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    locks = Path(tempfile.gettempdir()) / f"megascend-locks-{os.getuid()}"  # not beside it: locks stay when all is done
+    locks.mkdir(exist_ok=True)
+    lock = FileLock(locks / f"{key}.lock", timeout=timeout_s)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise TimeoutError(f"another process has been making {path} for {timeout_s:.0f} s") from error
+    try:
+        yield
+    finally:
+        lock.release()
