@@ -2,12 +2,14 @@
 # Run the tests on one supported stack, in its own virtual environment.
 #
 #   bash scripts/test.sh [0.16|0.15] [npu] [pytest arguments]
+#   bash scripts/test.sh [0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
 #
 # Without "npu": everything but the Ascend path. With it: the Ascend path, in a process of its own on the simulated device,
 # with the tests' double of MindSpeed, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
 #
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
 # MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: cores + 1, at most 8)
+# MEGASCEND_TEST_VERIFIED=1 leave the simulator's own tests out where it is the one that tests/simnpu/.verified notes
 # MEGASCEND_TEST_DEADLINE   seconds after which the whole run is stopped (default: 1800)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
 set -euo pipefail
@@ -47,11 +49,20 @@ if [ "$part" = main ]; then
   echo "== tests on stack $stack"
   run_tests "$@"
 else
-  export MEGASCEND_SIMNPU=1
+  export SIMNPU=1
   echo "== tests of the Ascend path on stack $stack, MindSpeed: ${MEGASCEND_MINDSPEED:-the tests double}"
+  if [ "${1:-}" = --verify-simulator ]; then
+    shift
+    if [ "$#" -gt 0 ]; then echo "--verify-simulator runs all of tests/simnpu: no further arguments" >&2; exit 2; fi
+    state=$("$python" scripts/simnpu_verified.py --state)
+    run_tests tests/simnpu || exit
+    exec "$python" scripts/simnpu_verified.py --write "$state"
+  fi
   # Two processes: MindSpeed's patches, and whatever has run a backward pass (ranks are forked), stay in a process for good.
   status=0
-  run_tests tests/simnpu "$@" || status=$?
+  if [ -z "${MEGASCEND_TEST_VERIFIED:-}" ] || ! "$python" scripts/simnpu_verified.py; then
+    run_tests tests/simnpu "$@" || status=$?
+  fi
   run_tests tests/npu "$@" || status=$?
   exit "$status"
 fi

@@ -15,7 +15,7 @@ import pytest
 from megascend.bootstrap.runtime import Runtime, bootstrap
 
 ASCEND = ["npu", "simnpu"]
-collect_ignore = [] if os.environ.get("MEGASCEND_SIMNPU") else ASCEND
+collect_ignore = [] if os.environ.get("SIMNPU") else ASCEND
 
 
 # Verdicts of the self-check, for every process that a test starts and for the next session: their key holds all that matters.

@@ -184,7 +184,7 @@ PROGRAMS = [
         deadline=7200,
         checkouts=("MEGASCEND_MINDSPEED", "MEGASCEND_MEGATRON_LM"),
         paths=("MEGASCEND_MEGATRON_LM", "MEGASCEND_MINDSPEED"),
-        environment={"MEGASCEND_SIMNPU_DEVICE_NAME": "Ascend910B3", "PYTHONDONTWRITEBYTECODE": "1"},
+        environment={"SIMNPU_DEVICE_NAME": "Ascend910B3", "PYTHONDONTWRITEBYTECODE": "1"},
     ),
 ]
 
@@ -223,7 +223,7 @@ def run_one(program: Program, run: Path) -> tuple[Result, float]:
     prepare(run)
     python = os.environ.get(f"{program.family}_PYTHON", sys.executable)
     deadline = round(program.deadline * float(os.environ.get("MEGASCEND_PROGRAMS_DEADLINE", "1")))
-    start = ["timeout", "--kill-after=60", str(deadline), python, "-m", "megascend.cli.main", "simnpu", "--"]
+    start = ["timeout", "--kill-after=60", str(deadline), python, "-m", "simnpu", "--"]
     log, started = run / "logs" / f"{program.name}.log", time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:

@@ -11,7 +11,7 @@ Triton kernels, graph mode.
 
 Two ways in:
 
-* ``megascend simnpu -- torchrun --nproc_per_node 8 train.py`` (or :func:`environment` for a subprocess of your own);
+* ``python -m simnpu -- torchrun --nproc_per_node 8 train.py`` (or :func:`environment` for a subprocess of your own);
 * :func:`activate` in the running process, before torch_npu, MindSpeed and Megatron are imported.
 
 Beside a real, working torch_npu both refuse. ``torch_npu.__version__`` ends in ``+simnpu`` and one line on stderr says
@@ -24,4 +24,6 @@ from __future__ import annotations
 from simnpu.activation import activate, is_active
 from simnpu.environment import environment
 
-__all__ = ["activate", "environment", "is_active"]
+__all__ = ["__version__", "activate", "environment", "is_active"]
+
+__version__ = "0.2.0"

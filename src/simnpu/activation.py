@@ -5,16 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from simnpu.environment import (
-    ACTIVE_VARIABLE,
-    ASCEND_HOME,
-    TOOLKIT_VARIABLES,
-    own_paths,
-    search_path,
-    with_programs,
-)
+from simnpu.environment import ASCEND_HOME, TOOLKIT_VARIABLES, own_paths, search_path, with_programs
 from simnpu.errors import ImportOrderError
 from simnpu.genuine import refuse_beside_real_torch_npu
+from simnpu.settings import ACTIVE_VARIABLE
 
 MUST_COME_LATER = ("megatron", "mindspeed", "mcore_bridge")
 MARK = "__simulated_by__"  # attribute of our torch_npu
@@ -40,7 +34,7 @@ def activate() -> None:
     if early := sorted(name for name in ("torch_npu", *MUST_COME_LATER) if name in sys.modules):
         raise ImportOrderError(
             f"simnpu.activate() must come before {', '.join(early)} (already imported): call it first, or "
-            "start the program with `megascend simnpu -- ...`"
+            "start the program with `python -m simnpu -- ...`"
         )
     refuse_beside_real_torch_npu(search_path())
     for path in reversed([*map(str, own_paths())]):

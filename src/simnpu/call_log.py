@@ -6,7 +6,7 @@ In a test::
         model(batch)
     assert calls[0].name == "npu_fusion_attention" and calls[0].arguments["sparse_mode"] == 2
 
-For processes that a test cannot look into, ``MEGASCEND_SIMNPU_LOG=<folder>`` makes every process append its calls to
+For processes that a test cannot look into, ``SIMNPU_LOG=<folder>`` makes every process append its calls to
 ``<folder>/rank<RANK>-<pid>.jsonl``, one JSON object a line. A call is logged before its arguments are checked, so the
 last line of a failed run is the call that the kernel refused.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from simnpu.environment import LOG_VARIABLE
+from simnpu import settings
 
 MANY = 64  # elements of a list that are logged; sequence lengths of one micro batch fit
 
@@ -56,7 +56,7 @@ class CallLog:
         self.listeners: list[list[Call]] = []
 
     def add(self, name: str, arguments: Mapping[str, Any]) -> None:
-        folder = os.environ.get(LOG_VARIABLE)
+        folder = settings.read(settings.LOG_VARIABLE)
         if not (self.listeners or folder):
             return
         call = Call(name, {key: describe(value) for key, value in arguments.items() if value is not None})

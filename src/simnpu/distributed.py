@@ -49,17 +49,21 @@ class Works:
         return True
 
 
-def parts_of(total: int, given: Sequence[int] | None, group: ProcessGroup | None) -> list[int]:
-    """Rows of each rank: as given, else equal.
+def parts_of(
+    whole: Tensor, part: Tensor, given: Sequence[int] | None, group: ProcessGroup | None
+) -> tuple[Tensor, ...]:
+    """The rows of ``whole`` by rank, as many as given or else equally many; ``part`` is to fit this rank's.
 
     Raises:
-        ValueError: they do not make up the tensor's rows.
+        ValueError: the sizes do not make up the rows of ``whole``, or this rank's is not that of ``part``.
     """
-    world = dist.get_world_size(group)
+    world, rank, total = dist.get_world_size(group), dist.get_rank(group), len(whole)
     sizes = list(given) if given else [total // world] * world
     if len(sizes) != world or sum(sizes) != total:
         raise ValueError(f"split sizes {sizes} must be {world} numbers that sum to {total} rows")
-    return sizes
+    if len(part) != sizes[rank]:
+        raise ValueError(f"rank {rank} has a part of {len(part)} rows, but its split size is {sizes[rank]}")
+    return whole.split(sizes)
 
 
 def all_gather_into_tensor_uneven(
@@ -74,13 +78,9 @@ def all_gather_into_tensor_uneven(
     Raises:
         ValueError: the sizes do not fit the tensors.
     """
-    sizes = parts_of(output.shape[0], output_split_sizes, group)
-    rank = dist.get_rank(group)
-    if input.shape[0] != sizes[rank]:
-        raise ValueError(f"rank {rank} has {input.shape[0]} rows, but its split size is {sizes[rank]}")
-    parts = output.split(sizes)
+    parts = parts_of(output, input, output_split_sizes, group)
     with torch.no_grad():
-        parts[rank].copy_(input)
+        parts[dist.get_rank(group)].copy_(input)
     works = [
         dist.broadcast(part, group_src=source, group=group, async_op=True)
         for source, part in enumerate(parts)
@@ -102,16 +102,13 @@ def reduce_scatter_tensor_uneven(
     Raises:
         ValueError: the sizes do not fit the tensors.
     """
-    sizes = parts_of(input.shape[0], input_split_sizes, group)
-    rank = dist.get_rank(group)
-    if output.shape[0] != sizes[rank]:
-        raise ValueError(f"rank {rank} takes {output.shape[0]} rows, but its split size is {sizes[rank]}")
     whole = input.detach().clone()
+    mine = parts_of(whole, output, input_split_sizes, group)[dist.get_rank(group)]
     work = dist.all_reduce(whole, op=op, group=group, async_op=True)
 
     def take() -> None:
         with torch.no_grad():
-            output.copy_(whole.split(sizes)[rank])
+            output.copy_(mine)
 
     return finished(Works([work], take), async_op)
 

@@ -7,20 +7,11 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from packaging.version import Version
 
 from simnpu.errors import MissingDependencyError, PlatformError
 from simnpu.genuine import refuse_beside_real_torch_npu
-
-ACTIVE_VARIABLE = "MEGASCEND_SIMNPU"
-DEVICES_VARIABLE = "MEGASCEND_SIMNPU_DEVICES"
-OBJECTS_VARIABLE = "MEGASCEND_SIMNPU_OBJECTS"
-LOG_VARIABLE = "MEGASCEND_SIMNPU_LOG"
-NAME_VARIABLE = "MEGASCEND_SIMNPU_DEVICE_NAME"  # a chip's name, e.g. Ascend910B3, for programs that ask for one
-PYTHON_VARIABLE = "MEGASCEND_SIMNPU_PYTHON"  # the interpreter that `npu-smi` runs on
+from simnpu.settings import ACTIVE_VARIABLE, PYTHON_VARIABLE, under_present_names
 
 HERE = Path(__file__).resolve().parent
 SITE = HERE / "site_packages"  # what a program imports by Ascend's names: torch_npu, torchair, acl
@@ -32,7 +23,7 @@ ENTRY_POINTS = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
 METADATA = """Metadata-Version: 2.1
 Name: torch_npu
 Version: {version}
-Summary: Simulated Ascend device of megascend (simnpu); not Huawei's torch_npu
+Summary: Simulated Ascend device (simnpu); not Huawei's torch_npu
 """
 
 
@@ -45,9 +36,9 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
         PlatformError: a real torch_npu that works is installed, or the metadata folder cannot be written.
     """
     refuse_beside_real_torch_npu(search_path())
-    env = dict(os.environ if base is None else base)
+    env = under_present_names(os.environ if base is None else base)
     paths = [*map(str, own_paths()), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    if (root := str(HERE.parent.parent)) not in installed_folders():  # megascend itself runs from a source tree
+    if (root := str(HERE.parent)) not in installed_folders():  # simnpu itself runs from a source tree
         paths.append(root)
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     env[ACTIVE_VARIABLE] = "1"
@@ -85,6 +76,13 @@ def simulated_version() -> str:
     Raises:
         MissingDependencyError: torch is not installed.
     """
+    from importlib.metadata import (  # late: a command line imports this package for its errors
+        PackageNotFoundError,
+        version,
+    )
+
+    from packaging.version import Version
+
     try:
         return f"{Version(version('torch')).base_version}+simnpu"
     except PackageNotFoundError:
@@ -101,7 +99,7 @@ def metadata_folder() -> Path:
         PlatformError: the cache cannot be written.
     """
     release = simulated_version()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend" / "simnpu" / release
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "simnpu" / release
     info = cache / f"torch_npu-{release}.dist-info"
     files = {"entry_points.txt": ENTRY_POINTS, "METADATA": METADATA.format(version=release)}
     try:

@@ -13,6 +13,10 @@ class PlatformError(SimnpuError, RuntimeError):
     """The simulated device lacks something, or something was asked of it that no device does."""
 
 
+class NotSimulatedError(PlatformError, AttributeError):
+    """A part of torch_npu that the simulated device does not have. An AttributeError, so ``hasattr`` answers False."""
+
+
 class ImportOrderError(SimnpuError, ImportError):
     """The simulated device was activated after something that must come later."""
 

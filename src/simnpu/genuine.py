@@ -31,7 +31,7 @@ def refuse_beside_real_torch_npu(search_path: Iterable[str]) -> None:
     if failure is None:
         raise PlatformError(
             f"a real torch_npu is installed and works ({spec.origin}): simnpu does not replace it. Run the "
-            "program without MEGASCEND_SIMNPU and without `megascend simnpu`, or use an environment without torch_npu"
+            "program without simnpu, or use an environment without torch_npu"
         )
     message = f"simnpu: the installed torch_npu ({spec.origin}) cannot be imported and is shadowed: {failure}"
     print(message, file=sys.stderr)

@@ -1,14 +1,13 @@
 """Object collectives on hccl groups: allowed with a warning, as HCCL carries them, or refused by a setting.
 
-They pickle objects into device memory, and a rank out of step then reads another's object. ``MEGASCEND_SIMNPU_OBJECTS``
-says what to do about it: ``warn`` (the default) or ``refuse``, which megascend's bootstrap sets, since megascend sends
-objects over Gloo only and the simulation holds it to that.
+They pickle objects into device memory, and a rank out of step then reads another's object. ``SIMNPU_OBJECTS``
+says what to do about it: ``warn`` (the default) or ``refuse``, for programs that mean to send objects over Gloo only
+and want the simulation to hold them to that.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from simnpu.environment import OBJECTS_VARIABLE
 from simnpu.errors import ConfigError
 from simnpu.hccl_group import is_hccl
+from simnpu.settings import OBJECTS_VARIABLE, read
 
 OBJECT_COLLECTIVES = (
     "all_gather_object",
@@ -74,7 +73,7 @@ def look(group: ProcessGroup | None, device: Any, name: str) -> None:
     """Refuse the object collective ``name``, or warn of it once a process, where it would go over hccl.
 
     Raises:
-        RuntimeError: it would, and ``MEGASCEND_SIMNPU_OBJECTS`` is ``refuse``.
+        RuntimeError: it would, and ``SIMNPU_OBJECTS`` is ``refuse``.
     """
     chosen: Any = group or distributed_c10d._get_default_group()
     if device is None or chosen == dist.GroupMember.NON_GROUP_MEMBER or not is_hccl(chosen, device):
@@ -90,7 +89,7 @@ def look(group: ProcessGroup | None, device: Any, name: str) -> None:
 
 
 def refused() -> bool:
-    text = os.environ.get(OBJECTS_VARIABLE, "warn")
+    text = read(OBJECTS_VARIABLE) or "warn"
     if text not in ("warn", "refuse"):
         raise ConfigError(f"{OBJECTS_VARIABLE}={text!r}: expected warn or refuse")
     return text == "refuse"

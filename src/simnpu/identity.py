@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from simnpu.environment import DEVICES_VARIABLE, NAME_VARIABLE
 from simnpu.errors import ConfigError
+from simnpu.settings import DEVICES_VARIABLE, NAME_VARIABLE, read
 
 SIMULATED_NAME = "Simulated Ascend (CPU memory, simnpu)"
 SIMULATED_VERSION = "0.0.0+simnpu"
@@ -39,12 +39,12 @@ GENERATION = CHIPS["Ascend910B1"]  # whose kernels are simulated, where the devi
 
 
 def chip() -> Chip | None:
-    """The chip that ``MEGASCEND_SIMNPU_DEVICE_NAME`` names; None if it is not set.
+    """The chip that ``SIMNPU_DEVICE_NAME`` names; None if it is not set.
 
     Raises:
         ConfigError: no chip of a generation whose kernels are simulated.
     """
-    name = os.environ.get(NAME_VARIABLE)
+    name = read(NAME_VARIABLE)
     if not name:
         return None
     found = CHIPS.get(name) or CHIPS.get(f"Ascend{name}")
@@ -65,13 +65,14 @@ def soc_version() -> int:
 
 
 def device_count() -> int:
-    """Devices of this host: ``MEGASCEND_SIMNPU_DEVICES``, else the number of local ranks, else 8.
+    """Devices of this host: ``SIMNPU_DEVICES``, else the number of local ranks, else 8.
 
     Raises:
         ConfigError: a variable holds no number.
     """
-    for variable in (DEVICES_VARIABLE, "LOCAL_WORLD_SIZE"):
-        if text := os.environ.get(variable):
+    settings = {DEVICES_VARIABLE: read(DEVICES_VARIABLE), "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")}
+    for variable, text in settings.items():
+        if text:
             if not text.isdigit() or int(text) < 1:
                 raise ConfigError(f"{variable}={text!r}: expected a number of devices, 1 or more")
             return int(text)

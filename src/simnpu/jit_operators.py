@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 from simnpu.operators import (
     activation,
     attention,

@@ -58,15 +58,12 @@ def empty(
     size: list[int],
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
+    **options: Any,
 ) -> Tensor:
-    """aten::empty.memory_format."""
-    _refuse_layout(layout)
-    if pin_memory:
-        raise RuntimeError("Only dense CPU tensors can be pinned")
+    """aten::empty.memory_format; ``options`` are aten's ``layout`` and ``pin_memory``."""
+    _refuse_options(**options)
     return npu_view(
         torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format),
         index_of(device),
@@ -78,15 +75,18 @@ def empty_strided(
     stride: list[int],
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
+    **options: Any,
 ) -> Tensor:
-    """aten::empty_strided."""
+    """aten::empty_strided; ``options`` as for :func:`empty`."""
+    _refuse_options(**options)
+    return npu_view(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), index_of(device))
+
+
+def _refuse_options(layout: torch.layout | None = None, pin_memory: bool | None = None) -> None:
     _refuse_layout(layout)
     if pin_memory:
         raise RuntimeError("Only dense CPU tensors can be pinned")
-    return npu_view(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), index_of(device))
 
 
 def _refuse_layout(layout: torch.layout | None) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from simnpu.errors import PlatformError
-
-
-class NotSimulatedError(PlatformError, AttributeError):
-    """A part of torch_npu that the simulated device does not have. An AttributeError, so ``hasattr`` answers False."""
+from simnpu.errors import NotSimulatedError
 
 
 def missing(name: str, where: str = "torch_npu") -> AttributeError:

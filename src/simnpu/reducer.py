@@ -23,7 +23,7 @@ _libraries: list[torch.library.Library] = []
 def install() -> None:
     """Make the reducers of npu models find pinned memory. Idempotent."""
     original = DistributedDataParallel.__init__
-    if hasattr(original, "__megascend__"):
+    if hasattr(original, "__simnpu__"):
         return
 
     @functools.wraps(original)
@@ -32,7 +32,7 @@ def install() -> None:
         if self.find_unused_parameters and self.device_type == "npu":
             allocate_in_python()
 
-    __init__.__megascend__ = True  # type: ignore[attr-defined]
+    __init__.__simnpu__ = True  # type: ignore[attr-defined]
     DistributedDataParallel.__init__ = __init__
 
 
@@ -53,11 +53,13 @@ def empty_strided(
     stride: list[int],
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
     pin_memory: bool | None = None,
+    **options: Any,
 ) -> Tensor:
-    """aten::empty_strided of the CPU, by way of aten::empty, which has a kernel of its own."""
+    """aten::empty_strided of the CPU, by way of aten::empty, which has a kernel of its own.
+
+    ``options`` are aten's ``device`` and ``layout``, which are the CPU and strided: others do not come here.
+    """
     elements = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     memory = torch.empty(elements, dtype=dtype, device="cpu")
     created = torch.empty(0, dtype=memory.dtype, device="cpu").set_(memory.untyped_storage(), 0, size, stride)

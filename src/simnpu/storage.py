@@ -22,7 +22,7 @@ LOGICAL_SIZE = "_npu_logical_size"  # attribute of a resized storage; PyTorch ke
 def install() -> None:
     """Teach ``torch.UntypedStorage`` about npu storages. CPU storages behave as before. Idempotent."""
     cls: Any = torch.UntypedStorage
-    if hasattr(cls.resize_, "__megascend__"):
+    if hasattr(cls.resize_, "__simnpu__"):
         return
     new, resize, nbytes = cls.__new__, cls.resize_, cls.nbytes
 
@@ -41,7 +41,7 @@ def install() -> None:
     def logical_nbytes(self: Any) -> int:
         return self.__dict__.get(LOGICAL_SIZE, nbytes(self)) if self.__dict__ else nbytes(self)
 
-    resize_.__megascend__ = True  # type: ignore[attr-defined]
+    resize_.__simnpu__ = True  # type: ignore[attr-defined]
     cls.__new__, cls.resize_, cls.nbytes, cls.size = __new__, resize_, logical_nbytes, logical_nbytes
 
 

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 
 MODULES = (
     "triton",

@@ -94,7 +94,7 @@ def without_cann(tmp_path_factory) -> dict[tuple[str, str], str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.6.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     path = [str(folder), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
-    environment = {name: value for name, value in os.environ.items() if name != "MEGASCEND_SIMNPU"}
+    environment = {name: value for name, value in os.environ.items() if name != "SIMNPU"}
     environment |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     jobs = (("1", ["npu"]), ("1", ["auto"]), ("0", ["npu", "auto"]))
     processes = [

@@ -1,4 +1,4 @@
-"""The simulated device, for tests in a pytest process of their own: ``MEGASCEND_SIMNPU=1 python -m pytest tests/simnpu``.
+"""The simulated device, for tests in a pytest process of their own: ``SIMNPU=1 python -m pytest tests/simnpu``.
 
 It changes torch for the whole process, so that tests which use it are skipped in a run of the other tests.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import simnpu
-from simnpu.environment import ACTIVE_VARIABLE
+from simnpu.settings import ACTIVE_VARIABLE
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,8 @@ from simnpu import collectives, device
 
 pytestmark = [
     pytest.mark.skipif(
-        os.environ.get("MEGASCEND_SIMNPU") != "1",
-        reason="registers a device for the whole process: set MEGASCEND_SIMNPU=1",
+        os.environ.get("SIMNPU") != "1",
+        reason="registers a device for the whole process: set SIMNPU=1",
     ),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -39,7 +39,7 @@ EXACT = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
-    if os.environ.get("MEGASCEND_SIMNPU") == "1":
+    if os.environ.get("SIMNPU") == "1":
         device.register()
         collectives.register()
 
@@ -266,7 +266,7 @@ OBJECTS: dict[str, Callable[[int], Any]] = {
 
 
 def test_object_collectives_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGASCEND_SIMNPU_OBJECTS", "refuse")
+    monkeypatch.setenv("SIMNPU_OBJECTS", "refuse")
 
     def body(rank: int, world: int) -> Any:
         for call in OBJECTS.values():
@@ -280,7 +280,7 @@ def test_object_collectives_are_refused_on_every_rank(monkeypatch: pytest.Monkey
 
 
 def test_object_collectives_work_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEGASCEND_SIMNPU_OBJECTS", raising=False)
+    monkeypatch.delenv("SIMNPU_OBJECTS", raising=False)
 
     def body(rank: int, world: int) -> Any:
         everybody, gathered, scattered, sent = [None] * world, [None] * world, [None], [{"from": rank}]

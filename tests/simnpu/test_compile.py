@@ -8,9 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("MEGASCEND_SIMNPU") != "1", reason="registers a device: set MEGASCEND_SIMNPU=1"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("SIMNPU") != "1", reason="registers a device: set SIMNPU=1")
 
 BEGIN = """
 import torch

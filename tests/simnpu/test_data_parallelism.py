@@ -24,8 +24,8 @@ from simnpu import collectives, device
 
 pytestmark = [
     pytest.mark.skipif(
-        os.environ.get("MEGASCEND_SIMNPU") != "1",
-        reason="registers a device for the whole process: set MEGASCEND_SIMNPU=1",
+        os.environ.get("SIMNPU") != "1",
+        reason="registers a device for the whole process: set SIMNPU=1",
     ),
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -35,7 +35,7 @@ WORLD, STEPS = 2, 3
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
-    if os.environ.get("MEGASCEND_SIMNPU") == "1":
+    if os.environ.get("SIMNPU") == "1":
         device.register()
         collectives.register()
 

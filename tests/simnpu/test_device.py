@@ -20,14 +20,14 @@ from megascend.testing.distributed import run_distributed
 from simnpu import device
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("MEGASCEND_SIMNPU") != "1",
-    reason="registers a device for the whole process: set MEGASCEND_SIMNPU=1",
+    os.environ.get("SIMNPU") != "1",
+    reason="registers a device for the whole process: set SIMNPU=1",
 )
 
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
-    if os.environ.get("MEGASCEND_SIMNPU") == "1":
+    if os.environ.get("SIMNPU") == "1":
         device.register()
 
 

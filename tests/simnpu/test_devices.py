@@ -19,16 +19,16 @@ from simnpu import device
 from simnpu.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("MEGASCEND_SIMNPU") != "1",
-    reason="registers a device for the whole process: set MEGASCEND_SIMNPU=1",
+    os.environ.get("SIMNPU") != "1",
+    reason="registers a device for the whole process: set SIMNPU=1",
 )
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGASCEND_SIMNPU_DEVICES", "3")
+    monkeypatch.setenv("SIMNPU_DEVICES", "3")
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    if os.environ.get("MEGASCEND_SIMNPU") == "1":
+    if os.environ.get("SIMNPU") == "1":
         device.register()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}

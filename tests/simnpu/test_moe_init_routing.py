@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 ROWS, K, HIDDEN, EXPERTS = 7, 3, 5, 6

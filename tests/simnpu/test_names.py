@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from simnpu.environment import NAME_VARIABLE
-from simnpu.errors import ConfigError
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import ConfigError, NotSimulatedError
+from simnpu.settings import NAME_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 
@@ -41,7 +40,7 @@ def test_the_device_can_be_named_after_a_chip(torch_npu: Any, monkeypatch: pytes
         assert (properties.cube_core_num, properties.vector_core_num) == (20, 40)
     assert torch_npu.__version__.endswith("+simnpu")  # whatever it is called
     monkeypatch.setenv(NAME_VARIABLE, "A100")
-    with pytest.raises(ConfigError, match=r"MEGASCEND_SIMNPU_DEVICE_NAME='A100': expected one of Ascend910B1"):
+    with pytest.raises(ConfigError, match=r"SIMNPU_DEVICE_NAME='A100': expected one of Ascend910B1"):
         torch_npu.npu.get_device_name()
 
 
@@ -101,7 +100,7 @@ def test_memory_of_other_processes_and_the_toolkit(torch_npu: Any) -> None:
 def test_an_unknown_name_is_named(torch_npu: Any) -> None:
     for place, where in ((torch_npu, "torch_npu"), (torch.npu, "torch.npu"), (torch_npu.optim, "torch_npu.optim")):
         assert not hasattr(place, "fold_proteins")
-        with pytest.raises(NotSimulatedError, match=rf"{where}\.fold_proteins: .* not simulated by megascend\.simnpu"):
+        with pytest.raises(NotSimulatedError, match=rf"{where}\.fold_proteins: .* not simulated by simnpu"):
             _ = place.fold_proteins
 
 

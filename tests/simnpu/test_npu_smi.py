@@ -15,9 +15,9 @@ from simnpu.environment import PROGRAMS
 
 
 def environment(**changes: str) -> dict[str, str]:
-    names = ("LOCAL_WORLD_SIZE", "MEGASCEND_SIMNPU_DEVICES", "MEGASCEND_SIMNPU_DEVICE_NAME")
+    names = ("LOCAL_WORLD_SIZE", "SIMNPU_DEVICES", "SIMNPU_DEVICE_NAME")
     base = {name: value for name, value in os.environ.items() if name not in names}
-    return simnpu.environment(base | {"MEGASCEND_SIMNPU_DEVICES": "4"} | changes)
+    return simnpu.environment(base | {"SIMNPU_DEVICES": "4"} | changes)
 
 
 def npu_smi(*arguments: str, check: bool = True, **changes: str) -> str:
@@ -41,7 +41,7 @@ def test_bus_ids_as_twinkle_reads_them() -> None:
 
 def test_names_and_memory_as_monitors_read_them() -> None:
     """Two lines a device between rules of ``=``: id and name, health; then used and total memory in MB."""
-    text = npu_smi("info", MEGASCEND_SIMNPU_DEVICE_NAME="Ascend910B3")
+    text = npu_smi("info", SIMNPU_DEVICE_NAME="Ascend910B3")
     assert "SIMULATED by simnpu" in text
     assert len({len(line) for line in text.splitlines()}) == 1  # a table with straight edges
     first = re.findall(r"^\|\s+(\d+)\s+(910\w+)\s+\|\s+(\w+)\s+\|", text, re.MULTILINE)
@@ -65,7 +65,7 @@ def test_the_board_as_verl_reads_it() -> None:
 def test_lists_as_scripts_cut_them() -> None:
     ids = [line.split()[3] for line in npu_smi("info", "-l").splitlines() if "NPU ID" in line]  # awk '{print $4}'
     assert ids == ["0", "1", "2", "3"]
-    chips = [line.split() for line in npu_smi("info", "-m", MEGASCEND_SIMNPU_DEVICE_NAME="910B2").splitlines()[1:]]
+    chips = [line.split() for line in npu_smi("info", "-m", SIMNPU_DEVICE_NAME="910B2").splitlines()[1:]]
     assert chips == [[str(device), "0", str(device), "Ascend", "910B2"] for device in range(4)]
     assert npu_smi("-v").split(":")[-1].strip() == "0.0.0+simnpu"
 
@@ -89,5 +89,5 @@ def test_what_does_not_exist_is_an_error(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_chip_that_is_not_simulated_is_refused_with_those_that_are() -> None:
-    message = npu_smi("info", check=False, MEGASCEND_SIMNPU_DEVICE_NAME="H200")
-    assert "MEGASCEND_SIMNPU_DEVICE_NAME='H200': expected one of Ascend910B1, " in message
+    message = npu_smi("info", check=False, SIMNPU_DEVICE_NAME="H200")
+    assert "SIMNPU_DEVICE_NAME='H200': expected one of Ascend910B1, " in message

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from simnpu import call_log
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 
@@ -377,7 +377,7 @@ def test_the_log_names_arguments_and_shapes(npu: Any) -> None:
 def test_the_log_of_a_process_is_a_file_and_ends_with_the_refused_call(
     npu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGASCEND_SIMNPU_LOG", str(tmp_path))
+    monkeypatch.setenv("SIMNPU_LOG", str(tmp_path))
     query = make(4, 2, 16).npu()
     npu.npu_swiglu(query)
     with pytest.raises(RuntimeError, match="keep_prob"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 

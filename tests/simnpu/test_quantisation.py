@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 
 pytestmark = pytest.mark.usefixtures("sim_npu")
 

@@ -21,7 +21,7 @@ PATHS = [entry for entry in sys.path if entry and "simnpu" not in entry]
 
 def plain_environment(**changes: str) -> dict[str, str]:
     """This process's environment without the simulated device."""
-    names = ("MEGASCEND_SIMNPU", "MEGASCEND_SIMNPU_DEVICES", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    names = ("SIMNPU", "SIMNPU_DEVICES", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     base = {name: value for name, value in os.environ.items() if name not in names}
     return base | {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | changes
 
@@ -48,7 +48,7 @@ def test_the_environment_puts_the_device_in_front_and_leaves_the_rest(tmp_path: 
     assert (Path(paths[0]) / "torch_npu" / "__init__.py").is_file()
     assert list(Path(paths[1]).glob("torch_npu-*.dist-info"))
     assert "/somewhere" in paths
-    assert found["MEGASCEND_SIMNPU"] == "1"
+    assert found["SIMNPU"] == "1"
     assert found["ASCEND_HOME_PATH"] == str(tmp_path)
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in found
     assert simnpu.environment(found) == found
@@ -89,7 +89,7 @@ import os, torch
 assert not hasattr(torch, "npu")
 import simnpu
 simnpu.activate(); simnpu.activate()
-assert simnpu.is_active() and torch.npu.is_available() and os.environ["MEGASCEND_SIMNPU"] == "1"
+assert simnpu.is_active() and torch.npu.is_available() and os.environ["SIMNPU"] == "1"
 assert os.path.isdir(os.environ["ASCEND_HOME_PATH"])
 from transformers.utils import is_torch_npu_available
 assert is_torch_npu_available()
@@ -203,7 +203,7 @@ assert npu.current_device() == 3
 try:
     npu.set_device(4)
 except RuntimeError as error:
-    assert "this process sees 4 simulated devices; MEGASCEND_SIMNPU_DEVICES sets how many the host has" in str(error)
+    assert "this process sees 4 simulated devices; SIMNPU_DEVICES sets how many the host has" in str(error)
 else:
     raise SystemExit("device 4 of 4")
 try:
@@ -245,7 +245,7 @@ try:
 except RuntimeError as error:
     assert "not simulated" in str(error)
 """
-    run_python(code, simnpu.environment(plain_environment(MEGASCEND_SIMNPU_DEVICES="4")))
+    run_python(code, simnpu.environment(plain_environment(SIMNPU_DEVICES="4")))
 
 
 def test_operators_that_mindspeed_compiles_are_answered_without_a_compiler() -> None:

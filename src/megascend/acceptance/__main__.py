@@ -17,7 +17,7 @@ from megascend.acceptance.runner import run_sections
 from megascend.acceptance.settings import Settings
 from megascend.acceptance.summary import render, section_lines
 from megascend.errors import ConfigError
-from simnpu.environment import ACTIVE_VARIABLE
+from simnpu.settings import ACTIVE_VARIABLE
 
 MOST_CARDS = 8
 

@@ -15,25 +15,29 @@ from typer.core import TyperGroup
 
 from megascend.cli import doctor, export, new_model, show_config, simnpu, train
 from megascend.errors import MegascendError
+from simnpu.errors import SimnpuError
 
 EXIT_ERROR = 2
 DEBUG_VARIABLE = "MEGASCEND_DEBUG"
 
 
 class ReportingGroup(TyperGroup):
-    """Prints a :class:`MegascendError` as one red line and exits with 2; other exceptions keep their traceback."""
+    """Prints an error of megascend's, or of the simulated device's, as one red line and exits with 2.
+
+    Other exceptions keep their traceback.
+    """
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except MegascendError as error:
+        except (MegascendError, SimnpuError) as error:
             if ctx.params.get("debug"):
                 raise
             report_error(error)
             raise typer.Exit(EXIT_ERROR) from None
 
 
-def report_error(error: MegascendError) -> None:
+def report_error(error: MegascendError | SimnpuError) -> None:
     """Write one line for ``error`` to stderr, red on a terminal, naming the rank when there are several."""
     rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     where = f" (rank {rank})" if rank is not None else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -16,14 +15,11 @@ def simnpu_command(
     """Run COMMAND with a simulated Ascend device: megascend simnpu -- torchrun --nproc_per_node 8 train.py
 
     The device is CPU memory, hccl runs over Gloo, and torch_npu's operators check their arguments as the kernels do.
-    Speed and memory use say nothing about hardware. Ends with COMMAND's exit code.
+    Speed and memory use say nothing about hardware. Ends with COMMAND's exit code. `python -m simnpu` does the same and
+    has options.
     """
     from megascend.bootstrap.versions import installed_versions, require_package
-    from megascend.errors import ConfigError
-    from simnpu import environment
+    from simnpu.launcher import launch
 
     require_package("torch", installed_versions())  # torch loads the device by itself, and would fail without naming it
-    try:
-        os.execvpe(command[0], command, environment())
-    except OSError as error:
-        raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
+    launch(command)

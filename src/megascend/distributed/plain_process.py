@@ -19,7 +19,8 @@ LAUNCHERS_VARIABLES = (
 
 def plain_environment() -> dict[str, str]:
     """This process's environment and search path, without what makes torch load an accelerator, and as a world of one."""
-    from simnpu.environment import ACTIVE_VARIABLE, own_paths
+    from simnpu.environment import own_paths
+    from simnpu.settings import ACTIVE_VARIABLE
 
     simulated = {str(path) for path in own_paths()} if ACTIVE_VARIABLE in os.environ else set()
     path = [str(Path(entry).absolute()) for entry in sys.path if entry and entry not in simulated]

@@ -72,7 +72,7 @@ def _torch_npu() -> Any:
 def refuse_objects_on_simulated_hccl(environment: Any) -> list[str]:
     """HCCL carries Python objects; megascend sends them over Gloo only, and the simulated HCCL can hold it to that."""
     import simnpu
-    from simnpu.environment import OBJECTS_VARIABLE
+    from simnpu.settings import OBJECTS_VARIABLE
 
     if not simnpu.is_active():
         return []

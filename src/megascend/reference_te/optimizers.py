@@ -1,4 +1,8 @@
-"""FusedAdam, FusedSGD and the multi-tensor functions that megatron-core's optimizer calls."""
+"""FusedAdam, FusedSGD and the multi-tensor functions that megatron-core's optimizer calls.
+
+``simnpu.optim`` has an AdamW of its own that reads like this one: simnpu imports nothing of megascend, and what stands for
+Transformer Engine does not depend on what stands for a card.
+"""
 
 from __future__ import annotations
 

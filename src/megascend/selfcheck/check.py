@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE = "MEGASCEND_CACHE"
 PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
-UNCONCERNED = ("cli", "simnpu", "testing")
+UNCONCERNED = ("cli", "testing")
 """Folders of this package whose code cannot change a verdict."""
 POLL_S = 0.5
 

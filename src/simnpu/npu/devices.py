@@ -95,7 +95,7 @@ class device_of(device):
 
 
 def get_device_name(device: torch.device | str | int | None = None) -> str:
-    """Says that the device is simulated, unless ``MEGASCEND_SIMNPU_DEVICE_NAME`` gives it a chip's name."""
+    """Says that the device is simulated, unless ``SIMNPU_DEVICE_NAME`` gives it a chip's name."""
     device_index(device)
     return device_name()
 

@@ -2,7 +2,7 @@
 
 One file per family. Formulas and argument names follow the public documentation of torch_npu (Ascend Extension for
 PyTorch, API reference) and of the aclnn operators below it; sums are taken in float32. An operator that is not here
-raises :class:`~simnpu.missing.NotSimulatedError` when its name is looked up.
+raises :class:`~simnpu.errors.NotSimulatedError` when its name is looked up.
 """
 
 from simnpu.operators import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 from simnpu.operators.attention_call import PSE_AFTER_SCALE, Lengths, Options, backward, draw_seed, forward
 from simnpu.operators.dispatch import operator, to_device, to_host
 from simnpu.operators.refusal import Refusal

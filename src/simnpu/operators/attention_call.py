@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 from simnpu.operators.attention_core import Block, attend, attend_backward
 from simnpu.operators.attention_layout import Layout, read_layout
 from simnpu.operators.attention_mask import hidden_keys

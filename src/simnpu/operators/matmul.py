@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 from simnpu.operators.dispatch import differentiable, on_host, operator
 from simnpu.operators.refusal import Refusal
 

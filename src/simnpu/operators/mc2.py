@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from simnpu.errors import NotSimulatedError
 from simnpu.hccl_group import group_of
-from simnpu.missing import NotSimulatedError
 from simnpu.operators.dispatch import on_host, operator
 from simnpu.operators.norm import rms_norm
 from simnpu.operators.refusal import Refusal

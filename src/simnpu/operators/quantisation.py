@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 from simnpu.operators.dispatch import on_host, operator
 from simnpu.operators.quantised_types import Target, cast, dtype_of, target_of
 from simnpu.operators.refusal import Refusal

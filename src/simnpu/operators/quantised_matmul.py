@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 from simnpu.operators.dispatch import on_host, operator
 from simnpu.operators.quantisation import E8M0_BIAS
 from simnpu.operators.quantised_types import dtype_of

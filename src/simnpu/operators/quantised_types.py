@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from simnpu.missing import NotSimulatedError
+from simnpu.errors import NotSimulatedError
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+import simnpu
 from megascend.acceptance import attention, dense, experts, operators
 from megascend.acceptance.compare import BOUNDS, Case, relative_error
 from megascend.acceptance.records import Measurement, Results, read_results
 
-pytestmark = pytest.mark.usefixtures("sim_npu")
+
+@pytest.fixture(scope="module", autouse=True)
+def sim_npu() -> None:
+    simnpu.activate()
+
 
 FAMILIES = (dense, experts, attention)
 

@@ -1,0 +1,117 @@
+"""``python -m simnpu -- COMMAND``: the command sees the device, gets its arguments unchanged, and gives its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import simnpu
+from simnpu.environment import own_paths
+from simnpu.settings import FORMER_NAMES
+
+
+def launch(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    own = {str(path) for path in own_paths()}
+    paths = [entry for entry in sys.path if entry and entry not in own]
+    unset = (*FORMER_NAMES, *FORMER_NAMES.values(), "RANK", "LOCAL_WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | changes
+    command = [sys.executable, "-m", "simnpu", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+
+
+SHOW = "import os, json; print(json.dumps({n: v for n, v in os.environ.items() if 'SIMNPU' in n}))"
+
+
+def settings_of_the_command(*options: str | Path, **changes: str) -> tuple[dict[str, str], str]:
+    """What the command finds of our variables, and what was said on stderr."""
+    done = launch(*options, "--", sys.executable, "-S", "-c", SHOW, **changes)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_arguments_pass_unchanged_and_the_exit_code_is_the_commands() -> None:
+    code = "import sys, torch; print(torch.zeros(1, device='npu').device, sys.argv[1:]); sys.exit(7)"
+    done = launch("--", sys.executable, "-c", code, "--help", "--", "-x", "a b")
+    assert done.returncode == 7
+    assert done.stdout.strip() == "npu:0 ['--help', '--', '-x', 'a b']"
+    assert "SIMULATED" in done.stderr
+
+
+def test_a_command_may_come_without_the_dashes() -> None:
+    code = "import sys; print(sys.argv[1:])"
+    done = launch("--devices", "2", sys.executable, "-S", "-c", code, "--devices", "--", "-x")
+    assert (done.stdout.strip(), done.returncode) == ("['--devices', '--', '-x']", 0)
+
+
+def test_options_set_the_variables_of_the_command(tmp_path: Path) -> None:
+    options = ("--devices", "3", "--name", "910B3", "--objects", "refuse", "--log", tmp_path / "calls")
+    found, said = settings_of_the_command(*options, SIMNPU_DEVICES="5")
+    assert found.pop("SIMNPU_PYTHON") == sys.executable
+    assert found == {
+        "SIMNPU": "1",
+        "SIMNPU_DEVICES": "3",
+        "SIMNPU_DEVICE_NAME": "910B3",
+        "SIMNPU_OBJECTS": "refuse",
+        "SIMNPU_LOG": str(tmp_path / "calls"),
+    }
+    assert said == ""
+
+
+def test_variables_under_former_names_are_read_and_renamed_with_a_line() -> None:
+    found, said = settings_of_the_command(MEGASCEND_SIMNPU_DEVICES="3", MEGASCEND_SIMNPU_OBJECTS="refuse")
+    assert (found["SIMNPU_DEVICES"], found["SIMNPU_OBJECTS"]) == ("3", "refuse")
+    assert not found.keys() & FORMER_NAMES.keys()
+    assert "set SIMNPU_DEVICES" in said
+    assert "set SIMNPU_OBJECTS" in said
+    found, said = settings_of_the_command(MEGASCEND_SIMNPU_DEVICES="3", SIMNPU_DEVICES="4")
+    assert found["SIMNPU_DEVICES"] == "4"
+
+
+def test_a_former_name_set_in_the_running_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from simnpu import identity
+
+    for name in ("SIMNPU_DEVICES", "SIMNPU_DEVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(f"MEGASCEND_{name}", {"SIMNPU_DEVICES": "6"}.get(name, "910B4"))
+    assert (identity.device_count(), identity.device_name()) == (6, "Ascend910B4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        (("--", "no-such-program"), {}, "ConfigError: cannot run no-such-program: No such file or directory"),
+        (("--devices", "no", "--", "true"), {}, "ConfigError: SIMNPU_DEVICES='no': expected a number of devices"),
+        (("--", "true"), {"SIMNPU_DEVICE_NAME": "A100"}, "ConfigError: SIMNPU_DEVICE_NAME='A100': expected one of"),
+    ],
+)
+def test_an_error_is_one_line(arguments: tuple[str, ...], changes: dict[str, str], message: str) -> None:
+    done = launch(*arguments, **changes)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(message)
+
+
+def test_without_a_command_the_usage_is_shown() -> None:
+    done = launch()
+    assert done.returncode == 2
+    assert "no COMMAND: python -m simnpu -- torchrun" in done.stderr
+
+
+def test_the_check_says_in_one_line_what_the_device_is(tmp_path: Path) -> None:
+    done = launch("--check", "--devices", "3")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"simnpu {simnpu.__version__}: torch_npu ")
+    assert "+simnpu, 3 x Simulated Ascend" in line
+    assert "SIMULATED" in line
+    (tmp_path / "torch.py").write_text("raise SystemExit('this torch is broken')\n")
+    done = launch("--check", PYTHONPATH=os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)]))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == "PlatformError: the simulated device does not work here (exit code 1): this torch is broken"
