@@ -133,3 +133,19 @@ def test_without_auto_loading_npu_is_explained_and_auto_goes_on_without_it(witho
     assert message.startswith("PlatformError: platform 'npu' cannot be used here: torch_npu cannot load Ascend's")
     assert "set_env.sh" in message
     assert without_cann["auto", "0"] == "cpu"
+
+
+@pytest.mark.skipif(
+    not os.environ.get("MEGASCEND_MINDSPEED"), reason="MEGASCEND_MINDSPEED names no MindSpeed checkout of the stack"
+)
+def test_the_real_mindspeed_patches_megatron_on_the_simulated_device(run_python) -> None:
+    """By itself, without megascend's bootstrap."""
+    run_python("""
+from mindspeed import args_utils
+args_utils._MINDSPEED_ARGS = args_utils.get_mindspeed_args(get_defaults=True)
+import mindspeed.megatron_adaptor
+import megatron.core, mcore_bridge
+from megatron.core.extensions import transformer_engine
+assert transformer_engine.HAVE_TE
+assert transformer_engine.TEDotProductAttention.__module__.startswith("mindspeed.")
+""")

@@ -127,7 +127,7 @@ def test_a_torch_npu_without_cann_is_shadowed_and_said_so(tmp_path: Path) -> Non
 
 
 def test_metadata_that_cannot_be_written_is_an_error_with_a_cure(tmp_path: Path) -> None:
-    (tmp_path / "megascend").write_text("a file where a folder should be")
+    (tmp_path / "simnpu").write_text("a file where a folder should be")
     code = "import simnpu; simnpu.environment()"
     done = run_python(code, plain_environment(XDG_CACHE_HOME=str(tmp_path)), check=False)
     assert "PlatformError: simnpu cannot write its package metadata" in done.stderr
@@ -280,21 +280,3 @@ else:
     raise SystemExit("lcal")
 """
     run_python(code)
-
-
-REAL_MINDSPEED = os.environ.get("MEGASCEND_MINDSPEED")
-
-
-@pytest.mark.skipif(not REAL_MINDSPEED, reason="MEGASCEND_MINDSPEED names no MindSpeed checkout of the installed stack")
-def test_the_real_mindspeed_patches_megatron_on_the_simulated_device() -> None:
-    code = """
-from mindspeed import args_utils
-args_utils._MINDSPEED_ARGS = args_utils.get_mindspeed_args(get_defaults=True)
-import mindspeed.megatron_adaptor
-import megatron.core, mcore_bridge
-from megatron.core.extensions import transformer_engine
-assert transformer_engine.HAVE_TE
-assert transformer_engine.TEDotProductAttention.__module__.startswith("mindspeed.")
-"""
-    env = plain_environment(PYTHONPATH=os.pathsep.join([str(REAL_MINDSPEED), *PATHS]))
-    run_python(code, simnpu.environment(env))
