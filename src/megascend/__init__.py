@@ -38,6 +38,7 @@ _PUBLIC = {
     "AdapterQueue": "megascend.lora.queue",
     "AdapterFuture": "megascend.lora.queue",
     "Lora": "megascend.config",
+    "register_lora_targets": "megascend.lora.target_maps",
     "Adapters": "megascend.config",
     "Data": "megascend.config",
     "RunConfig": "megascend.config",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
         VersionError,
     )
     from megascend.lora.queue import AdapterFuture, AdapterQueue
+    from megascend.lora.target_maps import register_lora_targets
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,8 @@ from megascend.lora.optimizer import AdapterOptimizer, loss_scales
 from megascend.lora.registry import AdapterRegistry, check_exist
 from megascend.lora.segments import token_segments, tokens_per_adapter
 from megascend.lora.stacked_adapters import StackedAdapters
-from megascend.lora.target_modules import ModelLayout, check_untied, find_target_modules, matches, restrict
+from megascend.lora.target_maps import find_target_modules
+from megascend.lora.target_modules import ModelLayout, check_untied, matches, restrict
 from megascend.lora.transfer import gather, scatter
 from megascend.topology.topology import Topology
 

@@ -1,17 +1,17 @@
-"""Where adapters can go: which Hugging Face weights lie in which Megatron linear layer, and on which rank's rows.
+"""What adapters act on: a Megatron linear layer, the Hugging Face weights that lie in it, and the rows of this rank.
 
 Megatron fuses what Hugging Face keeps apart (q, k and v; gate and up). An adapter is defined on the Hugging Face side,
-as peft has it, so a fused layer has several slices, each with factors of its own.
+as peft has it, so a fused layer has several slices, each with factors of its own. Which layers of an architecture have
+which weights say the maps in :mod:`megascend.lora.target_maps`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
@@ -67,6 +67,36 @@ class TargetModule:
     expert_total: int | None = None
     moe: Any = None
 
+    @classmethod
+    def of(
+        cls,
+        module: Any,
+        split: Literal["column", "row"],
+        layout: ModelLayout,
+        slices: Sequence[FusedSlice],
+        moe: Any = None,
+    ) -> TargetModule:
+        """A linear layer of Megatron's, whose sizes follow from its weight on this rank.
+
+        Args:
+            moe: the mixture-of-experts layer whose experts' weights ``module`` holds, or None.
+
+        Raises:
+            ConfigError: the checkpoint lacks a weight that the layer is made of. Not asked of experts, whose names there vary.
+        """
+        missing = [fused_slice.name for fused_slice in slices if moe is None and not layout.has(fused_slice.name)]
+        if missing:
+            raise ConfigError(f"adapters: the checkpoint has no {missing[0]}.weight, which Megatron's layer is made of")
+        rows, columns = weight_shape(module)
+        rank, size = layout.tensor_rank(expert=moe is not None)
+        start, total = (rank * columns, columns * size) if split == "row" else (0, columns)
+        if moe is None:
+            return cls(module, split, tuple(slices), columns, rows, start, total)
+        everyone = layout.config.num_moe_experts
+        count = everyone // layout.topology.expert
+        first = layout.place.expert * count
+        return cls(module, split, tuple(slices), columns, rows, start, total, count, first, everyone, moe)
+
     @property
     def is_expert(self) -> bool:
         """True for the layers of routed experts."""
@@ -100,40 +130,23 @@ class ModelLayout:
         first = next((match for name in sorted(self.names) if (match := re.match(r"^(.*?)layers\.\d+\.", name))), None)
         self.prefix = first.group(1) if first else ""
 
-    def layer(self, number: int, *path: str) -> str:
-        """Full name of a module in layer ``number`` (from 0)."""
+    def name(self, number: int, *path: str) -> str:
+        """Full name of a module in layer ``number`` (from 0), e.g. ``name(2, "self_attn", "q_proj")``."""
         return ".".join([f"{self.prefix}layers.{number}", *path])
 
     def has(self, module: str) -> bool:
         """True if the checkpoint has a weight of that module."""
         return f"{module}.weight" in self.names or module in self.names
 
-    def shard(self, module: Any) -> VocabShard:
+    def tensor_rank(self, *, expert: bool) -> tuple[int, int]:
+        """(this rank, ranks) that share a linear layer, of experts or outside of them."""
+        if expert:
+            return self.place.expert_tensor, self.topology.expert_tensor
+        return self.place.tensor, self.topology.tensor
+
+    def vocab_shard(self, module: Any) -> VocabShard:
         """The rows of an embedding or output layer on this rank, without padding."""
         return VocabShard.of_rank(self.vocab_size, module.weight.shape[0], self.place.tensor, None)
-
-
-def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[TargetModule]:
-    """Every layer of this rank's chunks that an adapter could act on, in the model's order.
-
-    Raises:
-        ConfigError: the architecture has attention or MLP layers of a kind that adapters do not know.
-    """
-    if layout.config.multi_latent_attention or getattr(layout.config, "attention_output_gate", False):
-        raise ConfigError(
-            f"adapters: {layout.config.hf_model_type} has attention layers that megascend's adapters do not know "
-            "(multi-latent attention, or an output gate inside q_proj)"
-        )
-    target_modules: list[TargetModule] = []
-    for chunk in chunks:
-        tied = chunk.share_embeddings_and_output_weights
-        if chunk.pre_process and not tied:
-            target_modules += _embedding(chunk.embedding, layout)
-        for layer in chunk.decoder.layers:
-            target_modules += _of_layer(layer, layer.layer_number - 1, layout)
-        if chunk.post_process and not tied:
-            target_modules += _output(chunk.output_layer, layout)
-    return target_modules
 
 
 def is_embedding(name: str) -> bool:
@@ -173,156 +186,7 @@ def restrict(target: TargetModule, targets: Literal["all-linear"] | Sequence[str
     return replace(target, slices=kept) if kept else None
 
 
-def _embedding(embedding: Any, layout: ModelLayout) -> Iterator[TargetModule]:
-    """Its A looks columns of the vocabulary up, where B is whole on every rank: a row parallel layer of one-hot inputs."""
-    name, module = f"{layout.prefix}{EMBEDDING}", embedding.word_embeddings
-    sliced = layout.topology.sequence_parallel and layout.topology.tensor > 1
-    # With learned positions Megatron slices the sequence after adding them, so that B would see all of it on every rank.
-    if not layout.has(name) or (sliced and not module.reduce_scatter_embeddings):
-        return
-    shard, everything = layout.shard(module), torch.arange(module.weight.shape[1])
-    whole = FusedSlice(name, len(everything), everything, everything)
-    yield TargetModule(module, "row", (whole,), shard.rows, len(everything), shard.start, layout.vocab_size)
-
-
-def _output(module: Any, layout: ModelLayout) -> Iterator[TargetModule]:
-    if not layout.has(OUTPUT):
-        return
-    shard, columns = layout.shard(module), module.weight.shape[1]
-    rows = torch.arange(shard.rows)
-    yield TargetModule(
-        module,
-        "column",
-        (FusedSlice(OUTPUT, layout.vocab_size, rows, shard.start + rows),),
-        columns,
-        shard.rows,
-        0,
-        columns,
-    )
-
-
-def _of_layer(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
-    attention: Any = getattr(layer, "self_attention", None)
-    if hasattr(attention, "linear_qkv"):
-        yield _qkv(attention.linear_qkv, layout, number)
-        yield _one(attention.linear_proj, "row", layout, [layout.layer(number, "self_attn", "o_proj")])
-    elif attention is not None and list(attention.parameters()):
-        raise ConfigError(
-            f"adapters: layer {number} has {type(attention).__name__}, which megascend's adapters do not know"
-        )
-    mlp = layer.mlp
-    if hasattr(mlp, "experts"):
-        yield from _experts(mlp, layout, number)
-        shared = getattr(mlp, "shared_experts", None)
-        if shared is not None:
-            yield from _mlp(shared, layout, number, ("shared_expert", "shared_experts"))
-    elif hasattr(mlp, "linear_fc1"):
-        yield from _mlp(mlp, layout, number, ())
-    elif list(mlp.parameters()):
-        raise ConfigError(f"adapters: layer {number} has {type(mlp).__name__}, which megascend's adapters do not know")
-
-
-def _qkv(module: Any, layout: ModelLayout, number: int) -> TargetModule:
-    """Megatron's rows are, for every query group, its query heads, then its key, then its value."""
-    config, tp = layout.config, layout.topology.tensor
-    size = config.kv_channels
-    groups = (config.num_query_groups or config.num_attention_heads) // tp
-    heads = config.num_attention_heads // (groups * tp)
-    rows = torch.arange(groups * (heads + 2) * size).view(groups, heads + 2, size)
-    slices = []
-    for name, chosen in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
-        local = chosen.flatten()
-        slices.append(
-            FusedSlice(
-                layout.layer(number, "self_attn", name),
-                len(local) * tp,
-                local,
-                layout.place.tensor * len(local) + torch.arange(len(local)),
-            )
-        )
-    if not all(layout.has(each.name) for each in slices):
-        raise ConfigError(f"adapters: the checkpoint has no {slices[0].name}.weight (and k_proj, v_proj) to adapt")
-    return _target_module(module, "column", layout, slices)
-
-
-def _mlp(mlp: Any, layout: ModelLayout, number: int, folders: tuple[str, ...]) -> Iterator[TargetModule]:
-    folder = next((f for f in folders if layout.has(layout.layer(number, "mlp", f, "down_proj"))), None)
-    path = ("mlp",) if folder is None else ("mlp", folder)
-    names = [layout.layer(number, *path, "gate_proj"), layout.layer(number, *path, "up_proj")]
-    if layout.has(layout.layer(number, *path, "gate_up_proj")):
-        names = [layout.layer(number, *path, "gate_up_proj")]
-    elif not layout.config.gated_linear_unit:
-        names = [layout.layer(number, *path, "up_proj")]
-    yield _one(mlp.linear_fc1, "column", layout, names)
-    yield _one(mlp.linear_fc2, "row", layout, [layout.layer(number, *path, "down_proj")])
-
-
-def _experts(moe: Any, layout: ModelLayout, number: int) -> Iterator[TargetModule]:
-    """transformers fuses the experts' weights, gate above up, into one parameter, and peft adapts that."""
-    experts = moe.experts
-    if not hasattr(experts.linear_fc1, "weight0") or not layout.config.gated_linear_unit:
-        raise ConfigError(f"adapters: layer {number} has experts ({type(experts).__name__}) that adapters do not know")
-    yield _one(experts.linear_fc1, "column", layout, [layout.layer(number, "mlp", "experts", "gate_up_proj")], moe)
-    yield _one(experts.linear_fc2, "row", layout, [layout.layer(number, "mlp", "experts", "down_proj")], moe)
-
-
-def _one(
-    module: Any, split: Literal["column", "row"], layout: ModelLayout, names: list[str], moe: Any = None
-) -> TargetModule:
-    """A layer whose output is one Hugging Face weight's, or that of gate and up, half each on every rank."""
-    out, _ = _shape(module)
-    size = layout.topology.expert_tensor if moe is not None else layout.topology.tensor
-    rank = layout.place.expert_tensor if moe is not None else layout.place.tensor
-    gated = split == "column" and layout.config.gated_linear_unit
-    half = out // 2 if gated else out
-    everything = torch.arange(out)
-    if split == "row":
-        slices = [FusedSlice(names[0], out, everything, everything)]
-    elif len(names) == 2:
-        local = torch.arange(half)
-        slices = [
-            FusedSlice(name, half * size, local + which * half, rank * half + local) for which, name in enumerate(names)
-        ]
-    elif gated:
-        rows = torch.arange(half)
-        whole = torch.cat([rank * half + rows, half * size + rank * half + rows])
-        slices = [FusedSlice(names[0], out * size, everything, whole)]
-    else:
-        slices = [FusedSlice(names[0], out * size, everything, rank * out + everything)]
-    missing = [each.name for each in slices if moe is None and not layout.has(each.name)]
-    if missing:
-        raise ConfigError(f"adapters: the checkpoint has no {missing[0]}.weight, which Megatron's layer is made of")
-    return _target_module(module, split, layout, slices, moe)
-
-
-def _target_module(
-    module: Any, split: Literal["column", "row"], layout: ModelLayout, slices: list[FusedSlice], moe: Any = None
-) -> TargetModule:
-    out, columns = _shape(module)
-    expert = moe is not None
-    size = layout.topology.expert_tensor if expert else layout.topology.tensor
-    rank = layout.place.expert_tensor if expert else layout.place.tensor
-    total = columns * size if split == "row" else columns
-    start = rank * columns if split == "row" else 0
-    if not expert:
-        return TargetModule(module, split, tuple(slices), columns, out, start, total)
-    count = layout.config.num_moe_experts // layout.topology.expert
-    return TargetModule(
-        module,
-        split,
-        tuple(slices),
-        columns,
-        out,
-        start,
-        total,
-        experts=count,
-        expert_start=layout.place.expert * count,
-        expert_total=layout.config.num_moe_experts,
-        moe=moe,
-    )
-
-
-def _shape(module: Any) -> tuple[int, int]:
-    """(output, input) features of this rank's weight."""
+def weight_shape(module: Any) -> tuple[int, int]:
+    """(output, input) features of a linear layer's weight on this rank; of experts, of each one's."""
     weight = module.weight0 if hasattr(module, "weight0") else module.weight
     return weight.shape[0], weight.shape[1]
