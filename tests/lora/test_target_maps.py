@@ -88,7 +88,7 @@ def test_adapters_of_a_real_model_follow_the_registered_map(parity_folder, outsi
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def train(targets):
-        from megascend.backend import MegatronBackend
+        from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(
             checkpoint,
