@@ -4,6 +4,7 @@
 #
 # PYTHON            the interpreter to create it with (default: python3, 3.10 or later)
 # MEGASCEND_TORCH   what to install as torch where there is none yet (default: torch==2.13.0)
+# Modules are compiled when they are first imported: of 18,000, most never are.
 # pip's own configuration and PIP_* variables apply.
 
 prepare_venv() {
@@ -25,9 +26,9 @@ prepare_venv() {
       echo "no NVIDIA GPU found; on Linux, PyPI's torch brings CUDA libraries along nevertheless. For the smaller CPU build,"
       echo "set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels (see its installation page) and MEGASCEND_TORCH=torch==2.13.0+cpu"
     fi
-    "$venv/bin/pip" install --quiet "${MEGASCEND_TORCH:-torch==2.13.0}"
+    "$venv/bin/pip" install --quiet --no-compile "${MEGASCEND_TORCH:-torch==2.13.0}"
   fi
   echo "installing megascend[$extras] into $venv"
-  "$venv/bin/pip" install --quiet --editable ".[$extras]"
+  "$venv/bin/pip" install --quiet --no-compile --editable ".[$extras]"
   touch "$stamp"
 }
