@@ -509,7 +509,7 @@ def test_a_rank_that_stops_between_steps_is_named_in_time(checkpoint):
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
 
 

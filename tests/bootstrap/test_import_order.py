@@ -15,7 +15,7 @@ from megascend.errors import ImportOrderError, MegascendError
 def run(program: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
 
 

@@ -202,7 +202,7 @@ print(own_provider.seen)
 def python():
     def run(program: str, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

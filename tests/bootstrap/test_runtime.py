@@ -19,7 +19,7 @@ def run(program: str, *arguments: str, **environment: str) -> str:
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         env=inherited | {"PYTHONPATH": path} | environment,
         check=False,
     )

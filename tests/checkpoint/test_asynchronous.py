@@ -363,7 +363,7 @@ def test_a_script_that_ends_without_closing_leaves_a_complete_checkpoint(checkpo
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -297,7 +297,7 @@ def test_the_command_reads_files_alone(tmp_path: Path) -> None:
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
     )
     *answer, heavy = done.stdout.splitlines()
     assert heavy == "[]"

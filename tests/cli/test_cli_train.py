@@ -65,7 +65,7 @@ def score(model: Path, data: Path) -> float:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     return float(done.stdout.split()[-1])

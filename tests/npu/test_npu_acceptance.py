@@ -193,6 +193,6 @@ def test_a_section_over_its_deadline_fails_and_the_command_line_is_checked(accep
     ):
         script = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), *arguments]
         environment = os.environ | {"PYTHON": sys.executable}
-        done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False, env=environment)
+        done = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False, env=environment)
         assert done.returncode == 2
         assert message in done.stderr

@@ -55,7 +55,7 @@ def smoke(tmp_path: Path):
             ["bash", str(ROOT / "scripts" / "npu_smoke.sh"), *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env=base | own | environment,
             check=False,
         )

@@ -110,7 +110,7 @@ def without_cann(tmp_path_factory) -> dict[tuple[str, str], str]:
     answers = {}
     try:
         for (autoload, _), process in zip(jobs, processes, strict=True):
-            output, errors = process.communicate(timeout=120)
+            output, errors = process.communicate(timeout=300)
             assert process.returncode == 0, errors[-4000:]
             answers |= {(name, autoload): answer for name, answer in json.loads(output.splitlines()[-1]).items()}
     finally:

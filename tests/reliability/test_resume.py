@@ -58,7 +58,7 @@ def models(tmp_path_factory):
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     for arch in ("qwen3", "qwen3_moe"):
         command = ["new-model", folder / arch, "--arch", arch, "--hidden", "32", "--layers", "2", "--context", "64"]
-        subprocess.run([sys.executable, "-m", "megascend.cli.main", *map(str, command)], check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "megascend.cli.main", *map(str, command)], check=True, timeout=300)
     return folder
 
 

@@ -40,7 +40,7 @@ def test_a_rank_that_dies_before_and_one_that_dies_after_a_restart(tmp_path) -> 
         [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env=os.environ | faults.environment(faults.Fault("die", rank=1, phase="object gather", step=2, attempt=1)),
     )

@@ -31,7 +31,7 @@ def test_one_makes_it_and_nobody_sees_a_half(tmp_path: Path) -> None:
     processes = [context.Process(target=want, args=(tmp_path / "it", found)) for _ in range(6)]
     for process in processes:
         process.start()
-    seen = [found.get(timeout=60) for _ in processes]
+    seen = [found.get(timeout=300) for _ in processes]
     for process in processes:
         process.join(60)
     assert len(set(seen)) == 1

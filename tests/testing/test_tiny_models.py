@@ -91,7 +91,7 @@ def test_processes_that_want_the_same_one_at_once_all_get_it(tmp_path: Path) -> 
     )
     command = [sys.executable, "-c", program, str(tmp_path / "model")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    found = {process.communicate(timeout=120)[0] for process in processes}
+    found = {process.communicate(timeout=300)[0] for process in processes}
     assert [process.returncode for process in processes] == [0] * 4
     assert len(found) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
