@@ -22,6 +22,12 @@ def sim_npu() -> None:
     simnpu.activate()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist give files to workers in the order below, and not by their number of tests."""
+    if getattr(config.option, "loadscopereorder", False):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that fork ranks come first: after a backward pass in this process, a forked one can run none."""
     mine = [index for index, item in enumerate(items) if item.path.parent == Path(__file__).parent]
