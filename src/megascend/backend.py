@@ -16,7 +16,7 @@ from megascend.batch.sample import Sample
 from megascend.checkpoint import describe, loader
 from megascend.checkpoint.saver import PendingSave, Saver
 from megascend.config import Lora
-from megascend.distributed.objects import agree, all_reduce_numbers, broadcast_object, gather_objects
+from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import AdapterTrainable, Engine
 from megascend.errors import ConfigError, MegascendError
@@ -54,7 +54,7 @@ class Backend:
         self.topology: Topology = engine.topology
         self._model_dir = model_dir
         self._step = Step(engine)
-        self._saver = Saver(self.groups, page_locked=platform.page_locks_memory, patience_s=save_timeout_s)
+        self._saver = Saver(self.groups, page_locked=platform.page_locks_memory, timeout_s=save_timeout_s)
 
     # --- what a trainer wants to know ---
 
@@ -111,16 +111,7 @@ class Backend:
 
     def from_rank_0(self, produce: Callable[[], T]) -> T:
         """What ``produce`` returns or raises on rank 0, on every rank. Travels over Gloo."""
-        made: tuple[T | None, MegascendError | None] | None = None
-        if self.rank == 0:
-            try:
-                made = produce(), None
-            except MegascendError as error:
-                made = None, error
-        value, problem = broadcast_object(made, "world", self.groups, what="from_rank_0()")
-        if problem is not None:
-            raise problem
-        return value  # type: ignore[return-value]
+        return from_rank_0(produce, self.groups, "from_rank_0()")
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank; the same answer on every rank. Travels over Gloo."""

@@ -219,17 +219,17 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_call_once(checkp
     assert run_distributed(work, 2, init=False, timeout_s=60) == [[True] * 3] * 2
 
 
-def test_one_rank_that_loses_patience_stops_the_next_call_on_all(checkpoint, tmp_path):
+def test_one_rank_that_loses_timeout_stops_the_next_call_on_all(checkpoint, tmp_path):
     """Each rank waits by a clock of its own."""
 
     def body(backend):
         slow_disk(1)
         slow = backend.save(tmp_path / "slow")
         if backend.rank == 1:
-            slow._patience_s = 0.01
+            slow._timeout_s = 0.01
         with pytest.raises(CheckpointError, match=r"slow is not complete 0\.01 s after it was waited for"):
             backend.save(tmp_path / "next")
-        slow._patience_s = 30
+        slow._timeout_s = 30
         backend.save(tmp_path / "next", wait=True)
         return manifest.read(tmp_path / "slow").step, manifest.read(tmp_path / "next").step
 

@@ -12,9 +12,17 @@ import torch.distributed as dist
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.distributed.channels import Channel
-from megascend.distributed.objects import agree, all_reduce_numbers, barrier, broadcast_object, gather_objects
+from megascend.distributed.objects import (
+    agree,
+    all_reduce_numbers,
+    barrier,
+    broadcast_object,
+    from_rank_0,
+    gather_objects,
+    raise_on_all_ranks,
+)
 from megascend.distributed.process_groups import ProcessGroups, initialize
-from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
+from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
 from megascend.testing import Lost, run_distributed
 from megascend.topology.topology import plan
 
@@ -120,6 +128,26 @@ def test_who_misses_a_call_is_missed_at_the_call(groups_of_two_by_two) -> None:
     first, second = run_distributed(work, 4, init=False, timeout_s=60)[0]
     assert "1 of 4 ranks did not arrive at optimizer_step within 1.5 s: rank 1." in first
     assert " did not arrive at gather_objects for forward_backward within 1.5 s: rank" in second
+
+
+def test_what_one_rank_cannot_do_is_raised_on_all(groups_of_two_by_two) -> None:
+    def work() -> list[str]:
+        groups: ProcessGroups = groups_of_two_by_two()
+        raise_on_all_ranks(None, groups, "whether it works")
+        own = DataError(f"rank {groups.rank} has no data") if groups.rank in (1, 3) else None
+        with pytest.raises(DataError) as caught:
+            raise_on_all_ranks(own, groups, "whether there is data")
+        assert (caught.value is own) == (groups.rank == 1)
+        assert from_rank_0(lambda: groups.rank + 7, groups, "seven") == 7
+
+        def refuse() -> int:
+            raise DataError(f"refused on rank {groups.rank}")
+
+        with pytest.raises(DataError) as refused:
+            from_rank_0(refuse, groups, "a refusal")
+        return [str(caught.value), str(refused.value)]
+
+    assert run_distributed(work, 4, init=False) == [["rank 1 has no data", "refused on rank 0"]] * 4
 
 
 def test_a_barrier_with_its_own_timeout_and_label(groups_of_two_by_two) -> None:

@@ -102,7 +102,7 @@ class CheckpointPolicy:
         if pending is None:
             return
         problem = pending.outcome()
-        # Each rank has a clock of its own: one may have lost patience where another has just seen the end.
+        # Each rank has a clock of its own: one may have timed out where another has just seen the end.
         (failed,) = self._backend.any_rank(problem is not None)
         if failed:
             self._failed(problem or f"save: {pending.path} was not complete in time on another rank")

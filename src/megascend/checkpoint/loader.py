@@ -14,7 +14,7 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.planners import LoadPlanner
 from megascend.checkpoint.random_state import set_random_state
-from megascend.distributed.objects import gather_objects
+from megascend.distributed.objects import gather_objects, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import Engine
 from megascend.engines.chunks import Chunks
@@ -83,11 +83,9 @@ def load(engine: Engine, directory: Path, found: Manifest, mine: Manifest) -> No
             # Every rank reads what it needs of the files; nothing is planned together.
             dcp.load(state, storage_reader=dcp.FileSystemReader(directory), planner=LoadPlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
-        problem = f"rank {engine.groups.rank} cannot read {directory}: {type(error).__name__}: {error}"
-    told = gather_objects(problem, "world", engine.groups, f"whether {directory} could be read")
-    problems = [text for text in told if text is not None]
-    if problems:
-        raise CheckpointError(f"load: {problems[0]}")
+        reason = f"{type(error).__name__}: {error}"
+        problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
+    raise_on_all_ranks(problem, engine.groups, f"whether {directory} could be read")
     if same_layout:
         set_random_state(state[random])
     engine.trainable.restore(found.step, found.optimizer)

@@ -30,7 +30,7 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.planners import SavePlanner
 from megascend.checkpoint.staging import Staging
-from megascend.distributed.objects import broadcast_object, gather_objects
+from megascend.distributed.objects import broadcast_object, gather_objects, raise_on_all_ranks
 from megascend.errors import CheckpointError
 from megascend.files import beside, replace_directory
 
@@ -90,9 +90,9 @@ class PendingSave:
         stall_s: seconds that training stood still for it on this rank, waiting for the checkpoint before it included.
     """
 
-    def __init__(self, path: Path, step: int, patience_s: float, monitor: HangMonitor) -> None:
+    def __init__(self, path: Path, step: int, timeout_s: float, monitor: HangMonitor) -> None:
         self.path, self.step = path, step
-        self._patience_s, self._monitor = patience_s, monitor
+        self._timeout_s, self._monitor = timeout_s, monitor
         self.stall_s = 0.0
         self._finished = threading.Event()
         self._problem: str | None = None
@@ -122,9 +122,9 @@ class PendingSave:
 
     def outcome(self) -> str | None:
         """As :meth:`wait`, but returns why it failed instead of raising it; nobody raises it afterwards."""
-        if not self._wait(self._patience_s):
+        if not self._wait(self._timeout_s):
             return (
-                f"save: {self.path} is not complete {self._patience_s:g} s after it was waited for: the storage is slow or "
+                f"save: {self.path} is not complete {self._timeout_s:g} s after it was waited for: the storage is slow or "
                 "hangs; the limit is save_timeout_s (checkpoint.timeout_s)"
             )
         self._reported = True
@@ -149,13 +149,13 @@ class PendingSave:
 class Saver:
     """Writes one checkpoint at a time. All ranks make one together, and call its methods in the same order."""
 
-    def __init__(self, groups: ProcessGroups, *, page_locked: bool, patience_s: float) -> None:
+    def __init__(self, groups: ProcessGroups, *, page_locked: bool, timeout_s: float) -> None:
         """
         Args:
             page_locked: copy to page-locked host memory.
-            patience_s: how long a checkpoint is waited for before it counts as failed.
+            timeout_s: how long a checkpoint is waited for before it counts as failed, in seconds.
         """
-        self._groups, self._patience_s = groups, patience_s
+        self._groups, self._timeout_s = groups, timeout_s
         self._staging = Staging(page_locked=page_locked)
         self._group: Any = None
         self._pending: PendingSave | None = None
@@ -187,7 +187,7 @@ class Saver:
         target = path.resolve() if path.is_symlink() else path  # a link stays one
         temporary = beside(target)
         problem = self._make_room(target, temporary) if self._groups.rank == 0 else None
-        self._agree(problem, f"whether there is room for {path}")
+        raise_on_all_ranks(problem, self._groups, f"whether there is room for {path}")
         try:
             contents = collect()
             contents = replace(contents, state=self._staging.copy(contents.state))
@@ -197,7 +197,7 @@ class Saver:
             if self._groups.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._pending = pending = PendingSave(path, contents.manifest.step, self._patience_s, self._groups.monitor)
+        self._pending = pending = PendingSave(path, contents.manifest.step, self._timeout_s, self._groups.monitor)
         threading.Thread(
             target=self._write, args=(pending, target, temporary, contents, after), name="megascend-save", daemon=True
         ).start()
@@ -205,7 +205,7 @@ class Saver:
         return pending
 
     def finish(self) -> None:
-        """Return when no checkpoint is being written. Collective: each rank's patience has a clock of its own.
+        """Return when no checkpoint is being written. Collective: each rank waits by a clock of its own.
 
         Raises:
             CheckpointError: on every rank: the checkpoint failed, or took too long on one.
@@ -214,8 +214,8 @@ class Saver:
         try:
             self.wait()
         except CheckpointError as error:
-            problem = str(error)
-        self._agree(problem, "whether the checkpoint before is complete")
+            problem = error
+        raise_on_all_ranks(problem, self._groups, "whether the checkpoint before is complete")
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when no checkpoint is being written, as far as this rank knows.
@@ -258,23 +258,18 @@ class Saver:
         except CheckpointError as error:
             print(error, file=sys.stderr, flush=True)
 
-    def _make_room(self, path: Path, temporary: Path) -> str | None:
+    def _make_room(self, path: Path, temporary: Path) -> CheckpointError | None:
         """Make the directory to write to; returns why that cannot be."""
         if path.exists() and not (path / manifest.NAME).is_file():
-            return f"save: {path} exists and is no megascend checkpoint; choose another directory"
+            return CheckpointError(f"save: {path} exists and is no megascend checkpoint; choose another directory")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if temporary.exists():
                 shutil.rmtree(temporary)
             temporary.mkdir()
         except OSError as error:
-            return f"save: {path} cannot be written: {error}"
+            return CheckpointError(f"save: {path} cannot be written: {error}")
         return None
-
-    def _agree(self, problem: str | None, what: str) -> None:
-        found = [text for text in gather_objects(problem, "world", self._groups, what) if text is not None]
-        if found:
-            raise CheckpointError(found[0])
 
     # --- on the writer's thread ---
 

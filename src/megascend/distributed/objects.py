@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -150,6 +150,42 @@ def agree(what: str, groups: ProcessGroups, problem: MegascendError | None = Non
         else:
             collective.refuse(problem)
             raise problem
+
+
+def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, what: str) -> None:
+    """Raise on every rank of the world if any has a ``problem``, so that none waits for one that has given up. One exchange.
+
+    Args:
+        problem: why this rank cannot go on; its text says which rank it is, where that matters.
+        what: what has been tried, for errors of the exchange itself: ``"whether PATH can be read"``.
+
+    Raises:
+        MegascendError: the problem of the first rank that has one.
+        OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
+    """
+    told = gather_objects(problem, "world", groups, what)
+    first = next((rank for rank, error in enumerate(told) if error is not None), None)
+    if first is not None:
+        raise problem if first == groups.rank and problem is not None else told[first]  # type: ignore[misc]
+
+
+def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, what: str) -> T:
+    """What ``produce`` returns on rank 0, on every rank of the world. One exchange.
+
+    Raises:
+        MegascendError: on every rank: what ``produce`` raised.
+        OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`broadcast_object`.
+    """
+    made: tuple[T | None, MegascendError | None] | None = None
+    if groups.rank == 0:
+        try:
+            made = produce(), None
+        except MegascendError as error:
+            made = None, error
+    value, problem = broadcast_object(made, "world", groups, what=what)
+    if problem is not None:
+        raise made[1] if made is not None and made[1] is not None else problem
+    return value  # type: ignore[return-value]
 
 
 @contextmanager

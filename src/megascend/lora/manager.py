@@ -14,7 +14,7 @@ from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Adapters, Lora, Schedule
-from megascend.distributed.objects import gather_objects
+from megascend.distributed.objects import gather_objects, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.kernels.host_copy import to_device
@@ -255,8 +255,8 @@ class AdapterManager:
             try:
                 write(path, saved, base_model, list(self.registry.projections))
             except CheckpointError as error:
-                problem = str(error)
-        raise_together(problem, self._groups, f"whether {path} could be written")
+                problem = CheckpointError(f"{error} (rank 0)")
+        raise_on_all_ranks(problem, self._groups, f"whether {path} could be written")
 
     def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None) -> None:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
@@ -267,10 +267,12 @@ class AdapterManager:
                 check_base_weights(path, self._model_dir)
             missing = [name for name in saved.values if name not in self.registry.projections]
             if missing:
-                problem = f"{path} adapts {missing[0]}, which adapters.targets does not allow in this model"
+                raise CheckpointError(
+                    f"{path} adapts {missing[0]}, which adapters.targets does not allow in this model"
+                )
         except (CheckpointError, OSError) as error:
-            problem = str(error)
-        raise_together(problem, self._groups, f"whether {path} can be read")
+            problem = CheckpointError(f"{error} (rank {self._groups.rank})")
+        raise_on_all_ranks(problem, self._groups, f"whether {path} can be read")
         assert saved is not None
         settings = settings_of(saved, lora, self.registry.projections, path)
         adapter = self.registry.create(name, settings)
@@ -282,8 +284,8 @@ class AdapterManager:
                 scatter(saved.moments[1], adapter, second, self._shape_groups)
                 adapter.restore(first, second, saved)
         except CheckpointError as error:
-            problem = f"{path}: {error}"
-        raise_together(problem, self._groups, f"whether {path} fits")
+            problem = CheckpointError(f"{path}: {error} (rank {self._groups.rank})")
+        raise_on_all_ranks(problem, self._groups, f"whether {path} fits")
         self.registry.add(adapter)
 
     def factors(self, name: str) -> tuple[Lora, dict[str, Factors]] | None:
@@ -346,11 +348,3 @@ def settings_of(saved: SavedAdapter, lora: Lora | None, projections: Sequence[st
         raise ConfigError(f"{path} {has} {different[0]}, unlike the targets given, {lora.targets}")
     # A layer that gets no factors would start with A = 0 and B = 0, and never learn.
     return settings.model_copy(update={"targets": tuple(sorted(saved.values))}) if different else settings
-
-
-def raise_together(problem: str | None, groups: ProcessGroups, what: str) -> None:
-    """Raise CheckpointError on every rank if any has a problem."""
-    told = gather_objects(problem, "world", groups, what)
-    found = [(rank, text) for rank, text in enumerate(told) if text is not None]
-    if found:
-        raise CheckpointError(f"{found[0][1]} (rank {found[0][0]})")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend import files
-from megascend.distributed.objects import broadcast_object
+from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import Finding, Trial
@@ -79,20 +79,22 @@ def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
     worker = threading.Thread(target=work, name="megascend-self-check", daemon=True)
     if groups.rank == 0:
         worker.start()
-    while True:
-        ready = False
+
+    def result() -> Verdict:
+        if not box:
+            raise PlatformError("the self-check ended without a verdict; the log above says why")
+        verdict, problem = box[0]
+        if verdict is None:
+            assert problem is not None
+            raise problem
+        return verdict
+
+    running = True
+    while running:
         if groups.rank == 0:
             worker.join(POLL_S)
-            ready = not worker.is_alive()
-            if ready and not box:
-                raise PlatformError("the self-check ended without a verdict; the log above says why")
-        answer = broadcast_object((ready, box[0] if ready else None), "world", groups, what="the self-check")
-        if answer[0]:
-            verdict, problem = answer[1]  # type: ignore[misc]
-            if problem is not None:
-                raise problem
-            assert verdict is not None
-            return verdict
+        running = broadcast_object(worker.is_alive(), "world", groups, what="the self-check")
+    return from_rank_0(result, groups, "the self-check")
 
 
 def examine(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool) -> Verdict:

@@ -272,9 +272,9 @@ def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
     )
 
 
-def _let_exit(ranks: list[Rank], patience_s: float = 2.0) -> None:
+def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
     """Give finished ranks a moment to exit by themselves."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + timeout_s
     while any(rank.status is None for rank in ranks) and time.monotonic() < until:
         for rank in ranks:
             rank.look()

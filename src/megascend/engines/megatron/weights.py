@@ -15,7 +15,7 @@ from mcore_bridge.utils import StreamingSafetensorSaver
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megascend.distributed.objects import all_reduce_numbers, gather_objects
+from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.files import beside, replace_directory
@@ -74,7 +74,8 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
             problem = f"the checkpoint has no tensor for {some(empty)} of the model that config.json describes"
         elif damaged:
             problem = f"the checkpoint holds NaN in what goes into {some(damaged)}"
-    _raise_together(problem, model_dir, groups, f"whether {model_dir} could be loaded")
+    failed = None if problem is None else CheckpointError(f"{model_dir}: {problem} (rank {groups.rank})")
+    raise_on_all_ranks(failed, groups, f"whether {model_dir} could be loaded")
 
     counts = all_reduce_numbers(
         [float(name in used) for name in names], "world", groups, "max", "tensors that were used"
@@ -117,7 +118,7 @@ def export(
         wanted.update(tensor_headers(source))
 
     problem = _written(prepare, target) if groups.rank == 0 else None
-    _raise_together(problem, None, groups, f"whether there is room for {target}")
+    raise_on_all_ranks(problem, groups, f"whether there is room for {target}")
     saver = StreamingSafetensorSaver(save_dir=str(temporary))
     problem = _save(chunks, bridge, saver, wanted, target, merge)
     if groups.rank == 0:
@@ -131,7 +132,7 @@ def export(
         if problem is None:
             problem = _written(lambda: replace_directory(temporary, target), target)
         shutil.rmtree(temporary, ignore_errors=True)
-    _raise_together(problem, None, groups, f"whether {target} could be written")
+    raise_on_all_ranks(problem, groups, f"whether {target} could be written")
 
 
 def _prepare(target: Path, temporary: Path) -> None:
@@ -149,7 +150,7 @@ def _save(
     wanted: Mapping[str, TensorHeader],
     target: Path,
     merge: Callable[[str, Tensor], Tensor] | None,
-) -> str | None:
+) -> CheckpointError | None:
     """What mcore-bridge's ``save_weights`` does, but a rank that cannot write goes on taking part in collectives.
 
     It returns what went wrong instead; raising there and then would leave the other ranks waiting.
@@ -204,24 +205,15 @@ def _hold_against(source: Path, wanted: Mapping[str, TensorHeader], written: Pat
         )
 
 
-def _written(write: Callable[[], None], target: Path) -> str | None:
+def _written(write: Callable[[], None], target: Path) -> CheckpointError | None:
     """Why ``write`` failed, or None."""
     try:
         write()
     except CheckpointError as error:
-        return str(error)
+        return error
     except (OSError, SafetensorError) as error:
-        return f"export: {target} could not be written: {error}"
+        return CheckpointError(f"export: {target} could not be written: {error}")
     return None
-
-
-def _raise_together(problem: str | None, where: Path | None, groups: ProcessGroups, what: str) -> None:
-    """Raise on every rank what went wrong on any, so that none waits for one that has given up."""
-    told = gather_objects(problem, "world", groups, what)
-    found = [(rank, text) for rank, text in enumerate(told) if text is not None]
-    if found:
-        rank, text = found[0]
-        raise CheckpointError(f"{where}: {text} (rank {rank})" if where else text)
 
 
 def _after(used: dict[str, None]) -> str:
