@@ -13,15 +13,15 @@ from megascend import Batching, Parallel
 from megascend.config import RunConfig
 from megascend.errors import PlatformError, SelfCheckError
 from megascend.selfcheck import check, process
-from megascend.selfcheck.process import Finding, Report
+from megascend.selfcheck.process import Report, TrialResult
 from megascend.selfcheck.verdict import PROVEN, Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.self_checks import slice_of
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = tiny_config("qwen3")
-AGREES = Finding(lengths=[3, 40], alone=[1e-7, 2e-7], together=[1e-7, 3e-7], largest_logit=7.0)
-DIFFERS = Finding(lengths=[3, 40], alone=[1e-7, 2e-7], together=[0.5, 3e-7], largest_logit=7.0)
+AGREES = TrialResult(lengths=[3, 40], alone=[1e-7, 2e-7], together=[1e-7, 3e-7], largest_logit=7.0)
+DIFFERS = TrialResult(lengths=[3, 40], alone=[1e-7, 2e-7], together=[0.5, 3e-7], largest_logit=7.0)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def examine(config=QWEN, longest=512) -> Verdict:
     return check.examine(config, config, longest, False)
 
 
-def counted(monkeypatch, findings: list[Finding], log: Path | None = None) -> list[int]:
+def counted(monkeypatch, findings: list[TrialResult], log: Path | None = None) -> list[int]:
     """Replace the worker; returns the numbers of trials that it was asked for."""
     calls: list[int] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megascend.selfcheck import process, suspects
-from megascend.selfcheck.process import BOUND, Finding, Trial
+from megascend.selfcheck.process import BOUND, Trial, TrialResult
 from megascend.selfcheck.slicing import LENGTHS
 from megascend.selfcheck.verdict import PROVEN
 from megascend.selfcheck.worker import LEAST_MARGIN
@@ -208,7 +208,7 @@ def test_random_shapes_of_the_proven_architectures_raise_no_alarm(numbers) -> No
     assert min(margins) >= LEAST_MARGIN
 
 
-def assert_agree(names: Sequence[str], findings: Sequence[Finding]) -> None:
+def assert_agree(names: Sequence[str], findings: Sequence[TrialResult]) -> None:
     wrong = {
         name: found.problem or found.largest
         for name, found in zip(names, findings, strict=True)

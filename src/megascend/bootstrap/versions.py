@@ -63,7 +63,7 @@ STACKS = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class PackageCheck:
     """One package held against a row of the table."""
 
     package: str
@@ -94,7 +94,7 @@ def nearest_stack(versions: dict[str, str | None], packages: Sequence[str] = PAC
     return max(STACKS, key=score)
 
 
-def findings(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> list[Finding]:
+def findings(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> list[PackageCheck]:
     """Each of ``packages`` held against the nearest row."""
     stack = nearest_stack(versions, packages)
     result = []
@@ -106,11 +106,11 @@ def findings(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES
             level, message = "ok", f"{package} {found}"
         else:
             level, message = "error", f"{package} {found} is installed; stack {stack.name} needs {package}{wanted}"
-        result.append(Finding(package, found, wanted, level, message))
+        result.append(PackageCheck(package, found, wanted, level, message))
     return result
 
 
-def check_versions() -> list[Finding]:
+def check_versions() -> list[PackageCheck]:
     """Hold what is installed here against the table."""
     return findings(installed_versions())
 

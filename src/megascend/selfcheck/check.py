@@ -18,7 +18,7 @@ from megascend import files
 from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError
 from megascend.selfcheck import process, suspects
-from megascend.selfcheck.process import Finding, Trial
+from megascend.selfcheck.process import Trial, TrialResult
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_about
 
@@ -157,7 +157,7 @@ def of_slice(part: Slice) -> Verdict:
     return Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
 
 
-def judged(part: Slice, found: Finding) -> Verdict:
+def judged(part: Slice, found: TrialResult) -> Verdict:
     """What a finding means, without the names of settings."""
     verdict = of_slice(part)
     if found.problem:
@@ -167,7 +167,7 @@ def judged(part: Slice, found: Finding) -> Verdict:
     return replace(verdict, status=status, largest=found.largest, mixed_only=mixed_only and not found.agrees)
 
 
-def name_the_setting(part: Slice, found: Finding) -> tuple[list[Convicted], bool]:
+def name_the_setting(part: Slice, found: TrialResult) -> tuple[list[Convicted], bool]:
     """Settings that make the difference, and whether samples on the short side of RoPE's switch agree among themselves."""
     known = suspects.known_suspects(part.config, found.full)
     others = suspects.other_suspects(part.config, found.default, known)

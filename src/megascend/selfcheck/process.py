@@ -38,7 +38,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TrialResult:
     """What became of a trial.
 
     Attributes:
@@ -82,7 +82,7 @@ class Finding:
 class Report:
     """Findings in the order of the trials, and what the worker cost."""
 
-    findings: list[Finding]
+    findings: list[TrialResult]
     seconds: float
     peak_bytes: int
 
@@ -113,5 +113,5 @@ def run(trials: Sequence[Trial], deadline_s: float = DEADLINE_S) -> Report:
             end = " ".join(done.stderr.split())[-600:]
             raise PlatformError(f"its process has ended with exit code {done.returncode}: {end}")
         found = json.loads(result.read_text())
-    findings = [Finding(**each) for each in found["findings"]]
+    findings = [TrialResult(**each) for each in found["findings"]]
     return Report(findings, found["seconds"], found["peak_bytes"])
