@@ -90,7 +90,6 @@ print('unchanged')
         "megascend.engines.megatron",
         "megascend.engines.megatron.build",
         "megascend.engines.megatron.engine",
-        "megascend.step.step",
     ],
 )
 def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
@@ -104,6 +103,8 @@ def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
     [
         pytest.param("megascend", marks=pytest.mark.nightly),
         "megascend.backend",
+        "megascend.backends",
+        "megascend.step.step",
         pytest.param("megascend.config", marks=pytest.mark.nightly),
         pytest.param("megascend.topology.topology", marks=pytest.mark.nightly),
     ],

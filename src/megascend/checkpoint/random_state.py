@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core import tensor_parallel
 
 
 def random_state() -> dict[str, Any]:
     """Where every generator of this process stands."""
+    from megatron.core import tensor_parallel  # here: a program may import megascend before the bootstrap
+
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -23,6 +24,8 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Set every generator to where it stood."""
+    from megatron.core import tensor_parallel
+
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megascend.changes import patch, restore
 from megascend.errors import ProcessGroupError
 
 if TYPE_CHECKING:
@@ -39,14 +40,13 @@ class ObjectCollectiveRedirect:
     def install(self) -> None:
         """Exchange the functions of ``torch.distributed``."""
         for name in FUNCTIONS:
-            original = getattr(dist, name)
-            self._originals[name] = original
-            setattr(dist, name, self._redirected(original))
+            redirected = self._redirected(getattr(dist, name))
+            self._originals[name] = patch(dist, name, redirected, "travels over Gloo while process groups live")
 
     def remove(self) -> None:
         """Put the functions back."""
         for name, original in self._originals.items():
-            setattr(dist, name, original)
+            restore(dist, name, original)
         self._originals.clear()
 
     def _redirected(self, original: Callable[..., Any]) -> Callable[..., Any]:

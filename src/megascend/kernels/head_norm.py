@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megascend.changes import patch
+
 ROWS = 16
 MAX_WIDTH = 256
 PROGRAMS_PER_PROCESSOR = 8
@@ -115,7 +117,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
             def forward(x: Tensor, module: Any = module) -> Tensor:
                 return head_norm(x, module.weight, module.eps)
 
-            module.forward = forward  # type: ignore[assignment]
+            patch(module, "forward", forward, "QK-norm in two Triton kernels")
             count += 1
     return count
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from megascend.changes import patch
 from megascend.errors import ConfigError
 from megascend.kernels.host_copy import to_device
 from megascend.lora.grouped import Segments
@@ -77,8 +78,9 @@ def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
         rows.take(None if adapter_index is None else exchange(dispatcher, adapter_index))
         return result
 
-    dispatcher.dispatch_preprocess = dispatch_preprocess
-    dispatcher.dispatch_postprocess = dispatch_postprocess
+    why = "tells which adapter each token that is sent to an expert belongs to"
+    patch(dispatcher, "dispatch_preprocess", dispatch_preprocess, why)
+    patch(dispatcher, "dispatch_postprocess", dispatch_postprocess, why)
     return rows
 
 

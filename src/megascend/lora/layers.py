@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from megascend.changes import patch
 from megascend.errors import PlatformError
 from megascend.kernels.low_rank import LowRank
 from megascend.lora.dispatch import ExpertRows, follow
@@ -190,7 +191,7 @@ class AdapterLayers:
 def expose_normed_input(module: Any) -> None:
     """Let a layer with a norm inside hand out the norm's output, which is the input that adapters see."""
     if isinstance(module, te.TELayerNormColumnParallelLinear) and hasattr(module, "return_layernorm_output"):
-        module.return_layernorm_output = True  # type: ignore[reportAttributeAccessIssue]
+        patch(module, "return_layernorm_output", True, "adapters see the norm's output")
 
 
 def split_output(module: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Any, Tensor]:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megascend.bootstrap.mindspeed.arguments import namespace
+from megascend.changes import changed, patch
 from megascend.errors import ImportOrderError, PlatformError
 
 ADAPTOR = "mindspeed.megatron_adaptor"
@@ -57,6 +58,7 @@ def import_adaptor(arguments: Mapping[str, Any]) -> None:
         ) from error
     # It reports at warning level on every rank that megatron.training is absent, which is how megascend runs.
     logging.getLogger("mindspeed.args_utils").setLevel(logging.ERROR)
+    changed("the logger mindspeed.args_utils", "logs errors only")
 
 
 def guard_module_scan() -> None:
@@ -71,7 +73,7 @@ def guard_module_scan() -> None:
     def present(owner: Any, name: str) -> bool:
         return name in vars(owner) if isinstance(owner, ModuleType) else hasattr(owner, name)
 
-    patch_utils.hasattr = present
+    patch(patch_utils, "hasattr", present, "its scan of sys.modules leaves lazy modules alone")
 
 
 @contextlib.contextmanager

@@ -55,8 +55,7 @@ class MindSpeed(PatchProvider):
             "torch.cuda names mean the NPU; torch.compile and torch.jit.script do nothing; dummy transformer_engine, "
             "apex, flash_attn and fla modules; importlib.metadata knows a transformer-engine",
             "on top of it: Megatron's own column and row parallel linears, and its DistributedOptimizer.load_state_dict; "
-            "all_reduce of float64 works on the CPU and is refused on the NPU; MindSpeed's scan of sys.modules leaves lazy "
-            "modules alone" + feature.told_of(self._stack.name),
+            "all_reduce of float64 works on the CPU and is refused on the NPU" + feature.told_of(self._stack.name),
         ]
 
     def after_megatron(self) -> list[str]:

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from megascend.changes import ABSENT, restore
 from megascend.errors import ImportOrderError, PlatformError
 
 CPU = torch.device("cpu")
 MOE_MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.token_dispatcher")
 MOE_FUNCTION = "maybe_move_tensor_to_cpu"
 
-# (owner, name, what was there before) of every patch in place, newest last; _ABSENT where there was nothing.
+# (owner, name, what was there before) of every patch in place, newest last; ABSENT where there was nothing.
 _undo: list[tuple[Any, str, Any]] = []
-_ABSENT = object()
 
 
 class Stream:
@@ -102,19 +102,20 @@ def install() -> list[str]:
     _patch_tensor()
     return [
         f"torch.{{{', '.join(names)}}}: device='cuda' means the CPU; pin_memory is ignored",
-        "torch.Tensor.{to, cuda, pin_memory, record_stream}: stay on the CPU; type() of a CPU tensor says torch.cuda",
-        "torch.cuda: current_device, set_device, synchronize, streams, events and random state act on the CPU",
+        f"torch.Tensor.{{{_names_in(torch.Tensor)}}}: stay on the CPU; type() of a CPU tensor says torch.cuda",
+        f"torch.cuda.{{{_names_in(torch.cuda)}}}: act on the CPU, random state in torch.cuda.random too",
     ]
+
+
+def _names_in(owner: Any) -> str:
+    return ", ".join(name for each, name, _ in _undo if each is owner)
 
 
 def uninstall() -> None:
     """Put everything back, :func:`patch_moe_device_checks` included. For tests."""
     while _undo:
         owner, name, before = _undo.pop()
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+        restore(owner, name, before)
 
 
 def patch_moe_device_checks() -> list[str]:
@@ -143,7 +144,7 @@ def _is_in(value: Any, functions: set[Any]) -> bool:
 
 
 def _patch(owner: Any, name: str, value: Any) -> None:
-    _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+    _undo.append((owner, name, vars(owner).get(name, ABSENT)))
     setattr(owner, name, value)
 
 

@@ -13,25 +13,28 @@ from typing import Any
 
 import torch
 
+from megascend.changes import patch, restore
+
 
 @contextlib.contextmanager
 def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """No attention dropout in any module of ``chunks`` until the block ends."""
-    undo = []
+    found: list[tuple[Any, str]] = []
     for chunk in chunks:
         for module in chunk.modules():
             value = getattr(module, "attention_dropout", None)
             if isinstance(value, float):
-                undo.append((module, "attention_dropout", value))
+                found.append((module, "attention_dropout"))
             elif isinstance(value, torch.nn.Dropout):
-                undo.append((value, "p", value.p))
+                found.append((value, "p"))
+    undo = []
     try:
-        for owner, name, _ in undo:
-            setattr(owner, name, 0.0)
+        for owner, name in found:
+            undo.append((owner, name, patch(owner, name, 0.0, "attention dropout is off in evaluation")))
         yield
     finally:
-        for owner, name, value in undo:
-            setattr(owner, name, value)
+        for owner, name, before in reversed(undo):
+            restore(owner, name, before)
 
 
 def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
@@ -44,7 +47,12 @@ def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if name.endswith("core_attention"):
-                module.forward = _forked(module.forward)  # type: ignore[method-assign]
+                patch(
+                    module,
+                    "forward",
+                    _forked(module.forward),
+                    "draws dropout from the tensor parallel rank's own stream",
+                )
 
 
 def _forked(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from transformers import AutoConfig
 
+from megascend.changes import changed
 from megascend.config import Precision, Recompute
 from megascend.engines.megatron.activation import activation_arguments
 from megascend.errors import CheckpointError, ConfigError, PlatformError
@@ -204,6 +205,7 @@ def preserved_rope_functions() -> Iterator[None]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     before = dict(ROPE_INIT_FUNCTIONS)
+    changed("transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS", "is as it was after mcore-bridge has built a model")
     try:
         yield
     finally:
@@ -258,6 +260,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         te.TEColumnParallelGroupedLinear: 0,
         te.TERowParallelGroupedLinear: 1,
     }
+    changed("parameters of tensor parallel layers", "marked as sharded where no initialization has marked them")
     for module in model.modules():
         dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
         if dim is None:

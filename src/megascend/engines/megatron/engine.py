@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.bootstrap import Runtime
+from megascend.changes import patch
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import OnOutput, Trainable
@@ -291,8 +292,12 @@ def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True  # type: ignore[reportArgumentType]
-                module.disable_parameter_transpose_cache = True  # type: ignore[assignment]
+                patch(
+                    module, "fuse_wgrad_accumulation", True, "weight gradients go straight into Megatron's fp32 buffers"
+                )
+                patch(
+                    module, "disable_parameter_transpose_cache", True, "no gradient of an earlier call is overwritten"
+                )
 
 
 def seed_everything(seed: int) -> None:

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megascend.changes import patch
 from megascend.kernels.linear_logprobs import LowRank, VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
 
 
@@ -39,7 +40,9 @@ class OutputHead:
                 return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
             return copy_to_tensor_model_parallel_region(hidden), None
 
-        model.output_layer.forward = gather_hidden
+        patch(
+            model.output_layer, "forward", gather_hidden, "hidden states are brought together; the loss projects them"
+        )
 
     @property
     def weight(self) -> Tensor:

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
+from megascend.changes import patch
 from megascend.config import Moe
 from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
@@ -60,7 +61,7 @@ class Routers:
         self._config, self._moe, self._groups = config, moe, groups
         self._by_chunk = [[m for m in chunk.modules() if isinstance(m, TopKRouter)] for chunk in chunks]
         for router in (router for routers in self._by_chunk for router in routers):
-            router.enable_expert_bias = False  # its own counting of tokens; the bias stays in use
+            patch(router, "enable_expert_bias", False, "counts no tokens of its own; the bias stays in use")
         self._active = False
         self._pass: _Pass | None = None
         self._weight = 0.0
@@ -164,7 +165,7 @@ class Routers:
                 return None
             return self._seen(current, position, found.view(-1, found.shape[-1]), *output)
 
-        router.gating = gating  # type: ignore[reportAttributeAccessIssue]
+        patch(router, "gating", gating, "its logits are seen by the load-balancing loss")
         router.register_forward_hook(after)
 
     def _seen(

@@ -15,6 +15,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from megascend.bootstrap import current_runtime
+from megascend.changes import changed
 
 KEEPERS = (
     "megatron.core.parallel_state",  # destroy_model_parallel() forgets some: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
@@ -42,6 +43,7 @@ def forget(destroy: bool) -> None:
         destroy: also destroy them; for a default group that lives on. Destroying the default group takes them along.
     """
     for module, attribute, group in kept():
+        changed(f"process groups in globals of {module.__name__}", "forgotten when a backend is closed")
         setattr(module, attribute, None)
         if destroy and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)

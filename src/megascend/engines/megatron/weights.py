@@ -15,6 +15,7 @@ from mcore_bridge.utils import StreamingSafetensorSaver
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megascend.changes import patched
 from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
@@ -225,11 +226,12 @@ def _after(used: dict[str, None]) -> str:
 def _no_progress_bars() -> Iterator[None]:
     """mcore-bridge draws one while it loads and has no setting for it."""
     original = gpt_bridge.tqdm
-    gpt_bridge.tqdm = lambda *args, **options: original(*args, **{**options, "disable": True})
-    try:
+
+    def hidden(*args: Any, **options: Any) -> Any:
+        return original(*args, **{**options, "disable": True})
+
+    with patched(gpt_bridge, "tqdm", hidden, "draws no progress bar while weights are loaded"):
         yield
-    finally:
-        gpt_bridge.tqdm = original
 
 
 def _tied(chunks: list[Any]) -> bool:
