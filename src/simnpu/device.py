@@ -33,18 +33,17 @@ __all__ = ["cpu_view", "generator", "npu_view", "register"]
 _libraries: list[torch.library.Library] = []  # kernels live as long as their library object
 
 
-def register(module: Any = None) -> None:
+def register(module: Any) -> None:
     """Make ``npu`` a device of this process. Idempotent; cannot be undone.
 
     Args:
-        module: what becomes ``torch.npu``, unless one is registered already; by default the simulated one.
+        module: what becomes ``torch.npu``, unless one is registered already; :mod:`simnpu.npu` is made for it.
 
     Raises:
         PlatformError: this PyTorch cannot register a device from Python, or another package has taken its place.
     """
     if _libraries:
         return
-    module = module or _simulated_module()
     module._initialized = True  # without it torch.utils.checkpoint neither saves nor restores the random state
     _check_torch()
     torch.utils.rename_privateuse1_backend(DEVICE)
@@ -78,12 +77,6 @@ def _check_torch() -> None:
             f"PyTorch's one slot for an out-of-tree device is taken by {taken!r}: the simulated npu cannot run beside "
             "it. With the real torch_npu installed, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to keep it from loading."
         )
-
-
-def _simulated_module() -> Any:
-    from simnpu import npu  # late: it imports this module
-
-    return npu
 
 
 def _end_profile() -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megascend.kernels.linear_logprobs import linear_cross_entropy, linear_logprobs
-from megascend.kernels.softmax import Statistics, VocabShard, _Plain
+from megascend.kernels.softmax import VocabShard, _Plain
+from megascend.kernels.softmax_statistics import Statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

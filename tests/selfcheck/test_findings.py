@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from megascend.app.self_check_worker import LEAST_MARGIN
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import BOUND, Trial, TrialResult
 from megascend.selfcheck.slicing import LENGTHS
 from megascend.selfcheck.verdict import PROVEN
-from megascend.selfcheck.worker import LEAST_MARGIN
 from megascend.testing import tiny_config
 from megascend.testing.self_checks import slice_of
 

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from megascend.errors import DistributedTestError
 from megascend.testing.distributed import run_distributed
 from simnpu import collectives, device
+from simnpu import npu as torch_npu_module
 
 pytestmark = [
     pytest.mark.skipif(
@@ -40,7 +41,7 @@ EXACT = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
 @pytest.fixture(autouse=True)
 def registered() -> None:
     if os.environ.get("SIMNPU") == "1":
-        device.register()
+        device.register(torch_npu_module)
         collectives.register()
 
 

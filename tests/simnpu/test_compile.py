@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("SIMNPU") != "1", reason="registe
 BEGIN = """
 import torch
 from simnpu import device
-device.register()
+from simnpu import npu as torch_npu_module
+device.register(torch_npu_module)
 """
 
 COMPILE = """

@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from megascend.testing.distributed import run_distributed
 from simnpu import collectives, device
+from simnpu import npu as torch_npu_module
 
 pytestmark = [
     pytest.mark.skipif(
@@ -36,7 +37,7 @@ WORLD, STEPS = 2, 3
 @pytest.fixture(autouse=True)
 def registered() -> None:
     if os.environ.get("SIMNPU") == "1":
-        device.register()
+        device.register(torch_npu_module)
         collectives.register()
 
 

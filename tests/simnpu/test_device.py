@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megascend.testing.distributed import run_distributed
 from simnpu import device
+from simnpu import npu as torch_npu_module
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("SIMNPU") != "1",
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def registered() -> None:
     if os.environ.get("SIMNPU") == "1":
-        device.register()
+        device.register(torch_npu_module)
 
 
 def forked(function: Callable[..., Any], *args: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megascend.testing.distributed import run_distributed
 from simnpu import device
+from simnpu import npu as torch_npu_module
 from simnpu.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +30,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMNPU_DEVICES", "3")
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     if os.environ.get("SIMNPU") == "1":
-        device.register()
+        device.register(torch_npu_module)
 
 
 def forked(function: Callable[..., Any], *args: Any) -> Any:

@@ -11,13 +11,14 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megascend.testing.distributed import run_distributed
 from simnpu import device
+from simnpu import npu as torch_npu_module
 
 pytestmark = pytest.mark.skipif(os.environ.get("SIMNPU") != "1", reason="registers a device: set SIMNPU=1")
 
 
 def test_grouped_experts_give_the_cpus_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMNPU_DEVICES", "2")
-    device.register()
+    device.register(torch_npu_module)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,

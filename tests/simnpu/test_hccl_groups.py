@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megascend.testing.distributed import run_distributed
 from simnpu import collectives, device
+from simnpu import npu as torch_npu_module
 
 pytestmark = [
     pytest.mark.skipif(
@@ -27,7 +28,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def registered() -> None:
     if os.environ.get("SIMNPU") == "1":
-        device.register()
+        device.register(torch_npu_module)
         collectives.register()
 
 

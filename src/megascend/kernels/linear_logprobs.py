@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.kernels.low_rank import LowRank, add_product_
-from megascend.kernels.softmax import Statistics, VocabShard, gradient_, statistics
+from megascend.kernels.softmax import VocabShard, gradient_, statistics
+from megascend.kernels.softmax_statistics import Statistics
 
 __all__ = ["LowRank", "VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
 

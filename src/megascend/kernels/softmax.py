@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascend.kernels.softmax_statistics import Statistics
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -38,26 +40,6 @@ class VocabShard:
         """Column of every target in this shard's logits, -1 where another shard has it."""
         local = targets - self.start
         return torch.where((local >= 0) & (local < self.rows), local, -1)
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What the softmax of n rows comes down to; everything fp32 [n].
-
-    Attributes:
-        log_sum: log of the sum of exponentials over the whole vocabulary.
-        target: logit of the target.
-        entropy: in nats, or None if it was not asked for.
-    """
-
-    log_sum: Tensor
-    target: Tensor
-    entropy: Tensor | None
-
-    @property
-    def logprobs(self) -> Tensor:
-        """Log-probability of the target."""
-        return self.target - self.log_sum
 
 
 def statistics(logits: Tensor, local_targets: Tensor, shard: VocabShard, entropy: bool) -> Statistics:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megascend.kernels.softmax import Statistics
+    from megascend.kernels.softmax_statistics import Statistics
 
 BLOCK = 8192
 WARPS = 8

@@ -6,7 +6,8 @@ take the same way beside them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
@@ -18,9 +19,7 @@ from megascend.changes import patch
 from megascend.errors import ConfigError
 from megascend.kernels.host_copy import to_device
 from megascend.lora.grouped import Segments
-
-if TYPE_CHECKING:
-    from megascend.lora.layers import AdapterLayers
+from megascend.lora.segments import TokenSegments
 
 
 class ExpertRows:
@@ -51,8 +50,12 @@ class ExpertRows:
         return self._grouped
 
 
-def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
-    """Send adapters' indices along with the tokens of a mixture-of-experts layer, from now on."""
+def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
+    """Send adapters' indices along with the tokens of a mixture-of-experts layer, from now on.
+
+    Args:
+        mixed: whose the tokens of the micro batch are, or None if they are all of one adapter, or of none.
+    """
     dispatcher = moe.token_dispatcher
     if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.config.moe_permute_fusion:
         raise ConfigError(
@@ -65,10 +68,9 @@ def follow(moe: Any, layers: AdapterLayers) -> ExpertRows:
 
     def dispatch_preprocess(*args: Any, **options: Any) -> Any:
         result = preprocess(*args, **options)
-        mixed = layers.stacked is not None and len(layers.stacked.adapters) > 1
-        permuted[0] = None
-        if mixed and layers.segments is not None:
-            mine = layers.segments.adapter_index[layers.segments.mine]
+        permuted[0], segments = None, mixed()
+        if segments is not None:
+            mine = segments.adapter_index[segments.mine]
             permuted[0] = mine[dispatcher.reversed_local_input_permutation_mapping]
         return result
 

@@ -64,10 +64,14 @@ class AdapterLayers:
                 expose_normed_input(target.module)
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
-                    self._expert_rows[id(target.moe)] = follow(target.moe, self)
+                    self._expert_rows[id(target.moe)] = follow(target.moe, self._mixed)
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(start_graph)
+
+    def _mixed(self) -> TokenSegments | None:
+        """Whose the tokens of the micro batch are, if several adapters are in force."""
+        return self.segments if self.stacked is not None and len(self.stacked.adapters) > 1 else None
 
     @contextlib.contextmanager
     def applying(self, stacked: StackedAdapters | None) -> Iterator[None]:

@@ -99,7 +99,7 @@ def run(trials: Sequence[Trial], deadline_s: float = DEADLINE_S) -> Report:
         job.write_text(json.dumps({"folder": str(folder / "models"), "trials": [vars(trial) for trial in trials]}))
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "megascend.selfcheck.worker", str(job), str(result)],
+                [sys.executable, "-m", "megascend.app.self_check_worker", str(job), str(result)],
                 capture_output=True,
                 text=True,
                 env=plain_environment(),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+import psutil
 import torch
 
 from simnpu.identity import chip, device_name
@@ -102,11 +103,9 @@ def get_device_name(device: torch.device | str | int | None = None) -> str:
 
 def get_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
     """Name and cores of the chip, and the host's memory as ``total_memory`` in bytes."""
-    from simnpu.npu.memory import host_memory
-
     device_index(device)
     cores = {"cube_core_num": named.cube_cores, "vector_core_num": named.vector_cores} if (named := chip()) else {}
-    return DeviceProperties(device_name(), host_memory().total, **cores)
+    return DeviceProperties(device_name(), psutil.virtual_memory().total, **cores)
 
 
 def get_device_capability(device: torch.device | str | int | None = None) -> None:

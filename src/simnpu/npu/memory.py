@@ -42,11 +42,6 @@ __all__ = [
 Device = torch.device | str | int | None
 
 
-def host_memory():
-    """Total and available memory of the host."""
-    return psutil.virtual_memory()
-
-
 def memory_allocated(device: Device = None) -> int:
     """Bytes of the tensors alive on the device."""
     return allocations.allocated(device_index(device))
@@ -131,7 +126,7 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Available and total memory of the host, in bytes."""
     device_index(device)
-    memory = host_memory()
+    memory = psutil.virtual_memory()
     return memory.available, memory.total
 
 

@@ -1,4 +1,4 @@
-"""``python worker.py JOB RESULT``: small models in transformers and in Megatron-Core, on the CPU, in a process of their own.
+"""``python -m megascend.app.self_check_worker JOB RESULT``: small models in transformers and in Megatron-Core, on the CPU.
 
 The transformers side of every model comes first: building an mcore-bridge model changes what transformers builds
 afterwards. The Megatron side is the backend as any program constructs it. JOB and RESULT are JSON files:
