@@ -298,9 +298,9 @@ def test_an_error_in_the_block_does_not_wait_for_ever(checkpoint, tmp_path, monk
             return type(error), str(error), time.monotonic() - started
         return None
 
-    results = run_distributed(work, 2, init=False, timeout_s=60)
+    results = run_distributed(work, 2, init=False, timeout_s=120)
     for rank, (kind, message, seconds) in enumerate(results):
-        assert seconds < 15
+        assert seconds < 100  # of a disk that takes an hour
         if rank in who:
             assert kind is KeyError
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,6 @@ BAD_RUNS = {
 @pytest.mark.parametrize("name", BAD_RUNS)
 def test_a_bad_run_is_one_line(megascend, run_file: Path, name: str) -> None:
     arguments, kind, named = BAD_RUNS[name]
-    start = time.monotonic()
     done = megascend("train", run_file, *arguments, cwd=run_file.parent)
     assert done.returncode == 2, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith(kind)]
@@ -63,7 +61,6 @@ def test_a_bad_run_is_one_line(megascend, run_file: Path, name: str) -> None:
     assert "Traceback" not in done.stderr
     # What a rank has found out itself is kept, and nothing else is left.
     assert {path.name for path in run_file.parent.glob("out/*")} <= {"errors"}
-    assert time.monotonic() - start < 60  # ten on a machine that does nothing else; CI runs other tests beside
 
 
 def test_a_damaged_checkpoint_is_found_before_processes_start(megascend, run_file: Path, small_model: Path) -> None:

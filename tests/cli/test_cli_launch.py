@@ -50,11 +50,9 @@ def test_our_error_wins_over_what_it_caused(tmp_path: Path) -> None:
 
 
 def test_another_exception_keeps_its_traceback() -> None:
-    start = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 raised KeyError: 'weight'") as caught:
         launch(rank_1_has_a_bug, nproc=2)
     assert "rank_1_has_a_bug" in str(caught.value)
-    assert time.monotonic() - start < 45
 
 
 def test_a_killed_worker_is_named() -> None:

@@ -170,5 +170,5 @@ def test_every_other_rank_ends_in_time_and_names_the_one(how, npu):
     results = run_distributed(gather_without, 4, how, init=False, timeout_s=60)
     for rank in (0, 1, 3):
         message, seconds = results[rank]
-        assert seconds < TIMEOUT + 3
+        assert seconds < TIMEOUT + 45
         assert f"did not arrive at gather_objects on group 'dp_cp' within {TIMEOUT:g} s: rank {VICTIM}." in message
