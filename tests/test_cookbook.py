@@ -58,7 +58,11 @@ def assert_learned(output: str, steps: int) -> None:
 @pytest.mark.parametrize(
     ("script", "processes", "arguments", "layout"),
     [
-        ("dense_tp_pp_dp.sh", 4, (), "4 ranks = tensor 2 x context 1 x data 1 x pipeline 2"),
+        ("dense_tp_pp_dp.sh", 2, ("--tensor", "1"), "2 ranks = tensor 1 x context 1 x data 1 x pipeline 2"),
+        pytest.param(
+            *("dense_tp_pp_dp.sh", 4, (), "4 ranks = tensor 2 x context 1 x data 1 x pipeline 2"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             "dense_tp_pp_dp.sh",
             2,
@@ -69,7 +73,7 @@ def assert_learned(output: str, steps: int) -> None:
         ("moe_ep.sh", 4, (), "experts: expert tensor 1 x expert 2 x data 2 x pipeline 1"),
         ("long_context_cp.sh", 2, ("--recompute",), "tensor 1 x context 2 x data 1 x pipeline 1"),
     ],
-    ids=["TP2 x PP2", "DP2", "MoE TP2 x DP2, EP2", "CP2"],
+    ids=["PP2", "TP2 x PP2", "DP2", "MoE TP2 x DP2, EP2", "CP2"],
 )
 def test_a_cookbook_script_learns(
     script: str, processes: int, arguments: tuple[str, ...], layout: str, tmp_path: Path

@@ -24,11 +24,9 @@ from megascend.bootstrap.runtime import Runtime, bootstrap
 
 SECOND_STACK = (
     "test_bootstrap.py",
-    "test_configurations.py",
     "test_contract.py",
     "test_parity.py",
     "test_traps.py",
-    "test_traps_environment.py",
     "test_traps_models.py",
 )
 """What CI runs on the second stack too: where another Megatron and another MindSpeed are felt."""
