@@ -13,6 +13,8 @@ import pytest
 from megascend.bootstrap.mindspeed.tree import BRANCHES
 from megascend.bootstrap.mindspeed.unsupported import NEEDS_MEGATRON_TRAINING
 from megascend.bootstrap.versions import STACKS
+from simnpu.__main__ import make_parser
+from simnpu.settings import FORMER_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 NPU = (ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
@@ -59,3 +61,18 @@ def test_the_example_of_an_injected_fault_runs(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_the_simulated_devices_settings_are_listed() -> None:
+    page = (ROOT / "docs" / "simnpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(.*?)\| `(SIMNPU\w*)` \| `(\w+)` \|", page, re.MULTILINE)
+    assert {former: name for _, name, former in rows} == FORMER_NAMES
+    documented = {option for cell, *_ in rows for option in re.findall(r"`(--\w+)", cell)}
+    parser_options = {option for action in make_parser()._actions for option in action.option_strings}
+    assert documented == {option for option in parser_options if option.startswith("--")} - {
+        "--help",
+        "--check",
+        "--version",
+    }
+    migration = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    assert all(f"| `{former}` | `{name}` |" in migration for former, name in FORMER_NAMES.items())
