@@ -447,19 +447,18 @@ def test_an_export_that_cannot_be_written_is_refused_and_changes_nothing(checkpo
     assert "precious" in str(before)
 
 
-@pytest.mark.parametrize("where", ["add_tensor", "finalize"])
+@pytest.mark.parametrize("where", ["add", "finish"])
 def test_an_export_that_runs_out_of_disk_leaves_the_earlier_one(checkpoint, tmp_path, monkeypatch, where):
-    from mcore_bridge.utils import StreamingSafetensorSaver
+    from megascend.huggingface.safetensors_writer import SafetensorsWriter
 
     target = tmp_path / "out"
     shutil.copytree(checkpoint, target)
     before = tree(tmp_path)
 
     def full(self, *args):
-        if self.is_save_rank:
-            raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(StreamingSafetensorSaver, where, full)
+    monkeypatch.setattr(SafetensorsWriter, where, full)
     found = errors(2, lambda: build(checkpoint, Parallel(pipeline=2)).export_hf(target))
     assert_all(found, CheckpointError, f"export: {target} could not be written", "No space left on device")
     assert tree(tmp_path) == before

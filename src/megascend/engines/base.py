@@ -5,7 +5,7 @@ An engine owns a model, its groups, its schedule and its optimizer. Everything a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from megascend.config import Batching, Lora, Precision
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.huggingface.info import ModelInfo
 from megascend.topology.topology import Topology
+from megascend.topology.weight_routes import Receivers
 
 
 class Output(Protocol):
@@ -232,6 +233,21 @@ class Engine(Protocol):
 
         Args:
             everything: also what another rank writes, as needed to load.
+        """
+        ...
+
+    def named_weights(
+        self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's weights under their Hugging Face names, whole, one at a time, on the ranks that receive. Collective.
+
+        Every rank iterates to the end; where there is nothing to receive, there is nothing to iterate over. A tensor may be
+        the model's own memory: copy what is to outlast the next one.
+
+        Args:
+            adapter: merged into what comes, in float32.
+            receivers: all ranks, the main one (0), or a set of global ranks.
+            device: where to; default: where the model is.
         """
         ...
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascend.huggingface.exported import extra_tensors
-from megascend.huggingface.files import check_vocabulary, read_config, tensor_shapes
+from megascend.huggingface.files import TensorHeader, check_vocabulary, read_config, tensor_headers
 from megascend.huggingface.model_shape import ModelShape
 
 
@@ -19,17 +19,22 @@ class ModelInfo:
 
     Attributes:
         shape: what the topology has to divide.
-        tensor_names: of all weights in the checkpoint that the model has; heads for multi-token prediction are not built.
+        tensors: headers of all weights in the checkpoint that the model has; heads for multi-token prediction are not built.
         parameter_count: elements of these weights.
         active_matmul_parameters: elements of the weights that multiply each token (embedding look-up excluded, the
             output projection included, of the experts only those a token is sent to).
     """
 
     shape: ModelShape
-    tensor_names: list[str]
+    tensors: Mapping[str, TensorHeader]
     parameter_count: int
     active_matmul_parameters: int
     attention_width: int
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of :attr:`tensors`."""
+        return list(self.tensors)
 
     def flops_per_token(self, length: int, frozen: bool = False) -> float:
         """Model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
@@ -70,10 +75,11 @@ def inspect_checkpoint(model_dir: Path) -> ModelInfo:
         CheckpointError: something is missing, truncated, or of another model.
     """
     config = read_config(model_dir)
-    shapes = tensor_shapes(model_dir)
-    check_vocabulary(config, shapes)
-    for name in extra_tensors(config, shapes):
-        del shapes[name]
+    tensors = tensor_headers(model_dir)
+    check_vocabulary(config, {name: header.shape for name, header in tensors.items()})
+    for name in extra_tensors(config, tensors):
+        del tensors[name]
+    shapes = {name: header.shape for name, header in tensors.items()}
     shape = ModelShape.from_hf_config(config)
     text = config.get("text_config", config)
     tied = "lm_head.weight" not in shapes
@@ -87,7 +93,7 @@ def inspect_checkpoint(model_dir: Path) -> ModelInfo:
     head_dim = text.get("head_dim") or shape.hidden_size // shape.num_heads
     return ModelInfo(
         shape=shape,
-        tensor_names=list(shapes),
+        tensors=tensors,
         parameter_count=sum(math.prod(dims) for dims in shapes.values()),
         active_matmul_parameters=int(active),
         attention_width=shape.num_heads * head_dim,

@@ -26,6 +26,7 @@ from megascend.lora.factors import Factors
 from megascend.lora.layers import AdapterLayers
 from megascend.lora.layout import shape_groups
 from megascend.lora.optimizer import AdapterOptimizer, loss_scales
+from megascend.lora.peft_tensors import to_tensors
 from megascend.lora.registry import AdapterRegistry, check_exist
 from megascend.lora.segments import token_segments, tokens_per_adapter
 from megascend.lora.stacked_adapters import StackedAdapters
@@ -288,11 +289,19 @@ class AdapterManager:
         raise_on_all_ranks(problem, self._groups, f"whether {path} fits")
         self.registry.add(adapter)
 
-    def factors(self, name: str) -> tuple[Lora, dict[str, Factors]] | None:
-        """An adapter's settings and whole factors on rank 0, None on the others. Collective."""
+    def factors(self, name: str, *, everywhere: bool = False) -> tuple[Lora, dict[str, Factors]] | None:
+        """An adapter's settings and whole factors on rank 0 (or ``everywhere``), None on the others. Collective."""
         adapter = self.registry[name]
-        whole = gather([adapter.values.detach()], adapter, self._shape_groups, self._groups)
+        whole = gather([adapter.values.detach()], adapter, self._shape_groups, self._groups, everywhere=everywhere)
         return None if whole is None else (adapter.lora, whole[0])
+
+    def named_weights(self, name: str, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """An adapter alone, under peft's names, in float32 on the CPU: what :meth:`save` writes. Collective.
+
+        On rank 0 (or ``everywhere``); the other ranks get no tensors.
+        """
+        found = self.factors(name, everywhere=everywhere)
+        return {} if found is None else to_tensors(found[1], found[0].rank)
 
     def segment(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         """Say which adapter each token of ``batch`` belongs to.

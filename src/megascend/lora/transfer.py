@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megascend.distributed.objects import collect_objects
+from megascend.distributed.objects import collect_objects, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.lora.adapter import Adapter
@@ -44,14 +44,23 @@ def is_main_replica(sharding: Sharding, place: Coordinates) -> bool:
 
 
 def gather(
-    vectors: Sequence[Tensor], adapter: Adapter, shape_groups: Sequence[ShapeGroup], groups: ProcessGroups
+    vectors: Sequence[Tensor],
+    adapter: Adapter,
+    shape_groups: Sequence[ShapeGroup],
+    groups: ProcessGroups,
+    *,
+    everywhere: bool = False,
 ) -> list[dict[str, Factors]] | None:
     """Whole factors, by projection, of each of ``vectors`` (values or moments), on rank 0; None on the others.
 
     Collective over the world.
+
+    Args:
+        everywhere: on all ranks instead.
     """
     mine = [factor_shards(adapter, vector, shape_groups, groups.coordinates) for vector in vectors]
-    everyone = collect_objects(mine, "world", groups, f"factors of adapter {adapter.name!r}")
+    bring = gather_objects if everywhere else collect_objects
+    everyone = bring(mine, "world", groups, f"factors of adapter {adapter.name!r}")
     if everyone is None:
         return None
     return [assemble([shard for rank in everyone for shard in rank[number]]) for number in range(len(vectors))]

@@ -293,9 +293,9 @@ def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads
 def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder, tmp_path, monkeypatch):
     """As mcore-bridge writes GLM-4: transformers would start with random MLPs. What was at the target stays."""
     from megascend.backends import MegatronBackend
-    from megascend.engines.megatron import weights
+    from megascend.engines.megatron import named_weights
 
-    monkeypatch.setattr(weights, "joined", lambda stream, wanted: stream)
+    monkeypatch.setattr(named_weights, "joined", lambda stream, wanted: stream)
     checkpoint = case_checkpoint(parity_folder, "glm4")
     target = tmp_path / "out"
     shutil.copytree(checkpoint, target)

@@ -23,15 +23,19 @@ from megascend.changes import patch
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import OnOutput, Trainable
+from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
 from megascend.engines.megatron import attention_dropout, attention_mask, routers, state, weights
 from megascend.engines.megatron.build import DTYPES, build_chunks, build_config, check_window
+from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import Optimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.huggingface.info import ModelInfo
+from megascend.lora.merge import merged
 from megascend.selfcheck.check import require_agreement, tell
 from megascend.selfcheck.verdict import Verdict
 from megascend.topology.topology import Topology
+from megascend.topology.weight_routes import Receivers
 
 if TYPE_CHECKING:
     from megascend.lora.manager import AdapterManager
@@ -262,16 +266,29 @@ class MegatronEngine:
             **state.optimizer_state(entries, self.optimizer, everything=everything),
         }
 
-    def export(self, path: Path, adapter: str | None) -> None:
+    def named_weights(
+        self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         self.finish_param_gather()
-        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
         merge = None
         if adapter is not None:
-            from megascend.lora.merge import merged
-
             assert self.adapters is not None
-            merge = merged(self.adapters.factors(adapter))
-        weights.export(self.bare_chunks, self.config.bridge, self.model_dir, path, dtype, self.groups, merge)
+            merge = merged(self.adapters.factors(adapter, everywhere=receivers != "main"))
+        yield from named_weights(
+            self.bare_chunks,
+            self.config.bridge,
+            self.groups,
+            self.info.tensors,
+            merge=merge,
+            receivers=receivers,
+            device=device,
+        )
+
+    def export(self, path: Path, adapter: str | None) -> None:
+        weights = self.named_weights(adapter, receivers="main", device="cpu")
+        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
+        tied = not self.config.untie_embeddings_and_output_weights
+        export(weights, self.model_dir, path, dtype, self.groups, tied=tied)
 
     def close(self) -> None:
         """The groups, which the backend closes, are all that is left in the process."""

@@ -1,34 +1,20 @@
-"""Moving weights between a Hugging Face directory and the model's shards, with nothing left out on the way."""
+"""From a Hugging Face directory into the model's shards, with nothing left out on the way."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from mcore_bridge.bridge import gpt_bridge
-from mcore_bridge.utils import StreamingSafetensorSaver
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from megascend.changes import patched
 from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
-from megascend.files import beside, replace_directory
-from megascend.huggingface.exported import OUTPUT, differences, extra_tensors, fused_half, some
-from megascend.huggingface.files import (
-    TensorHeader,
-    copy_companions,
-    read_config,
-    tensor_headers,
-)
-
-SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+from megascend.huggingface.exported import OUTPUT, some
 
 
 class _Tracked:
@@ -88,133 +74,6 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
             f"{model_dir} holds tensors that this architecture has no place for: {some(left)}. config.json and weights "
             "are of different models"
         )
-
-
-def export(
-    chunks: list[Any],
-    bridge: Any,
-    source: Path,
-    target: Path,
-    dtype: str,
-    groups: ProcessGroups,
-    merge: Callable[[str, Tensor], Tensor] | None = None,
-) -> None:
-    """Write ``chunks`` as a Hugging Face directory; ``target`` appears only when it is complete.
-
-    It holds the tensors of ``source``, by name and shape; those that are not built here are copied from it.
-
-    Args:
-        dtype: ``float32``, ``float16`` or ``bfloat16``: what the parameters have.
-        merge: ``(name, tensor) -> tensor``, applied to everything that is written; used on rank 0.
-
-    Raises:
-        CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
-            cannot be written, or would have other tensors than ``source``; what was there before is still there then.
-    """
-    temporary = beside(target)
-    wanted: dict[str, TensorHeader] = {}
-
-    def prepare() -> None:
-        _prepare(target, temporary)
-        wanted.update(tensor_headers(source))
-
-    problem = _written(prepare, target) if groups.rank == 0 else None
-    raise_on_all_ranks(problem, groups, f"whether there is room for {target}")
-    saver = StreamingSafetensorSaver(save_dir=str(temporary))
-    problem = _save(chunks, bridge, saver, wanted, target, merge)
-    if groups.rank == 0:
-        if problem is None:
-            problem = _written(lambda: _copy_extra(source, wanted, saver), target)
-        problem = problem or _written(saver.finalize, target)
-        if problem is None:
-            problem = _written(lambda: _hold_against(source, wanted, temporary, dtype, _tied(chunks)), target)
-        if problem is None:
-            problem = _written(lambda: copy_companions(source, temporary, dtype), target)
-        if problem is None:
-            problem = _written(lambda: replace_directory(temporary, target), target)
-        shutil.rmtree(temporary, ignore_errors=True)
-    raise_on_all_ranks(problem, groups, f"whether {target} could be written")
-
-
-def _prepare(target: Path, temporary: Path) -> None:
-    if target.exists() and not (target.is_dir() and (not any(target.iterdir()) or (target / "config.json").is_file())):
-        raise CheckpointError(f"export: {target} exists and is no Hugging Face checkpoint; choose another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-
-
-def _save(
-    chunks: list[Any],
-    bridge: Any,
-    saver: StreamingSafetensorSaver,
-    wanted: Mapping[str, TensorHeader],
-    target: Path,
-    merge: Callable[[str, Tensor], Tensor] | None,
-) -> CheckpointError | None:
-    """What mcore-bridge's ``save_weights`` does, but a rank that cannot write goes on taking part in collectives.
-
-    It returns what went wrong instead; raising there and then would leave the other ranks waiting.
-    """
-    problem = None
-    stream = bridge.export_weights(
-        chunks, target_device="cpu", only_master_rank=True, disable_tqdm=True, _is_saving=True
-    )
-    for name, tensor in joined(stream, wanted):
-        if problem is None and tensor is not None:
-            problem = _written(
-                partial(saver.add_tensor, name, tensor if merge is None else merge(name, tensor)), target
-            )
-    return problem
-
-
-def joined(stream: Iterable[tuple[str, Tensor | None]], wanted: Collection[str]) -> Iterator[tuple[str, Tensor | None]]:
-    """``stream`` with gate and up as one tensor where the source has them so (GLM-4): mcore-bridge reads it, but writes two.
-
-    Ranks that do not write have None for tensors.
-    """
-    halves: dict[str, dict[str, Tensor | None]] = {}
-    for name, tensor in stream:
-        half = fused_half(name, wanted)
-        if half is None:
-            yield name, tensor
-            continue
-        whole, part = half
-        found = halves.setdefault(whole, {})
-        found[part] = tensor
-        if len(found) == 2:
-            gate, up = found["gate"], found["up"]
-            yield whole, None if gate is None or up is None else torch.cat([gate, up])
-
-
-def _copy_extra(source: Path, wanted: Mapping[str, TensorHeader], saver: StreamingSafetensorSaver) -> None:
-    """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""
-    for name in extra_tensors(read_config(source), wanted):
-        with safe_open(wanted[name].file, framework="pt") as file:
-            saver.add_tensor(name, file.get_tensor(name))
-
-
-def _hold_against(source: Path, wanted: Mapping[str, TensorHeader], written: Path, dtype: str, tied: bool) -> None:
-    """Raise CheckpointError unless what has been written is what the source has."""
-    extra = set(extra_tensors(read_config(source), wanted))
-    own = {name: header for name, header in wanted.items() if name not in extra}
-    exported = {name: header for name, header in tensor_headers(written).items() if name not in extra}
-    if found := differences(own, exported, SAFETENSORS_DTYPES[dtype], tied=tied):
-        raise CheckpointError(
-            f"export: not the tensors that {source} has, so transformers would not load it as the same model: "
-            f"{'; '.join(found)}. Nothing has been written; please report the model's architecture"
-        )
-
-
-def _written(write: Callable[[], None], target: Path) -> CheckpointError | None:
-    """Why ``write`` failed, or None."""
-    try:
-        write()
-    except CheckpointError as error:
-        return error
-    except (OSError, SafetensorError) as error:
-        return CheckpointError(f"export: {target} could not be written: {error}")
-    return None
 
 
 def _after(used: dict[str, None]) -> str:

@@ -1,0 +1,349 @@
+"""A model's parameters as a stream of Hugging Face names and whole tensors, in every layout.
+
+mcore-bridge knows which parameter is called what, and how fused ones come apart. It brings every tensor whole to every rank,
+and drops it where nobody asked. Its knowledge is used here and its communication replaced: shards travel to the stage of a
+receiver and are put together there, other ranks see tensors without memory (torch's ``meta`` device), and replicas that
+nobody needs take part in nothing but one exchange a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.errors import CheckpointError
+from megascend.huggingface.exported import differences, fused_half
+from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.topology.weight_routes import Receivers, Route, participants, ranks_of, route
+
+Merge = Callable[[str, Tensor], Tensor]
+
+_TORCH_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
+_MOST_DIMENSIONS = 6
+
+
+def named_weights(
+    chunks: list[Any],
+    bridge: Any,
+    groups: ProcessGroups,
+    wanted: Mapping[str, TensorHeader],
+    *,
+    merge: Merge | None = None,
+    receivers: Receivers = "all",
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under its Hugging Face name, one at a time, in the model's order, on the ranks that receive.
+
+    Collective: every rank iterates to the end; on a rank that does not receive there is nothing to iterate over, and the
+    first ``next()`` lasts until the others are done. Before each layer, and at the end, all ranks meet over Gloo. A rank
+    whose consumer raises, breaks off or closes the stream says so at the next meeting; the stream then ends everywhere, with
+    an error on whoever would otherwise have taken a part for the whole. A rank that keeps the stream and does not go on is
+    a CollectiveTimeoutError on the others.
+
+    A tensor may be the model's own memory, and is its consumer's until the next one: copy what is to stay. Beside the model,
+    a receiver holds one layer (with all its experts) and one tensor more; others hold one shard.
+
+    Args:
+        chunks: the model chunks of this rank, without wrappers.
+        wanted: headers of the checkpoint that the model comes from, without what is not built
+            (:attr:`megascend.huggingface.info.ModelInfo.tensors`). Fused tensors are joined as they are there, and names,
+            shapes and dtypes are held against them. The output layer's is left out where it is the embedding. Used by receivers.
+        merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
+        receivers: global ranks that get the tensors.
+        device: where to; default: where the model is.
+
+    Raises:
+        CheckpointError: on every receiver: another receiver stopped before the end; or, after the last tensor, they were
+            not those of ``wanted``.
+        TopologyError: ``receivers`` are no ranks.
+        CollectiveTimeoutError, OutOfStepError: ranks did not come, or are somewhere else.
+    """
+    receiving = ranks_of(receivers, groups.topology)
+    config = chunks[0].config
+    meetings = _Meetings(groups, config.num_layers)
+    if groups.rank not in participants(groups.topology, receiving):
+        with contextlib.suppress(_Stopped), groups.monitor.phase("named weights"):
+            meetings.attend()
+        return
+    whole = joined(_Collector(bridge, groups, receiving, device, meetings.before_layer).weights(chunks), wanted)
+    found: dict[str, TensorHeader] = {}
+    try:
+        while True:
+            # mcore-bridge's own no_grad would last into the consumer's code.
+            with groups.monitor.phase("named weights"), torch.no_grad():
+                entry = next(whole, None)
+                if entry is None:
+                    meetings.at_end()
+                    break
+            name, tensor = entry
+            del entry
+            try:
+                if merge is not None:
+                    tensor = merge(name, tensor)
+                found[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+                yield name, tensor
+            except BaseException as error:
+                meetings.stop("closed it" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}")
+                with contextlib.suppress(_Stopped), groups.monitor.phase("named weights"), torch.no_grad():
+                    for _ in whole:  # up to the next meeting
+                        pass
+                    meetings.at_end()
+                raise
+    except _Stopped as stopped:
+        if groups.rank in receiving:
+            raise CheckpointError(
+                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); what this rank got "
+                "is not the whole model"
+            ) from None
+        return
+    if groups.rank in receiving:
+        _hold_against(wanted, found, config)
+
+
+def joined(stream: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """``stream`` with gate and up as one tensor where the source has them so (GLM-4): mcore-bridge reads it, but gives two."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stream:
+        half = fused_half(name, wanted)
+        if half is None:
+            yield name, tensor
+            continue
+        whole, part = half
+        found = halves.setdefault(whole, {})
+        found[part] = tensor
+        if len(found) == 2:
+            del halves[whole]
+            yield whole, torch.cat([found.pop("gate"), found.pop("up")])
+    if halves:
+        raise CheckpointError(f"of {', '.join(halves)} there was only one half")
+
+
+def _hold_against(wanted: Mapping[str, TensorHeader], found: Mapping[str, TensorHeader], config: Any) -> None:
+    tied = not config.untie_embeddings_and_output_weights
+    if problems := differences(wanted, found, DTYPES[str(config.params_dtype)], tied=tied):
+        raise CheckpointError(
+            f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
+            "report the model's architecture"
+        )
+
+
+class _Stopped(Exception):
+    """Some rank has left the stream."""
+
+    def __init__(self, rank: int, where: str, why: str) -> None:
+        super().__init__(rank, where, why)
+        self.rank, self.where, self.why = rank, where, why
+
+
+class _Meetings:
+    """Where all ranks meet during a stream: before each layer, and at the end."""
+
+    def __init__(self, groups: ProcessGroups, layers: int) -> None:
+        self._groups, self._layers = groups, layers
+        self._why: str | None = None
+        self._layer = 0
+
+    def stop(self, why: str) -> None:
+        """Tell the others, at the next meeting, that this rank takes no more."""
+        self._why = why
+
+    def before_layer(self) -> None:
+        """Raises _Stopped on every rank if any has stopped."""
+        self._meet(f"before layer {self._layer}")
+        self._layer += 1
+
+    def at_end(self) -> None:
+        """As :meth:`before_layer`, after the last tensor."""
+        self._meet("after the last layer")
+
+    def attend(self) -> None:
+        """All meetings, of a rank that has nothing else to do."""
+        for _ in range(self._layers):
+            self.before_layer()
+        self.at_end()
+
+    def _meet(self, where: str) -> None:
+        told = gather_objects(self._why, "world", self._groups, f"named weights, {where}")
+        for rank, why in enumerate(told):
+            if why is not None:
+                raise _Stopped(rank, where, why)
+
+
+class _Collector:
+    """mcore-bridge's export with other communication, on a copy of the bridge; the original stays as it is."""
+
+    def __init__(
+        self,
+        bridge: Any,
+        groups: ProcessGroups,
+        receiving: frozenset[int],
+        device: torch.device | str | None,
+        before_layer: Callable[[], None],
+    ) -> None:
+        self._groups, self._device, self._before_layer = groups, device, before_layer
+        self._receives = groups.rank in receiving
+        self._routes = {
+            expert: route(groups.topology, groups.rank, receiving, expert=expert) for expert in (False, True)
+        }
+        self._groups_across = {False: groups.device_group("pp"), True: bridge.ep_pp_group}
+        self._groups_of_parts = {False: groups.device_group("tp"), True: groups.device_group("etp")}
+        self._class = type(bridge)
+        self._layer: dict[str, Any] = {}
+        self._inside, self._split = False, None
+        self._view = view = copy.copy(bridge)
+        view._get_weight = self._get_weight
+        view._all_gather_tp = self._all_gather_tp
+        view._broadcast_ep_pp = self._broadcast_ep_pp
+        view._set_layer_state = self._set_layer_state
+        view._convert_hf_state_dict = self._convert_hf_state_dict
+
+    def weights(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors as mcore-bridge makes them; none on ranks that do not receive."""
+        for name, tensor in self._view.export_weights(list(chunks), disable_tqdm=True, _is_saving=True):
+            if self._receives and tensor is not None:
+                yield name, tensor
+            if name in self._layer:
+                self._layer[name] = None  # the bridge keeps the layer until the next one is complete
+
+    # --- in place of mcore-bridge's methods of these names ---
+
+    def _set_layer_state(self, *args: Any, **options: Any) -> Any:
+        self._before_layer()
+        return self._class._set_layer_state(self._view, *args, **options)
+
+    def _convert_hf_state_dict(self, *args: Any, **options: Any) -> Any:
+        self._layer = self._class._convert_hf_state_dict(self._view, *args, **options)
+        return self._layer
+
+    def _get_weight(self, *args: Any, **options: Any) -> tuple[Tensor | None, Tensor | None]:
+        self._inside = True
+        try:
+            weight, scale = self._class._get_weight(self._view, *args, **options)
+        finally:
+            self._inside = False
+        return (weight, scale) if self._receives else (None, None)
+
+    def _all_gather_tp(self, tensor: Tensor | None, dim: int | None, is_expert: bool) -> Tensor | None:
+        if not self._inside:  # an architecture's own code, which needs the result at once
+            return self._class._all_gather_tp(self._view, tensor, dim, is_expert)
+        self._split = dim
+        return None if tensor is None else tensor.to(self._groups.device)
+
+    def _broadcast_ep_pp(self, tensor: Tensor | None, is_expert: bool) -> Tensor:
+        if not self._inside:
+            return self._class._broadcast_ep_pp(self._view, tensor, is_expert)
+        path = self._routes[is_expert]
+        split = self._split if len(path.parts) > 1 else None
+        source, shape, dtype = self._describe(tensor, path, self._groups_across[is_expert])
+        need = path.need_whole if split is None else path.need_shard
+        shard = self._spread(tensor, source, need, path, shape, dtype, self._groups_across[is_expert])
+        whole = shard
+        if split is not None:
+            if shard is not None and self._groups.rank in path.need_shard:
+                whole = self._assemble(shard, split, path, self._groups_of_parts[is_expert])
+            shape = [*shape[:split], shape[split] * len(path.parts), *shape[split + 1 :]]
+        if whole is None or not self._receives:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return whole if self._device is None else whole.to(self._device)
+
+    # --- communication ---
+
+    def _describe(self, tensor: Tensor | None, path: Route, group: Any) -> tuple[int, list[int], torch.dtype]:
+        """(who has this shard, its shape, its dtype), on every rank of ``path.across``."""
+        if len(path.across) == 1:
+            assert tensor is not None
+            return path.across[0], list(tensor.shape), tensor.dtype
+        mine = [0] * (_MOST_DIMENSIONS + 4)
+        if tensor is not None:
+            mine[:4] = [1, self._groups.rank, _TORCH_DTYPES.index(tensor.dtype), tensor.ndim]
+            mine[4 : 4 + tensor.ndim] = tensor.shape
+        header = torch.tensor(mine, dtype=torch.int64, device=self._groups.device)
+        dist.all_reduce(header, group=group)
+        count, source, dtype, ndim, *shape = header.tolist()
+        if count != 1:
+            raise CheckpointError(
+                f"named_weights: {count} of ranks {list(path.across)} have the same parameter, not one"
+            )
+        return source, shape[:ndim], _TORCH_DTYPES[dtype]
+
+    def _spread(
+        self,
+        tensor: Tensor | None,
+        source: int,
+        need: tuple[int, ...],
+        path: Route,
+        shape: list[int],
+        dtype: torch.dtype,
+        group: Any,
+    ) -> Tensor | None:
+        """The shard on the ranks that need it, from the one that has it; None elsewhere."""
+        rank = self._groups.rank
+        targets = [peer for peer in need if peer != source]
+        if tensor is not None:
+            tensor = tensor.contiguous()
+        elif rank in targets:
+            tensor = torch.empty(shape, dtype=dtype, device=self._groups.device)
+        if len(targets) == len(path.across) - 1 > 0:
+            assert tensor is not None
+            dist.broadcast(tensor, src=source, group=group)
+        elif rank == source:
+            _exchange([dist.P2POp(dist.isend, tensor, peer, group) for peer in targets])  # type: ignore[reportArgumentType]
+        elif rank in targets:
+            _exchange([dist.P2POp(dist.irecv, tensor, source, group)])  # type: ignore[reportArgumentType]
+        return tensor
+
+    def _assemble(self, shard: Tensor, split: int, path: Route, group: Any) -> Tensor | None:
+        """The whole tensor from the shards of ``path.parts``, on those that receive."""
+        shard, parts, rank = shard.contiguous(), path.parts, self._groups.rank
+        if path.receivers == parts:
+            return _all_gather(shard, split, len(parts), group)
+        whole = None
+        for receiver in path.receivers:
+            if rank != receiver:
+                _exchange([dist.P2POp(dist.isend, shard, receiver, group)])
+                continue
+            size = shard.shape[split]
+            whole = shard.new_empty([*shard.shape[:split], size * len(parts), *shard.shape[split + 1 :]])
+            arrived = shard.new_empty(shard.shape) if split else None
+            for index, peer in enumerate(parts):
+                place = whole.narrow(split, index * size, size)
+                if peer == rank:
+                    place.copy_(shard)
+                    continue
+                _exchange([dist.P2POp(dist.irecv, place if arrived is None else arrived, peer, group)])
+                if arrived is not None:
+                    place.copy_(arrived)
+        return whole
+
+
+def _all_gather(shard: Tensor, split: int, count: int, group: Any) -> Tensor:
+    stacked = shard.new_empty([count * shard.shape[0], *shard.shape[1:]])
+    dist.all_gather_into_tensor(stacked, shard, group=group)
+    if split == 0:
+        return stacked
+    return torch.cat(stacked.chunk(count), dim=split)
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """Sends or receipts of one rank, to their end."""
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()

@@ -1,0 +1,138 @@
+"""safetensors files written as tensors come: one in memory at a time, whatever their number and order.
+
+The format puts the header, which says where each tensor lies, before the data (huggingface.co/docs/safetensors, "Format").
+Room for it is left at the front of each file and filled in at the end, padded with spaces as the format allows.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from megascend.errors import CheckpointError
+from megascend.huggingface.files import WEIGHT_INDEX
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE_BYTES = 5 * 10**9
+"""Bytes of tensors in one file, as transformers splits its own."""
+
+DTYPES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+"""torch's dtypes as safetensors calls them."""
+
+_ENTRY = 160  # bytes of a header's entry without its name: dtype, up to five dimensions, two offsets
+
+
+class SafetensorsWriter:
+    """``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index, in a directory that exists."""
+
+    def __init__(self, folder: Path, names: Collection[str], file_bytes: int = FILE_BYTES) -> None:
+        """
+        Args:
+            names: of all tensors that will come, in any order; they bound the size of a header.
+            file_bytes: after which a further file is begun.
+        """
+        self._folder, self._file_bytes = folder, file_bytes
+        self._room = sum(len(json.dumps(name)) + _ENTRY for name in names) + 64
+        self._room += -(self._room + 8) % 16
+        self._names = frozenset(names)
+        self._files: list[list[str]] = []  # names in each
+        self._file: BinaryIO | None = None
+        self._header: dict[str, Any] = {}
+        self._written: set[str] = set()
+        self._end = self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append ``tensor``, from whichever device.
+
+        Raises:
+            CheckpointError: it was not announced, came before, or has a dtype that the format does not know.
+            OSError: of the file system.
+        """
+        import torch
+
+        if name not in self._names or name in self._written:
+            raise CheckpointError(f"export: tensor {name} {'came twice' if name in self._written else 'is unexpected'}")
+        dtype = DTYPES.get(str(tensor.dtype))
+        if dtype is None:
+            raise CheckpointError(f"export: {name} is {tensor.dtype}, which safetensors files do not hold here")
+        size = tensor.numel() * tensor.element_size()
+        # Readers view the data as the dtype, so each tensor has to begin at a multiple of its items' size.
+        if self._file is not None and (
+            self._end + size > self._file_bytes or (size and self._end % tensor.element_size())
+        ):
+            self._close()
+        file = self._file or self._open()
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        file.write(data.numpy().data)
+        self._header[name] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [self._end, self._end + size],
+        }
+        self._files[-1].append(name)
+        self._written.add(name)
+        self._end += size
+        self._total += size
+
+    def finish(self) -> None:
+        """Complete the last file, and give all of them the names that readers look for.
+
+        Raises:
+            OSError: of the file system.
+        """
+        self._close()
+        if len(self._files) == 1:
+            self._path(1).rename(self._folder / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self._files, start=1):
+            name = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
+            self._path(number).rename(self._folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self._folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def abandon(self) -> None:
+        """Close what is open; the files are of no use."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"model-{number:05d}.unfinished"
+
+    def _open(self) -> BinaryIO:
+        self._files.append([])
+        self._file = self._path(len(self._files)).open("wb")
+        self._file.write(b" " * (8 + self._room))
+        self._header, self._end = {"__metadata__": {"format": "pt"}}, 0
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is None:
+            return
+        header = json.dumps(self._header, separators=(",", ":")).encode()
+        if len(header) > self._room:
+            raise CheckpointError(f"export: a header of {len(header)} bytes does not fit into {self._room}")
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", self._room) + header)
+        self._file.close()
+        self._file = None

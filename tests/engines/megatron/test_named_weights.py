@@ -1,0 +1,340 @@
+"""The stream of weights is the checkpoint, on whoever asked, a layer at a time, and nobody waits for a lost reader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megascend import Adam, Adapters, Batching, Lora, Parallel
+from megascend.errors import CheckpointError, CollectiveTimeoutError
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+FEW_SAMPLES = {"batching": Batching(micro_batch_tokens=64)}
+LAYOUTS: dict[str, tuple[int, Parallel, str, dict[str, Any]]] = {
+    "TP2 + SP": (2, Parallel(tensor=2, sequence=True), "qwen3", {}),
+    "PP2 x VPP2, tied": (2, Parallel(pipeline=2, virtual_pipeline=2), "qwen3", {"tie_word_embeddings": True}),
+    "TP2 x PP2, odd vocabulary": (4, Parallel(tensor=2, pipeline=2), "qwen2", {"vocab_size": 301}),
+    "TP2 x DP2, fused gate and up": (4, Parallel(tensor=2), "glm4", {}),
+    "MoE EP2": (2, Parallel(expert=2), "qwen3_moe", {}),
+    "MoE EP2 x PP2, shared expert": (4, Parallel(expert=2, pipeline=2), "glm4_moe", {}),
+    "MoE TP2 x EP2, ETP1": (4, Parallel(tensor=2, expert=2, expert_tensor=1), "qwen3_moe", {}),
+    "MoE TP2 x EP2, ETP2": (4, Parallel(tensor=2, expert=2, expert_tensor=2), "qwen3_moe", {}),
+}
+
+
+def make_backend(checkpoint: Path, parallel: Parallel | None = None, **options: Any) -> Any:
+    from megascend.backends import MegatronBackend
+
+    return MegatronBackend(checkpoint, parallel, **{"precision": "fp32", "timeout_s": 60} | FEW_SAMPLES | options)
+
+
+def stream(backend: Any, receivers: Any = "all", **options: Any) -> Any:
+    from megascend.engines.megatron.named_weights import named_weights
+
+    engine = backend.engine
+    return named_weights(
+        engine.bare_chunks,
+        engine.config.bridge,
+        backend.groups,
+        backend.engine.info.tensors,
+        receivers=receivers,
+        **options,
+    )
+
+
+def copied(weights: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        assert name not in found
+        found[name] = tensor.clone()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_stream_is_the_checkpoint_bit_for_bit(parity_folder, name):
+    world_size, parallel, arch, overrides = LAYOUTS[name]
+    checkpoint = case_checkpoint(parity_folder, arch, **overrides)
+    last = world_size - 1
+    choices = {"all": range(world_size), "main": [0], (last,): [last], (0, last): [0, last]}
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel)
+        return {receivers: copied(stream(backend, receivers)) for receivers in choices}
+
+    source = load_file(checkpoint / "model.safetensors")
+    for rank, found in enumerate(run_distributed(on_rank, world_size, init=False, timeout_s=180)):
+        for receivers, ranks in choices.items():
+            mine = found[receivers]
+            assert set(mine) == (set(source) if rank in ranks else set()), (rank, receivers)
+            for key, tensor in mine.items():
+                assert tensor.dtype == source[key].dtype
+                assert torch.equal(tensor, source[key]), (rank, receivers, key)
+
+
+# --- adapters ---
+
+MERGE = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+checkpoint, adapter, target = sys.argv[1:]
+base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(target)
+"""
+
+
+def trained_adapter(checkpoint: Path, parallel: Parallel) -> Any:
+    backend = make_backend(checkpoint, parallel, adapters=Adapters())
+    backend.add_adapter("a", Lora(rank=4, alpha=6.0, optimizer=Adam(lr=1e-2)))
+    for _ in range(2):
+        backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter="a")
+        backend.optimizer_step()
+    return backend
+
+
+@pytest.mark.parametrize(("arch", "parallel"), [("qwen3", Parallel(tensor=2)), ("qwen2", Parallel(pipeline=2))])
+def test_a_merged_adapter_is_what_peft_merges(parity_folder, tmp_path, arch, parallel):
+    from megascend.lora.merge import merged
+
+    checkpoint = case_checkpoint(parity_folder, arch)
+
+    def on_rank():
+        backend = trained_adapter(checkpoint, parallel)
+        backend.save_adapter("a", tmp_path / "adapter")
+        manager = backend.engine.adapters
+        merge = merged(manager.factors("a", everywhere=True))
+        return copied(stream(backend, merge=merge)), copied(stream(backend))
+
+    ranks = run_distributed(on_rank, 2, init=False, timeout_s=120)
+    command = [sys.executable, "-c", MERGE, str(checkpoint), str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs, source = load_file(tmp_path / "merged" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    for mine, base in ranks:
+        assert set(mine) == set(theirs) == set(source)
+        assert all(torch.equal(base[name], tensor) for name, tensor in source.items())  # the model itself is untouched
+        changed = {name for name, tensor in source.items() if not torch.equal(mine[name], tensor)}
+        assert len(changed) == 4 * 7  # layers, projections
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_an_adapter_alone_is_what_save_adapter_writes(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+
+    def on_rank():
+        backend = trained_adapter(checkpoint, Parallel(expert=2))
+        backend.save_adapter("a", tmp_path / "adapter")
+        manager = backend.engine.adapters
+        return manager.named_weights("a"), manager.named_weights("a", everywhere=True)
+
+    main, other = run_distributed(on_rank, 2, init=False, timeout_s=120)
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(saved) > 20
+    assert other[0] == {}
+    for found in (main[0], main[1], other[1]):
+        assert set(found) == set(saved)
+        assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+# --- memory ---
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the memory that operations under it have allocated and that is alive; ``peak`` of them."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+        self._known = [tensor.untyped_storage() for tensor in known]
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                self._count(leaf.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+def test_the_count_of_live_bytes_counts():
+    kept = torch.zeros(100)
+    with LiveBytes([kept]) as live:
+        view = kept[:50]
+        one = torch.zeros(1000)
+        del one
+        two = torch.ones(500) + torch.ones(500)
+        assert live.now == two.nbytes
+    assert live.peak == 3 * 2000
+    assert view.nbytes == 200
+
+
+def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], int]:
+    def on_rank() -> int:
+        backend = make_backend(checkpoint, parallel)
+        known = [
+            tensor
+            for chunk in backend.engine.bare_chunks
+            for tensor in chunk.state_dict().values()
+            if tensor is not None
+        ]
+        known = [tensor for tensor in known if isinstance(tensor, torch.Tensor)]
+        with LiveBytes(known) as live:
+            for _, tensor in stream(backend, receivers):
+                del tensor
+        return live.peak
+
+    return on_rank
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "arch"),
+    [
+        (2, Parallel(tensor=2), "qwen3"),
+        (2, Parallel(pipeline=2), "qwen3"),
+        (2, Parallel(expert=2), "qwen3_moe"),
+        (4, Parallel(tensor=2, pipeline=2), "qwen3"),
+    ],
+    ids=["TP2", "PP2", "EP2", "TP2 x PP2"],
+)
+def test_memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere(parity_folder, world_size, parallel, arch):
+    """Whatever the number of layers. Elsewhere: the largest tensor's shard, and no more."""
+    shallow = case_checkpoint(parity_folder, arch, vocab_size=64)
+    deep = case_checkpoint(parity_folder, arch, vocab_size=64, num_hidden_layers=8)
+    few, many = (
+        run_distributed(peaks(path, parallel, "main"), world_size, init=False, timeout_s=120)
+        for path in (shallow, deep)
+    )
+    assert all(abs(a - b) <= 1024 for a, b in zip(few, many, strict=True)), (few, many)  # but for texts that travel
+    source = load_file(shallow / "model.safetensors")
+    layer = sum(tensor.nbytes for name, tensor in source.items() if ".layers.1." in name)
+    fused = max(tensor.nbytes for name, tensor in source.items())
+    if arch == "qwen3":
+        fused = sum(source[f"model.layers.1.mlp.{half}_proj.weight"].nbytes for half in ("gate", "up"))
+    else:  # gate and up of half of the experts at once
+        experts = [t.nbytes for name, t in source.items() if ".layers.1.mlp.experts." in name and "down" not in name]
+        fused = sum(experts) // 2
+    small = 4096  # headers
+    assert few[0] <= layer + 2 * fused + small
+    for rank in range(1, world_size):
+        assert few[rank] <= fused + small, rank  # experts of a rank lie apart and are sent as one
+    if arch == "qwen3":
+        assert max(few[1:]) < fused
+
+
+# --- readers that stop ---
+
+
+@pytest.mark.parametrize("how", ["raises", "breaks off", "merges badly"])
+def test_a_reader_that_stops_is_an_error_on_the_other_readers(parity_folder, how):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(tensor=2))
+
+        def merge(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if how == "merges badly" and backend.rank == 0 and "layers.1" in name:
+                raise ZeroDivisionError("a bad merge")
+            return tensor
+
+        def consume() -> None:
+            for count, _ in enumerate(stream(backend, merge=merge)):
+                if backend.rank == 0 and count == 20:
+                    if how == "raises":
+                        raise ZeroDivisionError("a bad consumer")
+                    if how == "breaks off":
+                        break
+
+        if backend.rank == 0 and how != "breaks off":
+            with pytest.raises(ZeroDivisionError):
+                consume()
+        elif backend.rank == 0:
+            consume()
+        else:
+            with pytest.raises(CheckpointError, match=r"rank 0 left the stream before layer \d"):
+                consume()
+        return len(copied(stream(backend)))  # and on they go
+
+    assert run_distributed(on_rank, 2, init=False, timeout_s=60) == [4 * 11 + 3] * 2
+
+
+def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(expert=2))
+        grad_modes, names = [], []
+        for stop in (1, 10, 10**6):
+            for count, (name, _) in enumerate(stream(backend, "main"), start=1):
+                grad_modes.append(torch.is_grad_enabled())
+                names.append(name)
+                if count == stop:
+                    break
+        return names, grad_modes
+
+    (names, grad_modes), other = run_distributed(on_rank, 2, init=False, timeout_s=60)
+    assert other == ([], [])
+    assert len(names) == 11 + len(set(names))
+    assert all(grad_modes)
+
+
+def test_a_reader_that_neither_goes_on_nor_stops_is_named_in_time(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel(pipeline=2), timeout_s=3)
+        weights = stream(backend)
+        if backend.rank == 0:
+            next(weights)
+            time.sleep(8)
+            return None
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            copied(weights)
+        return str(raised.value)
+
+    message = run_distributed(on_rank, 2, init=False, timeout_s=60, expect_lost=())[1]
+    assert "Rank 0 has not come" in message
+
+
+def test_other_tensors_than_the_checkpoints_are_an_error_for_who_reads_them(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank():
+        from megascend.engines.megatron.named_weights import named_weights
+
+        backend = make_backend(checkpoint)
+        wanted = dict(backend.engine.info.tensors)
+        wanted["model.layers.4.new.weight"] = wanted.pop("model.norm.weight")
+        engine = backend.engine
+        weights = named_weights(engine.bare_chunks, engine.config.bridge, backend.groups, wanted)
+        with pytest.raises(CheckpointError, match=r"lacks model.layers.4.new.weight; it would have model.norm.weight"):
+            copied(weights)
+
+    run_distributed(on_rank, 1, init=False)

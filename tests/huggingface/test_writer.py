@@ -1,0 +1,184 @@
+"""Directories written tensor by tensor: what safetensors reads from them, and what is left when something fails."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megascend.errors import CheckpointError
+from megascend.huggingface.files import WEIGHT_INDEX
+from megascend.huggingface.safetensors_writer import SafetensorsWriter
+from megascend.huggingface.writer import CheckpointWriter
+
+TENSORS = {
+    "model.embed_tokens.weight": torch.randn(7, 3).bfloat16(),
+    "model.layers.0.odd": torch.randn(3).bfloat16(),  # 6 bytes: what follows would not be aligned
+    "model.layers.0.bias": torch.randn(5),
+    "model.layers.0.ünicode": torch.arange(4, dtype=torch.int64),
+    "model.layers.0.scalar": torch.tensor(2.5),
+    "model.layers.0.empty": torch.zeros(0, 3),
+    "model.layers.1.transposed": torch.randn(6, 4).T,
+    "model.layers.1.flags": torch.tensor([True, False, True]),
+}
+
+
+def make_source(folder: Path, tensors: dict[str, torch.Tensor], **config) -> Path:
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": 2, "torch_dtype": "float32"} | config)
+    )
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("file_bytes", [10**9, 100, 1], ids=lambda size: f"{size} bytes a file")
+@pytest.mark.parametrize("seed", range(5))
+def test_tensors_come_back_as_they_were_in_any_order(tmp_path, file_bytes, seed):
+    names = random.Random(seed).sample(list(TENSORS), len(TENSORS))
+    writer = SafetensorsWriter(tmp_path, TENSORS, file_bytes)
+    for name in names:
+        writer.add(name, TENSORS[name])
+    writer.finish()
+    found = read(tmp_path)
+    assert set(found) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor)
+
+
+def test_the_index_says_which_file_holds_what(tmp_path):
+    tensors = {f"t{number}": torch.full((10,), float(number)) for number in range(5)}
+    writer = SafetensorsWriter(tmp_path, tensors, file_bytes=80)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.finish()
+    index = json.loads((tmp_path / WEIGHT_INDEX).read_text())
+    assert index["metadata"]["total_size"] == 200
+    assert [index["weight_map"][f"t{number}"] for number in range(5)] == [
+        "model-00001-of-00003.safetensors",
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+    ]
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / file, framework="pt") as opened:
+            assert torch.equal(opened.get_tensor(name), tensors[name])
+            assert opened.metadata() == {"format": "pt"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*index["weight_map"].values(), WEIGHT_INDEX})
+
+
+def test_one_tensor_comes_once(tmp_path):
+    writer = SafetensorsWriter(tmp_path, ["a"])
+    writer.add("a", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="a came twice"):
+        writer.add("a", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="b is unexpected"):
+        writer.add("b", torch.zeros(2))
+    writer.abandon()
+
+
+WEIGHTS = {
+    "model.layers.0.w": torch.randn(4, 4),
+    "model.layers.1.w": torch.randn(4, 4),
+    "lm_head.weight": torch.randn(8, 4),
+}
+
+
+def write(source: Path, target: Path, tensors: dict[str, torch.Tensor], *, tied: bool = False) -> None:
+    with CheckpointWriter(source, target, "float32", tied=tied) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        writer.finish()
+
+
+def test_a_directory_is_complete_and_carries_what_is_not_trained(tmp_path):
+    head = {"model.layers.2.eh_proj.weight": torch.randn(3, 3).half()}
+    source = make_source(tmp_path / "source", WEIGHTS | head, num_nextn_predict_layers=1)
+    new = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
+    write(source, tmp_path / "a" / "out", new)
+    found = read(tmp_path / "a" / "out")
+    assert set(found) == set(WEIGHTS | head)
+    assert all(torch.equal(found[name], tensor) for name, tensor in (new | head).items())
+    assert (tmp_path / "a" / "out" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "a" / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+    assert not list((tmp_path / "a").glob(".*"))
+
+
+def test_a_source_may_be_written_over(tmp_path):
+    source = make_source(tmp_path / "source", WEIGHTS)
+    write(source, source, {name: -tensor for name, tensor in WEIGHTS.items()})
+    assert all(torch.equal(read(source)[name], -tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_a_tied_output_layer_need_not_come(tmp_path):
+    source = make_source(tmp_path / "source", WEIGHTS)
+    rest = {name: tensor for name, tensor in WEIGHTS.items() if name != "lm_head.weight"}
+    write(source, tmp_path / "out", rest, tied=True)
+    assert set(read(tmp_path / "out")) == set(rest)
+
+
+def without_one(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name != "model.layers.1.w"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_one, r"it lacks model.layers.1.w"),
+        (lambda t: t | {"model.new": torch.zeros(1)}, r"it would have model.new, which the source has not"),
+        (lambda t: t | {"model.layers.1.w": torch.zeros(4, 5)}, r"model.layers.1.w \[4, 5\] instead of \[4, 4\]"),
+        (lambda t: t | {"model.layers.1.w": torch.zeros(4, 4).half()}, r"model.layers.1.w F16 instead of F32"),
+    ],
+    ids=["missing", "new", "shape", "dtype"],
+)
+def test_other_tensors_than_the_sources_leave_what_was_there(tmp_path, change, said):
+    source = make_source(tmp_path / "source", WEIGHTS)
+    target = make_source(tmp_path / "out", {"earlier": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=said):
+        write(source, target, change(WEIGHTS))
+    assert torch.equal(read(target)["earlier"], torch.ones(1))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_consumer_that_fails_half_way_leaves_nothing(tmp_path):
+    source = make_source(tmp_path / "source", WEIGHTS)
+
+    def fail_half_way():
+        with CheckpointWriter(source, tmp_path / "out", "float32", tied=False) as writer:
+            writer.add("model.layers.0.w", WEIGHTS["model.layers.0.w"])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_half_way()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    source = make_source(tmp_path / "source", WEIGHTS)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="is no Hugging Face checkpoint"):
+        CheckpointWriter(source, tmp_path / "out", "float32", tied=False)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_module_brings_no_torch():
+    program = "import sys, megascend.huggingface.writer; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
