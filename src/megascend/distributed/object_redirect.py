@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from megascend.changes import patch, restore
+from megascend.distributed.objects import agree
 from megascend.errors import ProcessGroupError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megascend.distributed.process_groups import ProcessGroups
+    from megascend.distributed.groups import ProcessGroups
 
 FUNCTIONS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
@@ -66,8 +67,6 @@ class ObjectCollectiveRedirect:
 
     def _on_gloo(self, group: ProcessGroup | None, caller: str) -> ProcessGroup:
         """The Gloo group to use in place of ``group``, after all its ranks have come to ``caller``."""
-        from megascend.distributed.objects import agree
-
         name = self._name(group, caller)
         agree(f"{caller} of torch.distributed", self._groups, group_name=name)
         return self._groups.channel(name).group or self._of_one_rank()

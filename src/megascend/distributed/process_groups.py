@@ -1,4 +1,4 @@
-"""The process groups of a run: torch's default group, the engine's groups, and Gloo channels for those that carry objects.
+"""How the process groups of a run are made: torch's default group, the engine's groups, and Gloo channels for objects.
 
 Creating them is collective: every rank calls :func:`initialize` with the same topology.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,20 +16,16 @@ import torch.distributed as dist
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.distributed.channels import Channel
 from megascend.distributed.engine_groups import GroupFactory, PlainGroups
+from megascend.distributed.groups import CARRIERS, ProcessGroups
 from megascend.distributed.launch import Launch, reconnect
 from megascend.distributed.object_redirect import ObjectCollectiveRedirect
 from megascend.distributed.start_up import did_not_arrive, wait_for_all
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
-from megascend.topology.groups import axes_of, rank_lists
-from megascend.topology.topology import Coordinates, Topology
+from megascend.topology.groups import rank_lists
+from megascend.topology.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-T = TypeVar("T")
-
-CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
-"""Groups that carry objects, in the order in which every rank creates their channels."""
 
 
 class CommunicationPlatform(Protocol):
@@ -49,117 +44,6 @@ class CommunicationPlatform(Protocol):
     def device(self, local_rank: int) -> torch.device:
         """Select and return the device of this process."""
         ...
-
-
-@dataclass
-class ProcessGroups:
-    """The groups of one rank. Owned by whoever called :func:`initialize`, who also calls :meth:`destroy`.
-
-    Attributes:
-        device: where this rank's tensors live.
-        timeout_s: after which a collective gives up, in seconds.
-        monitor: what this rank does now, and what the others do.
-    """
-
-    topology: Topology
-    launch: Launch
-    device: torch.device
-    timeout_s: float
-    monitor: HangMonitor
-    owns_default: bool
-    _factory: GroupFactory
-    _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    _channels: dict[str, Channel] = field(default_factory=dict)
-    _created: list[ProcessGroup] = field(default_factory=list)
-    _redirect: ObjectCollectiveRedirect | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.launch.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world_size
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """This rank's place on every axis."""
-        return self.topology.coordinates(self.rank)
-
-    def ranks(self, name: str) -> list[int]:
-        """Global ranks of this rank's group ``name``, in group order."""
-        return self.topology.group_of(self.rank, *axes_of(name))
-
-    def device_group(self, name: str) -> ProcessGroup:
-        """The group on the device backend: tensors only, never objects.
-
-        Raises:
-            ProcessGroupError: there is no group of this name, or the groups were destroyed.
-        """
-        return _look_up(self._device_groups, name, "process group")
-
-    def channel(self, name: str) -> Channel:
-        """What carries the group's objects, on Gloo; for :mod:`megascend.distributed.objects` alone.
-
-        Raises:
-            ProcessGroupError: the group carries no objects, or the groups were destroyed.
-        """
-        return _look_up(self._channels, name, "channel for objects")
-
-    def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
-        """A Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
-
-        Args:
-            timeout_s: of its collectives; default: a day, since a peer may be writing to a slow disk. Who waits on the main
-                thread for what they bring has a deadline of its own.
-        """
-        limit = timedelta(days=1) if timeout_s is None else timedelta(seconds=timeout_s)
-        group = dist.new_group(backend="gloo", timeout=limit, group_desc=f"{label.upper()}_GLOO")
-        self._created.append(group)  # type: ignore[reportArgumentType]
-        return group  # type: ignore[reportReturnType]
-
-    @property
-    def carriers(self) -> tuple[str, ...]:
-        """Names of the groups that carry objects."""
-        return CARRIERS
-
-    def carried_to(self, name: str, rank: int) -> list[int]:
-        """The ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
-        return self.topology.group_of(rank, *axes_of(name)) if name in CARRIERS else []
-
-    def own(self, group: ProcessGroup) -> None:
-        """Destroy ``group`` with the others."""
-        self._created.append(group)
-
-    def add_channel(self, name: str) -> None:
-        """A channel of all ranks for object collectives on another thread, by the name that it gets. Collective.
-
-        Its timeout is a day, as that of :meth:`new_gloo`.
-        """
-        ranks = list(range(self.world_size))
-        self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), timedelta(days=1).total_seconds())
-
-    def limit_timeouts(self) -> None:
-        """Give groups that the engine's libraries have made meanwhile the timeout of this run."""
-        self._factory.limit_timeouts(self.timeout_s)
-
-    def destroy(self) -> None:
-        """Destroy the engine's groups, the channels and, if :func:`initialize` created it, the default group."""
-        self.monitor.close()
-        if not self._device_groups:
-            return
-        if self._redirect is not None:
-            self._redirect.remove()
-            self._redirect = None
-        self._factory.forget(destroy=not self.owns_default)
-        self._device_groups.clear()
-        self._channels.clear()
-        if self.owns_default:
-            dist.destroy_process_group()
-        else:
-            for group in self._created:
-                dist.destroy_process_group(group)
-        self._created.clear()
 
 
 def initialize(
@@ -213,7 +97,7 @@ def initialize(
             made = factory.create(topology, launch.rank, timeout_s)
             groups._device_groups = made.device
             _create_channels(groups, made.cpu)
-            groups._redirect = _redirect_objects(groups)
+            _redirect_objects(groups)
             groups.limit_timeouts()
     except BaseException:
         monitor.close()
@@ -327,20 +211,9 @@ def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup])
         groups._channels[name] = made[ranks]
 
 
-def _redirect_objects(groups: ProcessGroups) -> ObjectCollectiveRedirect | None:
+def _redirect_objects(groups: ProcessGroups) -> None:
     """Keep what upstream gathers itself off the device groups; nothing to do where they are on Gloo."""
-    if dist.get_backend(groups._device_groups["world"]) == "gloo":
-        return None
-    redirect = ObjectCollectiveRedirect(groups)
-    redirect.install()
-    return redirect
-
-
-def _look_up(groups: dict[str, T], name: str, kind: str) -> T:
-    if name not in groups:
-        axes_of(name)  # raises for a name that does not exist
-    if not groups:
-        raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed")
-    if name not in groups:
-        raise ProcessGroupError(f"group {name!r} has no {kind}; those that have: {', '.join(groups)}")
-    return groups[name]
+    if dist.get_backend(groups.device_group("world")) != "gloo":
+        redirect = ObjectCollectiveRedirect(groups)
+        redirect.install()
+        groups._undo.append(redirect.remove)

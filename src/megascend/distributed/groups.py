@@ -1,0 +1,147 @@
+"""The process groups of one rank: on the device backend, and the Gloo channels of those that carry objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megascend.diagnostics.hang_monitor import HangMonitor
+from megascend.distributed.channels import Channel
+from megascend.distributed.engine_groups import GroupFactory
+from megascend.distributed.launch import Launch
+from megascend.errors import ProcessGroupError
+from megascend.topology.groups import axes_of
+from megascend.topology.topology import Coordinates, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
+"""Groups that carry objects, in the order in which every rank creates their channels."""
+
+
+@dataclass
+class ProcessGroups:
+    """The groups of one rank. Who made them (:mod:`megascend.distributed.process_groups`) owns them, and destroys them.
+
+    Attributes:
+        device: where this rank's tensors live.
+        timeout_s: after which a collective gives up, in seconds.
+        monitor: what this rank does now, and what the others do.
+    """
+
+    topology: Topology
+    launch: Launch
+    device: torch.device
+    timeout_s: float
+    monitor: HangMonitor
+    owns_default: bool
+    _factory: GroupFactory
+    _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    _channels: dict[str, Channel] = field(default_factory=dict)
+    _created: list[ProcessGroup] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on every axis."""
+        return self.topology.coordinates(self.rank)
+
+    def ranks(self, name: str) -> list[int]:
+        """Global ranks of this rank's group ``name``, in group order."""
+        return self.topology.group_of(self.rank, *axes_of(name))
+
+    def device_group(self, name: str) -> ProcessGroup:
+        """The group on the device backend: tensors only, never objects.
+
+        Raises:
+            ProcessGroupError: there is no group of this name, or the groups were destroyed.
+        """
+        return _look_up(self._device_groups, name, "process group")
+
+    def channel(self, name: str) -> Channel:
+        """What carries the group's objects, on Gloo; for :mod:`megascend.distributed.objects` alone.
+
+        Raises:
+            ProcessGroupError: the group carries no objects, or the groups were destroyed.
+        """
+        return _look_up(self._channels, name, "channel for objects")
+
+    def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
+        """A Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
+
+        Args:
+            timeout_s: of its collectives; default: a day, since a peer may be writing to a slow disk. Who waits on the main
+                thread for what they bring has a deadline of its own.
+        """
+        limit = timedelta(days=1) if timeout_s is None else timedelta(seconds=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=limit, group_desc=f"{label.upper()}_GLOO")
+        self._created.append(group)  # type: ignore[reportArgumentType]
+        return group  # type: ignore[reportReturnType]
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """Names of the groups that carry objects."""
+        return CARRIERS
+
+    def carried_to(self, name: str, rank: int) -> list[int]:
+        """The ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
+        return self.topology.group_of(rank, *axes_of(name)) if name in CARRIERS else []
+
+    def own(self, group: ProcessGroup) -> None:
+        """Destroy ``group`` with the others."""
+        self._created.append(group)
+
+    def add_channel(self, name: str) -> None:
+        """A channel of all ranks for object collectives on another thread, by the name that it gets. Collective.
+
+        Its timeout is a day, as that of :meth:`new_gloo`.
+        """
+        ranks = list(range(self.world_size))
+        self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), timedelta(days=1).total_seconds())
+
+    def limit_timeouts(self) -> None:
+        """Give groups that the engine's libraries have made meanwhile the timeout of this run."""
+        self._factory.limit_timeouts(self.timeout_s)
+
+    def destroy(self) -> None:
+        """Destroy the engine's groups, the channels and, if it was made with them, the default group."""
+        self.monitor.close()
+        if not self._device_groups:
+            return
+        while self._undo:
+            self._undo.pop()()
+        self._factory.forget(destroy=not self.owns_default)
+        self._device_groups.clear()
+        self._channels.clear()
+        if self.owns_default:
+            dist.destroy_process_group()
+        else:
+            for group in self._created:
+                dist.destroy_process_group(group)
+        self._created.clear()
+
+
+def _look_up(groups: dict[str, T], name: str, kind: str) -> T:
+    if name not in groups:
+        axes_of(name)  # raises for a name that does not exist
+    if not groups:
+        raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed")
+    if name not in groups:
+        raise ProcessGroupError(f"group {name!r} has no {kind}; those that have: {', '.join(groups)}")
+    return groups[name]
