@@ -54,6 +54,11 @@ FINE = (
             "setattr(modules[parent], child, module)",
             "setattr(modules[ROOT], MARK, True)",
             "error.__cause__",
+            "view._get_weight",  # a copy of the bridge, which the model's own does not see
+            "view._all_gather_tp",
+            "view._broadcast_ep_pp",
+            "view._set_layer_state",
+            "view._convert_hf_state_dict",
             "backend.groups.monitor.last_words",
         ],
         "made here",

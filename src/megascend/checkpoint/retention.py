@@ -6,10 +6,10 @@ DIRECTORY/latest            the name of one of them
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,7 @@ def _remove(path: Path, under: Path) -> None:
             os.replace(path, under)
         shutil.rmtree(under)
     except OSError as error:
-        print(f"{path} cannot be removed: {error}", file=sys.stderr, flush=True)
+        logging.getLogger(__name__).error("%s cannot be removed: %s", path, error)
 
 
 def by_preference(steps: Sequence[int], latest: int | None) -> list[int]:

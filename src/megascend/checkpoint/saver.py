@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -256,7 +256,7 @@ class Saver:
         try:
             self.wait()
         except CheckpointError as error:
-            print(error, file=sys.stderr, flush=True)
+            logging.getLogger(__name__).error("%s", error)
 
     def _make_room(self, path: Path, temporary: Path) -> CheckpointError | None:
         """Make the directory to write to; returns why that cannot be."""

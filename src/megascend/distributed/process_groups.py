@@ -5,8 +5,8 @@ Creating them is collective: every rank calls :func:`initialize` with the same t
 
 from __future__ import annotations
 
+import logging
 import secrets
-import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -166,11 +166,10 @@ def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.S
         return store, None
     second = reconnect(store, timeout_s)
     if second is None:
-        warnings.warn(
+        logging.getLogger(__name__).warning(
             f"rank {launch.rank}: the default process group's store, a {type(default).__name__}, allows no second "
             "connection: errors of collectives will not name the ranks to blame, and collectives of different groups that wait "
-            "for each other end with their timeout",
-            stacklevel=3,
+            "for each other end with their timeout"
         )
         return store, None
     # What prefixes are in front of the store cannot be read from it: all agree on a new one.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import threading
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -61,7 +61,7 @@ def require_agreement(
 def tell(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
     """Warn of what was not checked, and of an architecture that the tests do not prove; on rank 0."""
     for text in warnings_about(verdict, full) if rank == 0 else []:
-        warnings.warn(text, stacklevel=4)
+        logging.getLogger(__name__).warning("%s", text)
 
 
 def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
@@ -115,9 +115,8 @@ def examine(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, windo
             return verdict
     except OSError as error:  # TimeoutError among them: another process holds the lock
         verdict, _ = find_out(part)
-        warnings.warn(
-            f"the self-check's result could not be kept in {path.parent} ({error}): the next start repeats it",
-            stacklevel=2,
+        logging.getLogger(__name__).warning(
+            "the self-check's result could not be kept in %s (%s): the next start repeats it", path.parent, error
         )
         return verdict
 

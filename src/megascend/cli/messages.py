@@ -1,0 +1,32 @@
+"""Showing megascend's own messages in a command: one handler, and the rank in front where there are several."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+
+def show_messages(environment: Mapping[str, str] = os.environ) -> None:
+    """Write what is logged under ``megascend`` to stderr, from warnings on. For commands: importing megascend sets up nothing.
+
+    Idempotent. A program of the user's own configures the logger ``megascend`` as it likes.
+    """
+    logger = logging.getLogger("megascend")
+    if any(isinstance(handler, _Shown) for handler in logger.handlers):
+        return
+    handler = _Shown()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter(f"{prefix(environment)}%(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+def prefix(environment: Mapping[str, str]) -> str:
+    """``[rank N] `` in a world of several, else nothing."""
+    several = int(environment.get("WORLD_SIZE", "1")) > 1
+    return f"[rank {environment.get('RANK', '?')}] " if several else ""
+
+
+class _Shown(logging.StreamHandler):
+    """Known by its class, so that it is added once."""

@@ -1,0 +1,37 @@
+"""megascend's own messages: one handler, the rank in front, and nothing set up by an import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging, os, sys
+import megascend, megascend.config
+assert logging.getLogger("megascend").handlers == [] and logging.getLogger().handlers == []
+from megascend.cli.messages import show_messages
+show_messages()
+show_messages()
+logger = logging.getLogger("megascend.checkpoint.saver")
+logger.info("not shown")
+logger.warning("the disk is full")
+assert logging.getLogger().handlers == []
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({}, "the disk is full\n"),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, "the disk is full\n"),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, "[rank 2] the disk is full\n"),
+    ],
+)
+def test_a_message_is_shown_once_with_its_rank(environment: dict[str, str], shown: str) -> None:
+    path = {"PYTHONPATH": ":".join(entry for entry in sys.path if entry)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, env=path | environment, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, shown)
