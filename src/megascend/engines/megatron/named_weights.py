@@ -100,6 +100,7 @@ def named_weights(
                     tensor = merge(name, tensor)
                 found[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
                 yield name, tensor
+                del tensor
             except BaseException as error:
                 meetings.stop("closed it" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}")
                 with contextlib.suppress(_Stopped), groups.monitor.phase("named weights"), torch.no_grad():
@@ -125,6 +126,7 @@ def joined(stream: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Any]) -> I
         half = fused_half(name, wanted)
         if half is None:
             yield name, tensor
+            del tensor
             continue
         whole, part = half
         found = halves.setdefault(whole, {})
@@ -217,11 +219,13 @@ class _Collector:
 
     def weights(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors as mcore-bridge makes them; none on ranks that do not receive."""
-        for name, tensor in self._view.export_weights(list(chunks), disable_tqdm=True, _is_saving=True):
-            if self._receives and tensor is not None:
-                yield name, tensor
+        # In a list, since the bridge's variable would keep the last tensor of a layer while the next one is brought together.
+        options = {"converter": lambda name, tensor: (name, [tensor]), "disable_tqdm": True, "_is_saving": True}
+        for name, box in self._view.export_weights(list(chunks), **options):
             if name in self._layer:
-                self._layer[name] = None  # the bridge keeps the layer until the next one is complete
+                self._layer[name] = None  # it keeps the layer, too
+            if self._receives and box is not None:
+                yield name, box.pop()
 
     # --- in place of mcore-bridge's methods of these names ---
 
