@@ -1,0 +1,138 @@
+"""The rooms of the house and the direction of imports: docs/architecture.md lists them from below to above, and this holds it.
+
+Imports inside functions and those for type checkers count like all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+FACADE = "megascend"
+"""``megascend/__init__.py``, a room of its own: names that are loaded when they are used."""
+PROGRAMS = {"megascend.__main__", "megascend.__init__"}
+
+
+def rooms() -> list[str]:
+    """Names of the rooms, lowest first, as the table of docs/architecture.md has them."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.split("## The rooms", 1)[1].split("\n## ", 1)[0]
+    return [match[1].rstrip("/") for match in re.finditer(r"^\| `([\w/]+)` \|", table, re.MULTILINE)]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the packages in src, by name; packages without their ``__init__``."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if "site_packages" not in parts:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(name: str) -> Iterator[str]:
+    """Modules of ours that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
+        if isinstance(node, ast.Import):
+            candidates = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{name} imports relatively"
+            candidates = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for candidate in candidates:
+            if candidate in modules():
+                yield candidate
+            elif candidate.rpartition(".")[0] in modules():  # a name in a module
+                yield candidate.rpartition(".")[0]
+
+
+def room(name: str) -> str:
+    """The room that a module is in."""
+    parts = name.split(".")
+    return "simnpu" if parts[0] == "simnpu" else FACADE if len(parts) == 1 else parts[1]
+
+
+def test_the_table_has_every_room_and_no_other() -> None:
+    there = {room(name) for name in modules() if name not in PROGRAMS}
+    assert sorted(there - set(rooms())) == [], "not in the table of docs/architecture.md"
+    assert sorted(set(rooms()) - there) == [], "in the table of docs/architecture.md, but not in src"
+    assert len(rooms()) == len(set(rooms()))
+
+
+def test_imports_point_one_way() -> None:
+    order = {name: place for place, name in enumerate(rooms())}
+    upward = [
+        f"{name} ({room(name)}) imports {other} ({room(other)})"
+        for name in modules()
+        if name not in PROGRAMS
+        for other in imported(name)
+        if order[room(other)] > order[room(name)]
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("package", ["simnpu", "megascend"])
+def test_there_are_no_circles(package: str) -> None:
+    """Not among the modules of one room either."""
+    edges = {
+        name: sorted({other for other in imported(name) if other != name})
+        for name in modules()
+        if name.split(".")[0] == package
+    }
+    left = dict(edges)
+    while free := [name for name, others in left.items() if not any(other in left for other in others)]:
+        for name in free:
+            del left[name]
+    assert _a_circle(left) == []
+
+
+def _a_circle(edges: dict[str, list[str]]) -> list[str]:
+    """One of the circles that is left when all that is in none has been taken away."""
+    if not edges:
+        return []
+    path = [next(iter(edges))]
+    while True:
+        following = next(other for other in edges[path[-1]] if other in edges)
+        if following in path:
+            return [*path[path.index(following) :], following]
+        path.append(following)
+
+
+def test_the_simulated_device_knows_nothing_of_megascend() -> None:
+    assert [
+        (name, other)
+        for name in modules()
+        if room(name) == "simnpu"
+        for other in imported(name)
+        if room(other) != "simnpu"
+    ] == []
+
+
+def test_the_contract_sees_what_it_shall(tmp_path, monkeypatch) -> None:
+    """An upward import inside a function, and one for type checkers."""
+    source = tmp_path / "src"
+    (source / "megascend" / "config").mkdir(parents=True)
+    (source / "megascend" / "app").mkdir()
+    for place in ("megascend", "megascend/config", "megascend/app"):
+        (source / place / "__init__.py").write_text("")
+    (source / "megascend" / "app" / "loop.py").write_text("")
+    (source / "megascend" / "config" / "low.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megascend.app.loop import x\n"
+        "def f():\n    import megascend.app.loop\n"
+    )
+    monkeypatch.setattr(f"{__name__}.SOURCE", source)
+    modules.cache_clear()
+    try:
+        assert list(imported("megascend.config.low")) == ["megascend.app.loop"] * 2
+    finally:
+        monkeypatch.undo()
+        modules.cache_clear()
