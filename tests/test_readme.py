@@ -33,6 +33,18 @@ def programs_of(document: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+def test_the_program_without_a_cluster_runs(tmp_path: Path) -> None:
+    (program,) = programs_of(README.parent / "docs" / "single.md")
+    (tmp_path / "single.py").write_text(program)
+    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=tmp_path)
+    losses = [float(line.split()[1]) for line in python("single.py", cwd=tmp_path).splitlines() if line[:1].isdigit()]
+    assert len(losses) == 10
+    assert losses[-1] < 0.5 * losses[0]
+    exported = tmp_path / "runs" / "single" / "hf"
+    assert json.loads((exported / "config.json").read_text())["model_type"] == "qwen3"
+    assert (tmp_path / "runs" / "single" / "checkpoint" / "megascend.json").is_file()
+
+
 def test_the_programs_about_lora_run(tmp_path: Path) -> None:
     python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=tmp_path)
     (tmp_path / "guide.py").write_text(programs_of(README.parent / "docs" / "lora.md")[0])

@@ -22,6 +22,7 @@ _PUBLIC = {
     "register_provider": "megascend.bootstrap",
     "register_engine": "megascend.bootstrap",
     "MegatronBackend": "megascend.backends",
+    "SingleBackend": "megascend.backends",
     "ForwardBackwardResult": "megascend.batch.results",
     "ForwardResult": "megascend.batch.results",
     "StepResult": "megascend.batch.results",
@@ -64,7 +65,7 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
-    from megascend.backends import MegatronBackend
+    from megascend.backends import MegatronBackend, SingleBackend
     from megascend.batch.losses import Loss, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample

@@ -92,6 +92,11 @@ class Backend:
         """Model FLOPs of forward and backward for one token in a sequence of ``length``; see :class:`ModelInfo`."""
         return self.engine.info.flops_per_token(length, frozen=self.engine.trainable.frozen)
 
+    @property
+    def self_check(self) -> Any:
+        """What holding a slice of the model against transformers found; None for engines that have no such check."""
+        return None
+
     # --- the verbs ---
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,29 @@ from megascend.backend import Backend
 from megascend.bootstrap import bootstrap
 from megascend.config import Adam, Adapters, Batching, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
 from megascend.distributed.launch import Launch
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.topology.topology import plan
+
+
+def make_backend(engine: str, **settings: Any) -> Backend:
+    """The backend of an engine, by the name that run files have for it.
+
+    Args:
+        settings: of the backend's constructor.
+
+    Raises:
+        ConfigError: there is no such engine, or it has no setting of one of these names.
+    """
+    if engine not in KINDS:
+        raise ConfigError(f"engine: there is no {engine!r}; there are {', '.join(KINDS)}")
+    kind = KINDS[engine]
+    unknown = sorted(settings.keys() - signature(kind).parameters.keys())
+    if unknown:
+        raise ConfigError(
+            f"engine {engine!r} has no setting {', '.join(unknown)}; leave it out, or choose another engine"
+        )
+    return kind(**settings)
 
 
 class MegatronBackend(Backend):
@@ -120,3 +141,83 @@ class MegatronBackend(Backend):
         """What the check of the model's configuration against transformers found
         (:class:`megascend.selfcheck.verdict.Verdict`)."""
         return self.engine.self_check  # type: ignore[attr-defined]
+
+
+class SingleBackend(Backend):
+    """A Hugging Face model, trained by transformers in this process alone. The verbs: :class:`Backend`.
+
+    For laptops, examples, and as a reference in tests: no Megatron is imported, and nothing in the process is patched. Micro
+    batches are padded whatever ``batching.packing`` says. Adapters are applied by peft, one at a time: micro batches of
+    several adapters run one after the other. The settings of ``optimizer`` that divide work over ranks have no effect.
+
+    Args:
+        model: directory of a Hugging Face checkpoint with safetensors weights.
+        precision, optimizer, schedule, adapters, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
+        tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
+        recompute: ``granularity`` ``none`` or ``full``.
+        moe: ``aux_loss`` ``none`` or ``transformers``.
+        batching: see :mod:`megascend.config`.
+
+    Raises:
+        ConfigError, TopologyError, CheckpointError, PlatformError, VersionError: before any training.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        precision: Precision = "bf16",
+        tf32: bool | None = None,
+        optimizer: Adam | None = None,
+        schedule: Schedule | None = None,
+        recompute: Recompute | None = None,
+        moe: Moe | None = None,
+        batching: Batching | None = None,
+        adapters: Adapters | None = None,
+        platform: PlatformName = "auto",
+        seed: int = 1234,
+        timeout_s: float = 600.0,
+        save_timeout_s: float = 1800.0,
+    ) -> None:
+        if precision not in ("fp32", "fp16", "bf16"):
+            raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
+        runtime = bootstrap(platform, None, tf32, "single", precision)
+        model_dir = Path(model)
+        info = inspect_checkpoint(model_dir)
+        launch = Launch.from_environment()
+        if launch.world_size != 1:
+            raise TopologyError(
+                f"engine single runs in one process, but {launch.world_size} were started (WORLD_SIZE); start one, or use "
+                "MegatronBackend"
+            )
+        topology = plan(Parallel(), 1, info.shape)
+
+        from megascend.distributed import process_groups
+        from megascend.engines.single.engine import SingleEngine
+
+        groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch)
+        try:
+            if precision == "fp32" and not runtime.tf32:
+                runtime.platform.check_products()
+            with groups.monitor.phase("build"):
+                engine = SingleEngine(
+                    topology,
+                    groups,
+                    info,
+                    model_dir,
+                    precision=precision,
+                    adam=optimizer or Adam(),
+                    schedule=schedule or Schedule(),
+                    recompute=recompute or Recompute(),
+                    moe=moe or Moe(),
+                    batching=batching or Batching(),
+                    adapters=adapters,
+                    seed=seed,
+                )
+        except BaseException:
+            groups.destroy()
+            raise
+        super().__init__(engine, model_dir, runtime.platform, save_timeout_s)
+
+
+KINDS: dict[str, Callable[..., Backend]] = {"megatron": MegatronBackend, "single": SingleBackend}
+"""By the names of their engines. A backend of your own is added here, and its engine with ``megascend.register_engine``."""

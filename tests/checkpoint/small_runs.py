@@ -54,7 +54,7 @@ def exact_state(backend):
     if engine.adapters is None:
         found["optimizer"] = (engine.optimizer.updates, engine.trainable.step_count)
     found["step"] = backend.step_count
-    found["random"] = exactly(random_state())
+    found["random"] = exactly(random_state(engine))
     return found
 
 

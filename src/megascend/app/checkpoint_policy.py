@@ -14,7 +14,7 @@ from megascend.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
-    from megascend.backends import MegatronBackend
+    from megascend.backend import Backend
     from megascend.checkpoint.saver import PendingSave
 
 
@@ -27,7 +27,7 @@ class CheckpointPolicy:
     """
 
     def __init__(
-        self, backend: MegatronBackend, config: RunConfig, event_log: EventLog, progress: Callable[[], dict[str, Any]]
+        self, backend: Backend, config: RunConfig, event_log: EventLog, progress: Callable[[], dict[str, Any]]
     ) -> None:
         """
         Args:

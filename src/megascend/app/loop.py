@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.app.data import Batches
-    from megascend.backends import MegatronBackend
+    from megascend.backend import Backend
     from megascend.batch.results import ForwardBackwardResult, StepResult
     from megascend.batch.sample import Sample
 
@@ -98,9 +98,10 @@ def run(
     """:func:`train`, after what could be refused at once."""
     # World: the process is made ready before anything imports Megatron.
     import megascend
+    from megascend.bootstrap.engines import needs
 
     runtime = megascend.bootstrap(
-        config.platform, config.parallel, config.tf32, precision=config.precision, provider=config.provider
+        config.platform, config.parallel, config.tf32, config.engine, config.precision, config.provider
     )
 
     # Data that cannot be read is found before the model is built.
@@ -110,7 +111,8 @@ def run(
     documents = read_documents(config.data.path)
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
-    runtime.load_megatron()
+    if needs(config.engine).megatron:
+        runtime.load_megatron()
     gc.collect()
     gc.freeze()
 
@@ -132,7 +134,8 @@ def run(
         if main_rank:
             write_config(config)
             print(start_line(config, backend, len(samples)), flush=True)
-            print(backend.self_check.summary(), flush=True)
+            if backend.self_check is not None:
+                print(backend.self_check.summary(), flush=True)
 
         # Loop
         number = done = backend.step_count
@@ -173,14 +176,17 @@ def run(
     )
 
 
-def make_backend(config: RunConfig) -> MegatronBackend:
+def make_backend(config: RunConfig) -> Backend:
     """The backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
-    import megascend
+    from megascend import backends
 
     lora = config.lora
-    return megascend.MegatronBackend(
+    # Settings that not every engine has: those that the run file sets are for the engine to take or to refuse.
+    particular = {name: getattr(config, name) for name in ("parallel", "provider", "provider_options", "self_check")}
+    fields = RunConfig.model_fields
+    return backends.make_backend(
+        config.engine,
         model=config.model,
-        parallel=config.parallel,
         precision=config.precision,
         tf32=config.tf32,
         optimizer=config.optimizer,
@@ -189,17 +195,15 @@ def make_backend(config: RunConfig) -> MegatronBackend:
         moe=config.moe,
         batching=config.batching,
         adapters=None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets),
-        provider_options=config.provider_options,
         platform=config.platform,
         seed=config.seed,
         timeout_s=config.timeout_s,
         save_timeout_s=config.checkpoint.timeout_s,
-        self_check=config.self_check,
-        provider=config.provider,
+        **{name: value for name, value in particular.items() if value != fields[name].default},
     )
 
 
-def tell_stop(backend: MegatronBackend, event_log: EventLog, step: int, signal: str, problem: str | None) -> None:
+def tell_stop(backend: Backend, event_log: EventLog, step: int, signal: str, problem: str | None) -> None:
     """Say that a signal has stopped the run after ``step``.
 
     Args:
@@ -215,7 +219,7 @@ def tell_stop(backend: MegatronBackend, event_log: EventLog, step: int, signal: 
         print(f"stopped by {signal} after step {step}; go on with --resume auto", flush=True)
 
 
-def tell_end(config: RunConfig, backend: MegatronBackend, event_log: EventLog, step: int, counts: Counts) -> None:
+def tell_end(config: RunConfig, backend: Backend, event_log: EventLog, step: int, counts: Counts) -> None:
     """Say that the run has done all its steps, and where to look."""
     event_log.event("finished", step=step, loss=counts.loss)
     if backend.rank == 0:
@@ -249,7 +253,7 @@ class Counts:
 
 def begin(
     config: RunConfig,
-    backend: MegatronBackend,
+    backend: Backend,
     event_log: EventLog,
     stream: Batches[Sample],
     overwrite: bool,
@@ -287,7 +291,7 @@ def record(
     counts: Counts,
     epoch: float,
     batch: Sequence[Sample],
-    backend: MegatronBackend,
+    backend: Backend,
 ) -> StepRecord:
     """The line of metrics.jsonl about a step that took ``seconds``."""
     speed = result.total_tokens / seconds
@@ -316,7 +320,7 @@ def keep_batch(config: RunConfig, step: int, batch: Sequence[Sample]) -> Path:
     return path
 
 
-def export(config: RunConfig, backend: MegatronBackend) -> Path:
+def export(config: RunConfig, backend: Backend) -> Path:
     """Write what was trained, and say where: the model, or the adapter alone. Collective."""
     if config.lora is None:
         path = config.output / "hf"
@@ -403,7 +407,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{model}: transformers cannot load the tokenizer (tokenizer.json): {error}") from error
 
 
-def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: MegatronBackend) -> float | None:
+def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) -> float | None:
     """Model FLOP/s over the bf16 peak of all devices, or None where that is not known."""
     peak = backend.platform.peak_flops()
     if peak is None:
@@ -413,7 +417,7 @@ def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: MegatronB
     return tokens_per_s * backend.flops_per_token(round(length)) / (peak * backend.world_size)
 
 
-def start_line(config: RunConfig, backend: MegatronBackend, samples: int) -> str:
+def start_line(config: RunConfig, backend: Backend, samples: int) -> str:
     """One line on what is about to happen."""
     ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
     lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""

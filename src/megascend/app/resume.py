@@ -15,7 +15,7 @@ from megascend.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
-    from megascend.backends import MegatronBackend
+    from megascend.backend import Backend
 
 CHECKPOINTS = "checkpoints"
 RUN_FILES = (
@@ -133,7 +133,7 @@ def restarts(output: Path) -> bool:
 
 
 def load_first_good(
-    backend: MegatronBackend, candidates: tuple[Path, ...], event_log: EventLog
+    backend: Backend, candidates: tuple[Path, ...], event_log: EventLog
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Load the first checkpoint that is whole; each that is not is reported. Collective.
 
@@ -163,7 +163,7 @@ def load_first_good(
 def differences(saved: dict[str, Any] | None, config: RunConfig) -> list[str]:
     """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
-    before = flattened(renamed_keys(saved)) if saved is not None else now
+    before = {"engine": "megatron"} | flattened(renamed_keys(saved)) if saved is not None else now
     keys = sorted(now.keys() | before.keys())
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 

@@ -51,7 +51,7 @@ def collect(
 ) -> CheckpointState:
     """Everything that a checkpoint holds. Collective: adapters are brought together on rank 0."""
     state = engine.state(everything=False)
-    state[f"random/{engine.groups.rank}"] = random_state()
+    state[f"random/{engine.groups.rank}"] = random_state(engine)
     trainable = engine.trainable
     return CheckpointState(
         state, manifest, trainable.saved_adapters(), base_model, list(trainable.projections), write_more

@@ -87,7 +87,7 @@ def load(engine: Engine, directory: Path, found: Manifest, mine: Manifest) -> No
         problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
     raise_on_all_ranks(problem, engine.groups, f"whether {directory} could be read")
     if same_layout:
-        set_random_state(state[random])
+        set_random_state(engine, state[random])
     engine.trainable.restore(found.step, found.optimizer)
 
 

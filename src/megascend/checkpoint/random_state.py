@@ -1,4 +1,4 @@
-"""The random generators of a rank: Python's, NumPy's, torch's, the device's, and Megatron's tracker of several."""
+"""The random generators of a rank: Python's, NumPy's, torch's, the device's, and those of the engine's own."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Any
 import numpy
 import torch
 
+from megascend.engines.base import Engine
 
-def random_state() -> dict[str, Any]:
+
+def random_state(engine: Engine) -> dict[str, Any]:
     """Where every generator of this process stands."""
-    from megatron.core import tensor_parallel  # here: a program may import megascend before the bootstrap
-
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),  # type: ignore[reportOptionalMemberAccess]
+        "device": None if engine.device.type == "cpu" else torch.get_device_module(engine.device).get_rng_state(),
+        "tracker": engine.random_streams(),
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(engine: Engine, state: dict[str, Any]) -> None:
     """Set every generator to where it stood."""
-    from megatron.core import tensor_parallel
-
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])  # type: ignore[reportOptionalMemberAccess]
+    if engine.device.type != "cpu":
+        torch.get_device_module(engine.device).set_rng_state(state["device"])
+    engine.restore_random_streams(state["tracker"])

@@ -242,6 +242,7 @@ class RunConfig(Section):
     data: Data
     steps: Size = Field(100, description="optimizer steps")
     platform: PlatformName = "auto"
+    engine: str = Field("megatron", description="what trains: megatron, or single (transformers in one process)")
     precision: Precision = "bf16"
     tf32: bool = Field(
         False, description="CUDA only: products of fp32 matrices in TensorFloat-32, with 10 bits of mantissa"

@@ -255,6 +255,14 @@ class Engine(Protocol):
         """Write the model, with ``adapter`` merged into it, as a Hugging Face directory. Collective."""
         ...
 
+    def random_streams(self) -> Any:
+        """Where the engine's own random generators stand, beside those of Python, NumPy, torch and the device; or None."""
+        ...
+
+    def restore_random_streams(self, state: Any) -> None:
+        """Set them to what :meth:`random_streams` has returned."""
+        ...
+
     def close(self) -> None:
         """Let go of what the engine has changed in the process. The object is of no use afterwards."""
         ...

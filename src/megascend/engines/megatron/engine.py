@@ -290,6 +290,12 @@ class MegatronEngine:
         tied = not self.config.untie_embeddings_and_output_weights
         export(weights, self.model_dir, path, dtype, self.groups, tied=tied)
 
+    def random_streams(self) -> Any:
+        return tensor_parallel.get_cuda_rng_tracker().get_states()  # type: ignore[reportOptionalMemberAccess]
+
+    def restore_random_streams(self, state: Any) -> None:
+        tensor_parallel.get_cuda_rng_tracker().set_states(state)  # type: ignore[reportOptionalMemberAccess]
+
     def close(self) -> None:
         """The groups, which the backend closes, are all that is left in the process."""
 

@@ -1,0 +1,1 @@
+"""One process, transformers' own model: laptops, examples, and a reference for users' tests. No Megatron."""

@@ -1,0 +1,230 @@
+"""The single-process engine: transformers' own model, a plain loop over micro batches, torch's AdamW."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megascend.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.base import OnOutput, Trainable
+from megascend.engines.chunks import Chunks
+from megascend.engines.export import export
+from megascend.engines.full_model import FullModel
+from megascend.engines.single import router_loss
+from megascend.engines.single.adapters import PeftAdapters
+from megascend.engines.single.named_weights import named_weights
+from megascend.engines.single.optimizer import Optimizer
+from megascend.engines.single.output_head import HeadOutput, check_plain_head, hidden_states
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.info import ModelInfo
+from megascend.lora.merge import merged
+from megascend.topology.topology import Topology
+from megascend.topology.weight_routes import Receivers
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
+
+
+class SingleEngine:
+    """A model of transformers in one process; see :class:`megascend.engines.base.Engine`.
+
+    Micro batches are padded on the right, whatever ``batching.packing`` says: every architecture of transformers is causal
+    over plain rows, while packed ones are exact with some attention implementations only.
+
+    Attributes:
+        model: transformers' causal language model.
+    """
+
+    kind = "single"
+
+    def __init__(
+        self,
+        topology: Topology,
+        groups: ProcessGroups,
+        info: ModelInfo,
+        model_dir: Path,
+        *,
+        precision: Precision,
+        adam: Adam,
+        schedule: Schedule,
+        recompute: Recompute,
+        moe: Moe,
+        batching: Batching,
+        adapters: Adapters | None,
+        seed: int,
+    ) -> None:
+        self.topology, self.groups, self.info, self.device = topology, groups, info, groups.device
+        self.precision: Precision = precision
+        self.batching, self.model_dir = batching, model_dir
+        limits = [limit for limit in (batching.max_length, info.shape.max_position) if limit is not None]
+        self.max_length = min(limits, default=sys.maxsize)
+        self.layout = SequenceLayout(packing=False)
+        _check_recompute(recompute)
+        seed_everything(seed)
+        self.model = load_model(model_dir, DTYPES[precision], self.device)
+        check_plain_head(self.model, info.shape.vocab_size)
+        frozen, recomputed = adapters is not None, recompute.granularity == "full"
+        router_loss.check(self.model, moe, frozen=frozen, recomputed=recomputed)
+        self._router_loss = moe.aux_loss_coefficient if moe.aux_loss != "none" else 0.0
+        if recomputed:
+            # transformers 5.11 and later have a new name for it.
+            name = "activation_checkpointing_enable"
+            enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
+            enable({"use_reentrant": False})
+        self.optimizer: Optimizer | None = None
+        self.adapters: PeftAdapters | None = None
+        if adapters is not None:
+            self.adapters = PeftAdapters(
+                self.model,
+                topology,
+                groups,
+                adapters,
+                adam=adam,
+                schedule=schedule,
+                seed=seed,
+                dtype=DTYPES[precision],
+                device=self.device,
+                model_dir=model_dir,
+            )
+            self.trainable: Trainable = self.adapters
+        else:
+            self.optimizer = Optimizer(self.model, adam, schedule, precision)
+            self.trainable = FullModel(self.optimizer)
+        self.model.train()
+
+    def scales(self, micro_batches: int) -> tuple[float, float]:
+        return 1.0, 1.0  # nothing is averaged: gradients of micro batches add up
+
+    def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        stored = []
+        for batch in batches:
+            if self.adapters is not None:
+                self.adapters.put_on(batch)
+            with_router_loss = self._router_loss > 0 and not forward_only
+            options = {"output_router_logits": True} if with_router_loss else {}
+            with self.groups.monitor.phase("forward"):
+                hidden, output = hidden_states(self.model, batch.input_ids, batch.position_ids, **options)
+                head = self.model.get_output_embeddings().weight
+                total, found = on_output(
+                    batch, HeadOutput(hidden.flatten(0, 1), head, batch.targets, self.info.shape.vocab_size)
+                )
+            stored.append(found)
+            if forward_only:
+                continue
+            if with_router_loss:
+                coefficient = self._router_loss / len(batches)
+                total = total + coefficient * router_loss.router_loss(self.model, output, batch)
+            scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
+            with self.groups.monitor.phase("backward"):
+                (total if scale == 1 else total * scale).backward()
+                if self.adapters is not None:
+                    self.adapters.take_gradients()
+        return stored
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Dropout off until the block ends."""
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+
+    def state(self, *, everything: bool) -> dict[str, Any]:
+        """See :class:`megascend.engines.base.Engine`; names are those of transformers' parameters."""
+        if self.optimizer is None:
+            return {}
+        found = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        for name, kind, values in self.optimizer.tensors():
+            found[OPTIMIZER_KEY.format(state=kind, key=name)] = values
+        return {name: _whole(values) for name, values in found.items()}
+
+    def named_weights(
+        self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        merge = None
+        if adapter is not None:
+            assert self.adapters is not None
+            merge = merged(self.adapters.factors(adapter))
+        for name, tensor in named_weights(self.model, merge):
+            yield name, tensor if device is None else tensor.to(device)
+
+    def export(self, path: Path, adapter: str | None) -> None:
+        dtype = str(DTYPES[self.precision]).removeprefix("torch.")
+        tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+        export(self.named_weights(adapter, device="cpu"), self.model_dir, path, dtype, self.groups, tied=tied)
+
+    def random_streams(self) -> None:
+        """There are none."""
+
+    def restore_random_streams(self, state: Any) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """The groups, which the backend closes, are all that is left in the process."""
+
+
+def load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model of a directory, complete.
+
+    Raises:
+        CheckpointError: transformers cannot load it, or would draw some of its weights at random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    try:
+        with _no_progress_bars():
+            model, report = loader.from_pretrained(
+                model_dir, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if report[what]:
+            raise CheckpointError(f"model: {model_dir}: {what.replace('_', ' ')}: {sorted(report[what])[:3]}")
+    return model.to(device)
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator of this process."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _whole(values: torch.Tensor) -> Chunks:
+    chunks = Chunks(tuple(values.shape), values.dtype)
+    chunks.add((0,) * values.dim(), values)
+    return chunks
+
+
+def _check_recompute(recompute: Recompute) -> None:
+    if recompute.granularity == "selective":
+        raise ConfigError("engine single: recompute.granularity=selective is not known here; set full or none")
+    if recompute.granularity == "full" and recompute.layers != 1:
+        raise ConfigError(
+            f"engine single: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"
+        )

@@ -1,0 +1,256 @@
+"""The single-process engine against Megatron's, Hugging Face and peft. It runs in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascend import Adam, Adapters, Batching, Lora, Moe, Recompute, Sample
+from megascend.batch.losses import BUILT_IN
+from megascend.errors import CheckpointError
+from megascend.testing import run_distributed
+from megascend.testing.lora_parity import PeftTrajectory, adapter_differences, case_adapter, peft_reference
+from megascend.testing.parity import (
+    Case,
+    Trajectory,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"}
+        | more
+    )
+
+
+def in_process(folder: Path, *jobs: tuple[str, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """What functions of the worker return, called one after the other in a process of their own."""
+    torch.save(list(jobs), folder / "job")
+    done = subprocess.run(
+        [sys.executable, WORKER, folder / "job", folder / "result"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "result", weights_only=False)
+
+
+def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def test_trajectories_equal_megatron_and_hugging_face(parity_folder, tmp_path):
+    """Ten steps: losses, norms and logits; and no module of Megatron or its kind is in the process, nor torch.cuda redirected."""
+    cases = [
+        Case("single"),
+        Case("tied", arch="qwen2", overrides={"tie_word_embeddings": True}, loss_bound=2e-5),
+        Case("MoE", arch="qwen3_moe", logits_bound=2e-5),
+    ]
+    checkpoints = [case_checkpoint(parity_folder, case.arch, **case.overrides) for case in cases]
+    jobs = [("trajectory", (str(checkpoint),), {}) for checkpoint in checkpoints]
+    for case, checkpoint, found in zip(cases, checkpoints, in_process(tmp_path, *jobs), strict=True):
+        assert found["foreign"] == []
+        assert found["patched"] == "torch.cuda.random"
+        mine = Trajectory(found["losses"], found["norms"], found["logits"])
+        tokens = token_lists()
+        for other in (hf_reference(parity_folder, checkpoint, tokens), train_case(case, checkpoint, tokens)):
+            apart = differences(mine, other)
+            assert apart.loss <= case.loss_bound, (case.name, apart)
+            assert apart.grad_norm <= case.norm_bound, (case.name, apart)
+            assert apart.logits is not None
+            assert apart.logits <= case.logits_bound, (case.name, apart)
+
+
+def every_field() -> list[Sample]:
+    generator = torch.Generator().manual_seed(5)
+    samples = causal_samples(token_lists())
+    for index, sample in enumerate(samples):
+        count = len(sample)
+        sample.old_logprobs = -6 + 0.3 * torch.randn(count, generator=generator)
+        sample.ref_logprobs = -6 + 0.3 * torch.randn(count, generator=generator)
+        sample.advantages = torch.randn(count, generator=generator)
+        sample.pair, sample.chosen = index // 2, index % 2 == 0
+    return samples
+
+
+def test_every_built_in_loss_equals_megatrons(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    (mine,) = in_process(tmp_path, ("one_step", (str(checkpoint), every_field(), list(BUILT_IN)), {}))
+
+    def on_rank():
+        from megascend import MegatronBackend
+
+        batching = Batching(micro_batch_tokens=200)
+        with MegatronBackend(checkpoint, precision="fp32", optimizer=Adam(lr=0.0), batching=batching) as backend:
+            return {
+                loss: (backend.forward_backward(every_field(), loss).loss, backend.optimizer_step().grad_norm)
+                for loss in BUILT_IN
+            }
+
+    (theirs,) = run_distributed(on_rank, 1, init=False)
+    assert len(mine) >= 4
+    for loss, figures in theirs.items():
+        assert mine[loss] == pytest.approx(figures, abs=1e-5, rel=1e-5), loss
+
+
+def test_precisions_recomputation_and_the_router_loss(parity_folder, tmp_path):
+    dense, experts = (case_checkpoint(parity_folder, arch) for arch in ("qwen3", "qwen3_moe"))
+    coefficient, tokens = 0.01, token_lists()
+    moe = Moe(aux_loss="transformers", aux_loss_coefficient=coefficient)
+    bf16, fp16, recomputed, routed = in_process(
+        tmp_path,
+        ("trajectory", (str(dense),), {"precision": "bf16"}),
+        ("trajectory", (str(dense),), {"precision": "fp16"}),
+        ("trajectory", (str(dense),), {"recompute": Recompute(granularity="full")}),
+        ("trajectory", (str(experts),), {"moe": moe, "batching": Batching(micro_batch_tokens=4096)}),
+    )
+    reference = hf_reference(parity_folder, dense, tokens)
+    with_router_loss = hf_reference(
+        parity_folder, experts, tokens, aux_loss=coefficient, aux_formula="transformers", micro_batches=[list(range(8))]
+    )
+    for found, wanted, loss, norm in (
+        (bf16, reference, 2e-2, 0.1),
+        (fp16, reference, 1e-2, 0.1),
+        (recomputed, reference, 1e-5, 1e-4),
+        (routed, with_router_loss, 5e-5, 3e-4),
+    ):
+        assert found["losses"] == pytest.approx(wanted.losses, abs=loss, rel=0)
+        assert found["norms"] == pytest.approx(wanted.grad_norms, abs=norm, rel=0)
+
+
+def test_a_run_resumes_to_the_bit_and_megatron_refuses_its_checkpoint(parity_folder, tmp_path):
+    checkpoint, saved = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2), tmp_path / "saved"
+    plain, half, scaled = in_process(
+        tmp_path,
+        ("resumed", (str(checkpoint), str(saved)), {}),
+        ("resumed", (str(checkpoint), str(tmp_path / "bf16")), {"precision": "bf16"}),
+        ("resumed", (str(checkpoint), str(tmp_path / "fp16")), {"precision": "fp16"}),
+    )
+    assert [same for same, _ in (plain, half, scaled)] == [True] * 3
+    assert half[1] > plain[1] > 60
+
+    def on_rank():
+        from megascend import MegatronBackend
+
+        backend = MegatronBackend(checkpoint, precision="fp32")
+        with pytest.raises(CheckpointError, match=r"engine single.*megatron"):
+            backend.load(saved)
+        backend.close()
+
+    run_distributed(on_rank, 1, init=False)
+
+
+def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
+    dense, experts = (case_checkpoint(parity_folder, arch) for arch in ("qwen3", "qwen3_moe"))
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "experts").mkdir()
+    *differing, of_dense, of_experts = in_process(
+        tmp_path,
+        ("exported", (str(dense), str(tmp_path / "dense")), {}),
+        ("exported", (str(experts), str(tmp_path / "experts")), {}),
+        ("merged", (str(dense), str(tmp_path / "merged")), {}),
+        ("merged", (str(experts), str(tmp_path / "merged-experts")), {}),
+    )
+    assert differing == [[], []]
+    assert max(of_dense, of_experts) <= 2e-5
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_adapters_equal_pefts_and_move_between_engines(arch, parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, arch)
+    start = case_adapter(checkpoint, Case("single", arch=arch))
+    lora = {"rank": 4, "alpha": 8.0, "seed": 3}
+    samples, steps = causal_samples(token_lists()), 5
+
+    def train_here():
+        from megascend import MegatronBackend
+
+        batching = Batching(micro_batch_tokens=200)
+        backend = MegatronBackend(
+            checkpoint, precision="fp32", optimizer=Adam(lr=5e-3), adapters=Adapters(), batching=batching
+        )
+        backend.add_adapter("mine", Lora(**lora))
+        figures = []
+        for _ in range(3):
+            result = backend.forward_backward(samples, adapter="mine")
+            figures.append((result.loss, backend.optimizer_step().grad_norm))
+        backend.save_adapter("mine", tmp_path / "megatrons")
+        logprobs = backend.forward(samples, adapter="mine").logprobs
+        projections = list(backend.engine.trainable.projections)
+        backend.close()
+        return figures, logprobs, projections
+
+    def load_here():
+        from megascend import MegatronBackend
+
+        backend = MegatronBackend(checkpoint, precision="fp32", adapters=Adapters())
+        backend.load_adapter("theirs", tmp_path / "singles")
+        logprobs = backend.forward(samples, adapter="theirs").logprobs
+        backend.close()
+        return logprobs
+
+    ((figures, megatrons, projections),) = run_distributed(train_here, 1, init=False)
+    found, trained = in_process(
+        tmp_path,
+        ("adapters", (str(checkpoint), str(tmp_path / "megatrons"), str(tmp_path / "singles"), lora), {}),
+        ("against_peft", (str(checkpoint), str(start), steps, str(tmp_path / "trained")), {}),
+    )
+    assert found["projections"] == projections
+    assert found["figures"] == [pytest.approx(of, abs=2e-5) for of in figures]
+    assert distance(found["theirs"], megatrons) <= 1e-5
+    (singles,) = run_distributed(load_here, 1, init=False)
+    assert distance(singles, found["mine"]) <= 1e-5
+    alternating = [(found["mine"], found["theirs"])[index % 2][index] for index in range(len(samples))]
+    assert distance(found["mixed"], alternating) <= 1e-5
+
+    from megascend.lora import peft_format
+
+    losses, norms, logits = trained
+    mine = PeftTrajectory(losses, norms, logits, peft_format.read(tmp_path / "trained")[1])
+    apart = adapter_differences(mine, peft_reference(parity_folder, checkpoint, start, token_lists(), steps=steps))
+    assert apart.loss <= 1e-5, apart
+    assert apart.grad_norm <= 1e-4, apart
+    assert apart.factors <= 1e-3, apart
+    assert apart.logits is not None
+    assert apart.logits <= 2e-5, apart
+
+
+def test_a_skipped_step_changes_nothing_and_what_is_refused(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    (step, unchanged), refused = in_process(
+        tmp_path, ("overflow", (str(checkpoint),), {}), ("refused", (str(checkpoint),), {})
+    )
+    assert (step.skipped, step.skipped_in_a_row) == (True, 1)
+    assert unchanged
+    assert len(refused) == 6
+    assert all(what in message for what, message in refused.items()), refused
+
+
+def test_more_than_one_process_is_refused(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    launched = environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    program = f"import megascend; megascend.SingleBackend({str(checkpoint)!r}, platform='cpu')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=launched
+    )
+    assert done.returncode
+    assert "2 were started (WORLD_SIZE)" in done.stderr

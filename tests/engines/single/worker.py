@@ -1,0 +1,204 @@
+"""What a process of the single engine does for a test: run as a script, so that nothing of Megatron is in it.
+
+    python worker.py JOB RESULT
+
+JOB and RESULT are files of ``torch.save``: functions' names and arguments, and what they returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megascend
+from megascend.testing.parity import causal_samples, token_lists
+
+FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
+
+
+def make(checkpoint: str, **options: Any) -> megascend.SingleBackend:
+    settings: dict[str, Any] = {"precision": "fp32", "optimizer": megascend.Adam(lr=5e-3), "platform": "cpu"}
+    settings["batching"] = megascend.Batching(micro_batch_tokens=200)
+    return megascend.SingleBackend(checkpoint, **settings | options)
+
+
+def trajectory(checkpoint: str, steps: int = 10, **options: Any) -> dict[str, Any]:
+    backend = make(checkpoint, **options)
+    samples = causal_samples(token_lists())
+    scores = backend.forward(samples, logits=True)
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(backend.forward_backward(samples).loss)
+        norms.append(backend.optimizer_step().grad_norm)
+    after = backend.forward(samples).logprobs
+    backend.close()
+    foreign = sorted(name for name in sys.modules if name.startswith(FOREIGN))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "logits": scores.logits,
+        "logprobs": after,
+        "foreign": foreign,
+        "patched": torch.cuda.get_rng_state.__module__,
+    }
+
+
+def one_step(checkpoint: str, samples: list[Any], losses: list[str], **options: Any) -> dict[str, tuple[float, float]]:
+    """Loss and norm of one step for every built-in loss; learning rate 0."""
+    backend = make(checkpoint, optimizer=megascend.Adam(lr=0.0), **options)
+    found = {
+        loss: (backend.forward_backward(samples, loss).loss, backend.optimizer_step().grad_norm) for loss in losses
+    }
+    backend.close()
+    return found
+
+
+def adapters(checkpoint: str, loaded: str, saved: str, lora: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of an adapter from elsewhere, and of one trained here, which is saved; its figures."""
+    backend = make(checkpoint, adapters=megascend.Adapters())
+    samples = causal_samples(token_lists())
+    backend.load_adapter("theirs", loaded)
+    theirs = backend.forward(samples, adapter="theirs").logprobs
+    projections = list(backend.engine.trainable.projections)
+    backend.add_adapter("mine", megascend.Lora(**lora))
+    figures = []
+    for _ in range(3):
+        result = backend.forward_backward(samples, adapter="mine")
+        figures.append((result.loss, backend.optimizer_step().grad_norm))
+    backend.save_adapter("mine", saved)
+    mine = backend.forward(samples, adapter="mine").logprobs
+    mixed = [dataclasses.replace(sample, adapter=("mine", "theirs")[i % 2]) for i, sample in enumerate(samples)]
+    together = backend.forward(mixed).logprobs
+    backend.close()
+    return {"theirs": theirs, "mine": mine, "mixed": together, "figures": figures, "projections": projections}
+
+
+def against_peft(checkpoint: str, adapter: str, steps: int, out: str) -> tuple[list[float], list[float], list[Any]]:
+    """As ``megascend.testing.lora_parity.run_adapter``."""
+    backend = make(checkpoint, adapters=megascend.Adapters())
+    samples = causal_samples(token_lists())
+    backend.load_adapter("tenant", adapter, optimizer=False)
+    logits = backend.forward(samples, logits=True, adapter="tenant").logits
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(backend.forward_backward(samples, adapter="tenant").loss)
+        norms.append(backend.optimizer_step().grad_norm)
+    backend.save_adapter("tenant", out)
+    backend.close()
+    return losses, norms, logits
+
+
+def resumed(checkpoint: str, saved: str, **options: Any) -> tuple[bool, int]:
+    """Whether a run that is saved half way and loaded into a new backend ends with the same bits; and tensors compared."""
+    samples = causal_samples(token_lists())
+
+    def train(backend: megascend.SingleBackend, steps: int) -> None:
+        for _ in range(steps):
+            backend.forward_backward(samples)
+            backend.optimizer_step()
+
+    first = make(checkpoint, **options)
+    train(first, 2)
+    first.save(saved, progress={"at": 2}, wait=True)
+    train(first, 2)
+    wanted = bits(first)
+    first.close()
+    second = make(checkpoint, **options | {"seed": 7})
+    assert second.load(saved) == {"at": 2}
+    assert second.step_count == 2
+    train(second, 2)
+    found = bits(second)
+    second.close()
+    return wanted == found, len(wanted)
+
+
+def bits(backend: megascend.SingleBackend) -> dict[str, bytes]:
+    state = backend.engine.state(everything=True)
+    parts = {name: chunks.parts[0][1].flatten().view(torch.uint8) for name, chunks in state.items()}
+    found = {name: values.numpy().tobytes() for name, values in parts.items()}
+    counters = repr(backend.engine.trainable.counters()).encode()
+    return found | {"torch": torch.get_rng_state().numpy().tobytes(), "counters": counters}
+
+
+def exported(checkpoint: str, out: str) -> list[str]:
+    """Names in which an export and transformers' save_pretrained differ."""
+    from safetensors.torch import load_file
+
+    backend = make(checkpoint)
+    backend.forward_backward(causal_samples(token_lists()))
+    backend.optimizer_step()
+    backend.export_hf(Path(out) / "ours")
+    backend.engine.model.save_pretrained(Path(out) / "theirs")
+    backend.close()
+    ours, theirs = (load_file(Path(out) / which / "model.safetensors") for which in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def merged(checkpoint: str, out: str) -> float:
+    """How far log-probabilities of an export with an adapter merged are from those of the adapter."""
+    backend = make(checkpoint, adapters=megascend.Adapters())
+    samples = causal_samples(token_lists())
+    backend.add_adapter("a", megascend.Lora(rank=4))
+    for _ in range(2):
+        backend.forward_backward(samples, adapter="a")
+        backend.optimizer_step()
+    wanted = backend.forward(samples, adapter="a").logprobs
+    backend.export_hf(out, adapter="a")
+    reference = backend.forward(samples, adapter="a", reference=True).logprobs
+    backend.close()
+    whole = make(out)
+    found = whole.forward(samples).logprobs
+    whole.close()
+    assert distance(wanted, reference) > 1e-2
+    return distance(wanted, found)
+
+
+def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def overflow(checkpoint: str) -> tuple[Any, bool]:
+    """A step whose gradients are not finite: what it reported, and whether nothing has changed."""
+    backend = make(checkpoint)
+    samples = causal_samples(token_lists())
+    backend.forward_backward(samples)
+    backend.optimizer_step()
+    before = {name: value for name, value in bits(backend).items() if name != "counters"}
+    backend.forward_backward(samples)
+    next(iter(backend.engine.model.parameters())).main_grad.view(-1)[0] = float("inf")
+    step = backend.optimizer_step()
+    after = bits(backend)
+    backend.close()
+    return step, all(after[name] == value for name, value in before.items())
+
+
+def refused(checkpoint: str) -> dict[str, str]:
+    """The errors of settings that this engine does not have."""
+    from megascend.errors import ConfigError
+
+    settings: dict[str, dict[str, Any]] = {
+        "recompute.granularity=selective": {"recompute": megascend.Recompute(granularity="selective")},
+        "recompute.layers=2": {"recompute": megascend.Recompute(granularity="full", layers=2)},
+        "moe.aux_loss='megatron'": {"moe": megascend.Moe(aux_loss="megatron", aux_loss_coefficient=0.1)},
+        "moe.aux_loss is set": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
+        "moe.bias_update_rate=0.1": {"moe": megascend.Moe(bias_update_rate=0.1)},
+        "'lm_head'": {"adapters": megascend.Adapters(targets=("lm_head",))},
+    }
+    found = {}
+    for what, options in settings.items():
+        try:
+            make(checkpoint, **options).close()
+        except ConfigError as error:
+            found[what] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    jobs = torch.load(Path(sys.argv[1]), weights_only=False)
+    torch.save([globals()[function](*arguments, **options) for function, arguments, options in jobs], sys.argv[2])
