@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from typing_extensions import Self
 
 from megascend.batch.losses import Loss, LossFunction, resolve
@@ -18,7 +19,7 @@ from megascend.checkpoint.saver import PendingSave, Saver
 from megascend.config import Lora
 from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.base import AdapterTrainable, Engine
+from megascend.engines.base import AdapterTrainable, Engine, Receivers
 from megascend.errors import ConfigError, MegascendError
 from megascend.step.checks import check_samples
 from megascend.step.step import Step
@@ -290,6 +291,44 @@ class Backend:
         return self.engine.trainable  # type: ignore[return-value]
 
     # --- out ---
+
+    def named_weights(
+        self,
+        adapter: str | None = None,
+        *,
+        alone: bool = False,
+        receivers: Receivers = "all",
+        device: torch.device | str | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under their Hugging Face names, whole, one at a time, on the ranks that receive.
+
+        All ranks call it and iterate to the end; where there is nothing to receive, there is nothing to iterate over. Names,
+        shapes and dtypes are those of the checkpoint that the model comes from. A tensor may be the model's own memory: copy
+        what is to outlast the next one, and change none.
+
+        Args:
+            adapter: merged into what comes, ``W + scaling * B A`` in float32; the model in memory stays as it is.
+            alone: the adapter's factors alone, under ``peft``'s names, float32.
+            receivers: all ranks, the main one (0), or a set of global ranks.
+            device: where to; default: where the model is, for an adapter alone the CPU.
+
+        Raises:
+            ConfigError: there is no such adapter, or none was named for ``alone``.
+            ProcessGroupError: while iterating: a rank left the stream before its end.
+        """
+
+        def check() -> None:
+            if adapter is not None:
+                self._adapters().require(adapter)
+            elif alone:
+                raise ConfigError("named_weights(alone=True): name the adapter")
+
+        self._together(f"named_weights({adapter=}, {alone=}, {receivers=})", check)
+        if alone and adapter is not None:
+            found = self._adapters().named_weights(adapter, everywhere=receivers != "main")
+            mine = receivers in ("all", "main") or self.rank in receivers
+            return ((name, tensor if device is None else tensor.to(device)) for name, tensor in found.items() if mine)
+        return self.engine.named_weights(adapter, receivers=receivers, device=device)
 
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:
         """Write the model as a Hugging Face directory that ``transformers`` loads; it appears only when complete.

@@ -169,6 +169,10 @@ class AdapterTrainable(Trainable, Protocol):
         """Raise ConfigError if there is no adapter of one of these names."""
         ...
 
+    def named_weights(self, name: str, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+        """An adapter alone, under peft's names, float32 on the CPU, on rank 0 or ``everywhere``. Collective."""
+        ...
+
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter as a directory that ``peft`` loads. Collective."""
         ...

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megascend import Adam, Adapters, Batching, Lora, Parallel
-from megascend.errors import CheckpointError, CollectiveTimeoutError
+from megascend.errors import CheckpointError, CollectiveTimeoutError, ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
@@ -336,3 +336,33 @@ def test_other_tensors_than_the_checkpoints_are_an_error_for_who_reads_them(pari
             copied(weights)
 
     run_distributed(on_rank, 1, init=False)
+
+
+def test_the_facade_hands_out_the_model_merged_and_alone(parity_folder, tmp_path):
+    """Two ranks that ask differently: the main one alone, or both."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank():
+        backend = trained_adapter(checkpoint, Parallel(tensor=2))
+        backend.save_adapter("a", tmp_path / "alone")
+        backend.export_hf(tmp_path / "merged", adapter="a")
+        for wrong in ({"adapter": "b"}, {"alone": True}):
+            with pytest.raises(ConfigError):
+                backend.named_weights(**wrong)
+        return (
+            {name: tensor.clone() for name, tensor in backend.named_weights()},
+            {name: tensor.clone() for name, tensor in backend.named_weights("a", receivers="main")},
+            dict(backend.named_weights("a", alone=True, receivers={1})),
+        )
+
+    (base, merged, nothing), (also_base, no_merged, alone) = run_distributed(on_rank, 2, init=False, timeout_s=120)
+    assert nothing == no_merged == {}
+    for found, file in (
+        (base, checkpoint / "model.safetensors"),
+        (also_base, checkpoint / "model.safetensors"),
+        (merged, tmp_path / "merged" / "model.safetensors"),
+        (alone, tmp_path / "alone" / "adapter_model.safetensors"),
+    ):
+        expected = load_file(file)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
