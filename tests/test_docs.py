@@ -76,3 +76,38 @@ def test_the_simulated_devices_settings_are_listed() -> None:
     }
     migration = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     assert all(f"| `{former}` | `{name}` |" in migration for former, name in FORMER_NAMES.items())
+
+
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
+OLD = {"migration.md", "CHANGELOG.md"}
+"""Pages that speak of what was."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OLD], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """`x/y.py` is below the repository, src, src/megascend or src/simnpu; a name in angle brackets or capitals is anybody's."""
+    folders = [ROOT, ROOT / "src", ROOT / "src" / "megascend", ROOT / "src" / "simnpu", ROOT / "tests"]
+    named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md))`", page.read_text(encoding="utf-8")))
+    missing = sorted(path for path in named if not any((folder / path).exists() for folder in folders))
+    assert missing == [], f"{page.name} names files that are not there"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OLD], ids=lambda page: page.name)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    from importlib.util import find_spec
+
+    missing = []
+    for name in set(re.findall(r"\b((?:megascend|simnpu)(?:\.[a-z_]+){2,})\b", page.read_text(encoding="utf-8"))):
+        package, _, last = name.rpartition(".")
+        if find_spec(package.split(".")[0]) is None or not _is_there(package, last):
+            missing.append(name)
+    assert sorted(missing) == [], f"{page.name} names modules that are not there"
+
+
+def _is_there(package: str, last: str) -> bool:
+    """Whether ``package.last`` is a module, or a name in one."""
+    path = ROOT / "src" / Path(*package.split("."))
+    if (path / f"{last}.py").exists() or (path / last).is_dir():
+        return True
+    files = [path.with_suffix(".py"), path / "__init__.py"]
+    return any(re.search(rf"\b{last}\b", file.read_text(encoding="utf-8")) for file in files if file.exists())
