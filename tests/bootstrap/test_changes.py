@@ -60,6 +60,7 @@ FINE = (
             "view._set_layer_state",
             "view._convert_hf_state_dict",
             "backend.groups.monitor.last_words",
+            "parameter.main_grad",  # of the single engine's own model
         ],
         "made here",
     )

@@ -6,6 +6,7 @@ Room for it is left at the front of each file and filled in at the end, padded w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Collection
@@ -112,9 +113,12 @@ class SafetensorsWriter:
 
     def abandon(self) -> None:
         """Close what is open; the files are of no use."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # on a full disk what is still buffered cannot be written: nobody wants it
+                file.close()
 
     def _path(self, number: int) -> Path:
         return self._folder / f"model-{number:05d}.unfinished"
