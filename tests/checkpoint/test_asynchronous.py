@@ -45,7 +45,7 @@ def on_two_ranks(body, checkpoint, **options):
         with make_backend(checkpoint, **options) as backend:
             return body(backend)
 
-    return run_distributed(work, 2, init=False, timeout_s=60)
+    return run_distributed(work, 2, init=False, timeout_s=180)
 
 
 def test_saves_loads_and_steps_in_every_order(checkpoint, tmp_path):
@@ -216,7 +216,7 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_call_once(checkp
         backend = make_backend(checkpoint)
         return body(backend)
 
-    assert run_distributed(work, 2, init=False, timeout_s=60) == [[True] * 3] * 2
+    assert run_distributed(work, 2, init=False, timeout_s=180) == [[True] * 3] * 2
 
 
 def test_one_rank_that_loses_timeout_stops_the_next_call_on_all(checkpoint, tmp_path):
@@ -271,7 +271,7 @@ def test_an_error_in_the_block_waits_a_moment_for_the_checkpoint(checkpoint, tmp
         except KeyError as error:
             return str(error)
 
-    assert run_distributed(work, 2, init=False, timeout_s=60) == ["'mine'"] * 2
+    assert run_distributed(work, 2, init=False, timeout_s=180) == ["'mine'"] * 2
     assert manifest.problems(tmp_path / "last", files := manifest.read(tmp_path / "last").files, files) == []
 
 
@@ -322,7 +322,7 @@ def test_a_forked_child_that_exits_does_not_wait_for_a_thread_that_it_has_not(ch
             assert not pending.done
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert run_distributed(work, 1, init=False, timeout_s=60) == [0]
+    assert run_distributed(work, 1, init=False, timeout_s=180) == [0]
 
 
 SCRIPT = """

@@ -239,7 +239,7 @@ def test_a_checkpoint_of_a_model_with_other_parameters_is_refused(parity_folder,
             assert exact_state(backend) == before
             return message
 
-    run_distributed(save, 1, init=False, timeout_s=60)
-    messages = run_distributed(load, 2, init=False, timeout_s=60)
+    run_distributed(save, 1, init=False, timeout_s=180)
+    messages = run_distributed(load, 2, init=False, timeout_s=180)
     problem = "output_layer.weight" if tied else "output_layer.weight, for which there is no place here"
     assert all("does not fit this model: " in message and problem in message for message in messages)

@@ -117,7 +117,7 @@ def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoi
                 shutil.rmtree(folder)
         return [name for _, _, name in points]
 
-    (names,) = run_distributed(work, 1, init=False, timeout_s=90)
+    (names,) = run_distributed(work, 1, init=False, timeout_s=180)
     assert len(names) > 30
     assert {"fsync", "mkdir", "replace", "unlink", "rmdir"} <= set(names)
 
@@ -168,7 +168,7 @@ def test_at_every_point_of_an_overwritten_checkpoint_there_is_one(checkpoint, tm
                 shutil.rmtree(folder)
         return [name for _, _, name in points], beside
 
-    ((names, beside),) = run_distributed(work, 1, init=False, timeout_s=90)
+    ((names, beside),) = run_distributed(work, 1, init=False, timeout_s=180)
     assert len(names) > 12
     assert ("exchange" in names, beside) == (True, 0 if exchange else 1)
 
@@ -268,8 +268,8 @@ def finished_equally(checkpoint, tmp_path, world):
     """The run that was killed again and again ends in the state of one that was not."""
     output = tmp_path / "run"
     until = reached(output) + 3
-    ends = run_distributed(run_on, world, checkpoint, output, until, init=False, timeout_s=60)
-    whole_runs = run_distributed(run_on, world, checkpoint, tmp_path / "whole", until, init=False, timeout_s=60)
+    ends = run_distributed(run_on, world, checkpoint, output, until, init=False, timeout_s=180)
+    whole_runs = run_distributed(run_on, world, checkpoint, tmp_path / "whole", until, init=False, timeout_s=180)
     for (resumed, end), (begun, expected) in zip(ends, whole_runs, strict=True):
         assert (resumed, begun) == (until - 3, 0)
         assert end == expected
@@ -362,7 +362,7 @@ def test_a_rank_of_two_killed_again_and_again(checkpoint, tmp_path):
         else:
             step = None if how == "write" else steps[-1] + 3  # during the second save, or the wait for the first
             with faults.inject(faults.Fault("die", rank=rank, phase=how, step=step)):
-                results = run_distributed(run_on, 2, checkpoint, output, init=False, timeout_s=60, expect_lost={rank})
+                results = run_distributed(run_on, 2, checkpoint, output, init=False, timeout_s=180, expect_lost={rank})
         assert results[rank] == Lost(-signal.SIGKILL)
         _, message = results[1 - rank]
         assert isinstance(message, str), (how, rank, number)
@@ -386,7 +386,7 @@ def test_both_ranks_killed_at_any_moment(checkpoint, tmp_path):
             wait_until((pids / "running").exists)
             time.sleep(draw.uniform(0.0, 0.2))
 
-        killed(lambda work=work: run_distributed(work, 2, init=False, timeout_s=60), when)
+        killed(lambda work=work: run_distributed(work, 2, init=False, timeout_s=180), when)
         for pid in [path.name for path in pids.iterdir() if path.name.isdigit()]:
             wait_until(lambda pid=pid: gone(int(pid)))
         reached(output)

@@ -58,7 +58,7 @@ def whole_tensors(directories):
         found = [dist_checkpointing.load_plain_tensors(str(directory)) for directory in directories]
         return [{name: value for name, value in of.items() if isinstance(value, torch.Tensor)} for of in found]
 
-    return run_distributed(on_rank, 1, timeout_s=60)[0]
+    return run_distributed(on_rank, 1, timeout_s=180)[0]
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def run(
         backend.close()
         return figures
 
-    return run_distributed(on_rank, world_size, init=False, timeout_s=90)[0]
+    return run_distributed(on_rank, world_size, init=False, timeout_s=180)[0]
 
 
 def marks(layout, distributed):
@@ -125,7 +125,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
         with pytest.raises(ConfigError, match="call optimizer_step"):
             backend.save(tmp_path / "new")
 
-    run_distributed(on_rank, 2, init=False, timeout_s=60)
+    run_distributed(on_rank, 2, init=False, timeout_s=180)
     assert (other / "thesis.txt").read_text() == "years of work"
     assert not (tmp_path / "new").exists()
 
@@ -144,5 +144,5 @@ def test_saving_starts_no_process(parity_folder, tmp_path, monkeypatch):
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
         backend.save(tmp_path / "step-0", wait=True)
 
-    run_distributed(on_rank, 2, init=False, timeout_s=60)
+    run_distributed(on_rank, 2, init=False, timeout_s=180)
     assert (tmp_path / "step-0" / "megascend.json").is_file()

@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken
                 assert_same(read_by_megatron(tmp_path / name), expected)
             return len(expected)
 
-    counts = run_distributed(work, 2, init=False, timeout_s=60)
+    counts = run_distributed(work, 2, init=False, timeout_s=180)
     assert counts[0] == counts[1] > 50
     for name in files_of(tmp_path / "still"):
         same = (tmp_path / "still" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes()

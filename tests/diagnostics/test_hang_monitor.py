@@ -466,7 +466,7 @@ def test_ranks_that_stand_in_the_same_phase_are_told_apart_by_their_lines(runtim
             wait_until(lambda: output.stat().st_size > 0, 30)
         release.write_bytes(b"")
 
-    run_distributed(work, 2, init=False, timeout_s=60)
+    run_distributed(work, 2, init=False, timeout_s=180)
     (line,) = output.read_text().splitlines()
     assert "no rank is gone, has failed or is in another phase. Ranks: 0 in forward of step 1 for " in line
     assert re.search(r"; 1 in forward of step 1 for \d+ s, at hang \(test_hang_monitor.py:\d+\)$", line), line

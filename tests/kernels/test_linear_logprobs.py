@@ -84,7 +84,7 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
         assert torch.allclose(fused, logprobs.detach(), atol=1e-5)
         return logprobs.detach(), entropy.detach(), states.grad, mine.grad, fused_states.grad, fused_weight.grad
 
-    ranks = run_distributed(on_rank, world_size, timeout_s=60)
+    ranks = run_distributed(on_rank, world_size, timeout_s=180)
     for logprobs, entropy, *_ in ranks:
         torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=2e-5)
@@ -114,7 +114,7 @@ def test_a_rank_with_padding_rows_only_takes_part():
         return linear_logprobs(hidden, rows.clone().requires_grad_(), targets, shard, entropy=True)[0].detach()
 
     expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    for found in run_distributed(on_rank, 4, timeout_s=60):
+    for found in run_distributed(on_rank, 4, timeout_s=180):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

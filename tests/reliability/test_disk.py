@@ -140,7 +140,7 @@ def test_a_full_disk_at_any_point_of_a_save(checkpoint, disk):
             assert parameters(backend) == present
             return failed
 
-    failed, _ = run_distributed(work, 2, init=False, timeout_s=90)
+    failed, _ = run_distributed(work, 2, init=False, timeout_s=180)
     assert failed[:6] == [True] * 6
     assert not failed[-1]  # the last was enough
     assert retention.latest() == 2
@@ -238,7 +238,7 @@ def test_a_read_only_disk(checkpoint, tmp_path):
             backend.save(retention.path(2), after=retention.committed, wait=True)
             return None
 
-    reasons = run_distributed(work, 2, init=False, timeout_s=60)
+    reasons = run_distributed(work, 2, init=False, timeout_s=180)
     if reasons[0] is not None:
         pytest.skip(f"nothing can be mounted read-only here: {reasons[0]}")
     assert retention.candidates() == [retention.path(2), retention.path(1)]
@@ -310,7 +310,7 @@ def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(pr
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        assert run_distributed(work, 2, init=False, timeout_s=90) == [40, 40]
+        assert run_distributed(work, 2, init=False, timeout_s=180) == [40, 40]
     finally:
         stop.set()
         watcher.join(10)
@@ -350,7 +350,7 @@ def test_a_run_that_is_stopped_while_there_is_no_room_says_so(prepared, disk, tm
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        messages = run_distributed(work, 2, timeout_s=90)
+        messages = run_distributed(work, 2, timeout_s=180)
     finally:
         stop.set()
         watcher.join(10)
@@ -381,7 +381,7 @@ def test_the_last_step_is_saved_again_if_its_checkpoint_failed(prepared, checkpo
             saves.finish(last)
             return problem, saves.problem, retention.steps()
 
-    for problem, afterwards, steps in run_distributed(work, 2, init=False, timeout_s=60):
+    for problem, afterwards, steps in run_distributed(work, 2, init=False, timeout_s=180):
         assert "No space left" in problem
         assert afterwards is None
         assert steps == [last]

@@ -49,7 +49,7 @@ def place(seed: int, layout: str, world_size: int) -> faults.Fault:
 
 def killed(function, world_size: int, fault: faults.Fault) -> None:
     with faults.inject(fault), pytest.raises(DistributedTestError, match="signal 9"):
-        run_distributed(function, world_size, init=False, timeout_s=60)
+        run_distributed(function, world_size, init=False, timeout_s=180)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, t
         loop.train(config(models, "single", tmp_path / "run"))
         return frozen[0], gc.get_freeze_count()
 
-    ((during, afterwards),) = run_distributed(work, 1, init=False, timeout_s=60)
+    ((during, afterwards),) = run_distributed(work, 1, init=False, timeout_s=180)
     assert during > 100_000
     assert afterwards == 0
 
@@ -182,7 +182,7 @@ def causal(ids, adapter):
 def tenants_alone(parity_folder, tmp_path_factory):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     folder = tmp_path_factory.mktemp("tenants")
-    figures = run_distributed(tenants, 2, checkpoint, folder / "checkpoints", folder, init=False, timeout_s=60)[0]
+    figures = run_distributed(tenants, 2, checkpoint, folder / "checkpoints", folder, init=False, timeout_s=180)[0]
     assert len(figures) == STEPS
     return checkpoint, figures, adapter_files(folder)
 
@@ -198,6 +198,6 @@ def test_two_tenants_go_on_bit_for_bit(tenants_alone, tmp_path, seed):
     checkpoint, figures, files = tenants_alone
     checkpoints = tmp_path / "checkpoints"
     killed(lambda: tenants(checkpoint, checkpoints, tmp_path), 2, place(seed, "tenants", 2))
-    rest = run_distributed(tenants, 2, checkpoint, checkpoints, tmp_path, init=False, timeout_s=60)[0]
+    rest = run_distributed(tenants, 2, checkpoint, checkpoints, tmp_path, init=False, timeout_s=180)[0]
     assert rest == figures[STEPS - len(rest) :]
     assert adapter_files(tmp_path) == files

@@ -259,7 +259,7 @@ def test_context_parallel_ranks_that_reduce_unequally_are_told(checkpoint):
         with pytest.raises(LossFunctionError, match=r"equally often.*rank 0 returned; rank 1 reduces values of shape"):
             backend.forward_backward(causal_samples(TOKENS), uneven)
 
-    run_distributed(on_rank, 2, init=False, timeout_s=60)
+    run_distributed(on_rank, 2, init=False, timeout_s=180)
 
 
 def test_a_function_that_hides_another_ranks_failure_does_not_hang(checkpoint):
@@ -278,7 +278,7 @@ def test_a_function_that_hides_another_ranks_failure_does_not_hang(checkpoint):
         with pytest.raises(LossFunctionError, match=r"rank 1: .*OSError: no such file"):
             backend.forward_backward(causal_samples(TOKENS), careless)
 
-    run_distributed(on_rank, 2, init=False, timeout_s=60)
+    run_distributed(on_rank, 2, init=False, timeout_s=180)
 
 
 def test_the_exception_itself_is_the_cause_where_it_was_raised(checkpoint):
@@ -332,7 +332,7 @@ def test_adapters_keep_the_gradients_of_calls_before_the_one_that_failed(checkpo
             backend.close()
         return norms
 
-    for undisturbed_norm, norm in run_distributed(on_rank, 2, init=False, timeout_s=60):
+    for undisturbed_norm, norm in run_distributed(on_rank, 2, init=False, timeout_s=180):
         assert norm == undisturbed_norm > 0
 
 

@@ -35,7 +35,7 @@ def run_distributed(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     backend: str = "gloo",
     init: bool = True,
     expect_lost: Collection[int] = (),

@@ -280,7 +280,7 @@ def test_a_reader_that_stops_is_an_error_on_the_other_readers(parity_folder, how
                 consume()
         return len(copied(stream(backend)))  # and on they go
 
-    assert run_distributed(on_rank, 2, init=False, timeout_s=60) == [4 * 11 + 3] * 2
+    assert run_distributed(on_rank, 2, init=False, timeout_s=180) == [4 * 11 + 3] * 2
 
 
 def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
@@ -297,7 +297,7 @@ def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
                     break
         return names, grad_modes
 
-    (names, grad_modes), other = run_distributed(on_rank, 2, init=False, timeout_s=60)
+    (names, grad_modes), other = run_distributed(on_rank, 2, init=False, timeout_s=180)
     assert other == ([], [])
     assert len(names) == 11 + len(set(names))
     assert all(grad_modes)
@@ -317,7 +317,7 @@ def test_a_reader_that_neither_goes_on_nor_stops_is_named_in_time(parity_folder)
             copied(weights)
         return str(raised.value)
 
-    message = run_distributed(on_rank, 2, init=False, timeout_s=60, expect_lost=())[1]
+    message = run_distributed(on_rank, 2, init=False, timeout_s=180, expect_lost=())[1]
     assert "Rank 0 has not come" in message
 
 
