@@ -78,3 +78,15 @@ class NonFiniteError(MegascendError, ArithmeticError):
 
 class QueueFullError(MegascendError, RuntimeError):
     """An adapter has as many requests waiting as its queue takes."""
+
+
+class EngineError(MegascendError, RuntimeError):
+    """An inference engine refused, or failed at, what it was asked for; the message has its name and its answer."""
+
+
+class EngineLostError(EngineError, ConnectionError):
+    """An inference engine cannot be reached, or was gone before it had answered."""
+
+
+class EngineTimeoutError(EngineError, TimeoutError):
+    """An inference engine did not answer within the deadline."""

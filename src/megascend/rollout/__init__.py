@@ -1,0 +1,1 @@
+"""Rollouts: inference engines behind one interface, and what becomes of their answers before a trainer learns from them."""
