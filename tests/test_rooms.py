@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 FACADE = "megascend"
 """``megascend/__init__.py``, a room of its own: names that are loaded when they are used."""
+BESIDE = ("simnpu", "weightwire")
+"""Packages of their own in src, each a room."""
 PROGRAMS = {"megascend.__main__", "megascend.__init__"}
 
 
@@ -58,7 +60,7 @@ def imported(name: str) -> Iterator[str]:
 def room(name: str) -> str:
     """The room that a module is in."""
     parts = name.split(".")
-    return "simnpu" if parts[0] == "simnpu" else FACADE if len(parts) == 1 else parts[1]
+    return parts[0] if parts[0] in BESIDE else FACADE if len(parts) == 1 else parts[1]
 
 
 def test_the_table_has_every_room_and_no_other() -> None:
@@ -80,7 +82,7 @@ def test_imports_point_one_way() -> None:
     assert upward == []
 
 
-@pytest.mark.parametrize("package", ["simnpu", "megascend"])
+@pytest.mark.parametrize("package", [*BESIDE, "megascend"])
 def test_there_are_no_circles(package: str) -> None:
     """Not among the modules of one room either."""
     edges = {
@@ -107,13 +109,14 @@ def _a_circle(edges: dict[str, list[str]]) -> list[str]:
         path.append(following)
 
 
-def test_the_simulated_device_knows_nothing_of_megascend() -> None:
+@pytest.mark.parametrize("package", BESIDE)
+def test_packages_beside_megascend_know_nothing_of_it(package: str) -> None:
     assert [
         (name, other)
         for name in modules()
-        if room(name) == "simnpu"
+        if room(name) == package
         for other in imported(name)
-        if room(other) != "simnpu"
+        if room(other) != package
     ] == []
 
 

@@ -1,0 +1,217 @@
+"""Requests and answers signed with the job's key.
+
+A request carries one header::
+
+    Authorization: Weightwire1 TIME.NONCE.BODY.SIGNATURE
+
+with the caller's time in milliseconds since 1970, 16 random bytes, the body's SHA-256 and an HMAC-SHA256 over audience, method,
+target, time, nonce and that digest. All but the body is verified from the head alone, so that who has no key cannot make us
+read a body. A time outside the window is refused, and so is a nonce that was seen in it: a request counts once. The
+answer is signed too, over the request's nonce, the status and the body: nobody else can answer in our place.
+
+Signatures keep nothing secret. Who must not read what is sent needs TLS or a private network below this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import hmac
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weightwire.errors import AuthError
+from weightwire.keys import Key
+
+SCHEME = "Weightwire1"
+ANSWER_HEADER = "X-Weightwire-Signature"
+"""The header of an answer's signature."""
+_CREDENTIALS = re.compile(SCHEME + r" ([0-9]{1,15})\.([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{64})")
+_WORD = re.compile(r"[!-~]{1,2048}")
+_AUDIENCE = re.compile(r"[ -~]{0,256}")
+
+
+@dataclass(frozen=True)
+class Signed:
+    """What the caller sends, and keeps to verify the answer with.
+
+    Attributes:
+        headers: to be added to the request.
+    """
+
+    headers: dict[str, str]
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A request whose head was verified.
+
+    Attributes:
+        nonce: empty if it came with a bearer token.
+        body_digest: the SHA-256 that its body must have; None if it came with a bearer token, which signs nothing.
+    """
+
+    nonce: str
+    body_digest: str | None
+
+    def check_body(self, body: bytes) -> None:
+        """Raises :class:`AuthError` unless ``body`` is what was signed."""
+        if self.body_digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), self.body_digest):
+            raise AuthError(f"the body ({len(body)} bytes) is not the one that was signed")
+
+
+def sign(
+    key: Key,
+    method: str,
+    target: str,
+    body: bytes = b"",
+    *,
+    audience: str = "",
+    clock: Callable[[], float] = time.time,
+) -> Signed:
+    """Sign a request. Each attempt to send it is signed anew: a nonce counts once.
+
+    Args:
+        target: path and query, as they stand in the request's first line.
+        audience: who may take it, if the receiver's :class:`Verifier` names itself; not sent.
+
+    Raises:
+        ValueError: method, target or audience cannot stand in a request's first line.
+    """
+    if not (_WORD.fullmatch(method) and _WORD.fullmatch(target) and _AUDIENCE.fullmatch(audience)):
+        raise ValueError(f"cannot be signed: method {method!r}, target {target!r}, audience {audience!r}")
+    sent, nonce, digest = str(int(clock() * 1000)), secrets.token_hex(16), hashlib.sha256(body).hexdigest()
+    signature = _request_mac(key, audience, method, target, sent, nonce, digest)
+    return Signed({"Authorization": f"{SCHEME} {sent}.{nonce}.{digest}.{signature}"}, nonce)
+
+
+def sign_answer(key: Key, nonce: str, status: int, body: bytes) -> dict[str, str]:
+    """The header that shows that whoever got the request with this nonce, and has the key, has answered."""
+    return {ANSWER_HEADER: _answer_mac(key, nonce, status, body)}
+
+
+def check_answer(key: Key, nonce: str, status: int, body: bytes, signature: str | None) -> None:
+    """Raises :class:`AuthError` unless the holder of the key gave this answer to the request with this nonce.
+
+    Args:
+        signature: the value of :data:`ANSWER_HEADER`; None if there is no such header.
+    """
+    if signature is None:
+        raise AuthError(f"the answer (status {status}) is not signed: it does not come from who has the key")
+    expected = _answer_mac(key, nonce, status, body)
+    if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "replace")):
+        raise AuthError(
+            f"the answer (status {status}) is not signed with our key, or is not the answer to this request"
+        )
+
+
+class Verifier:
+    """Verifies requests, and remembers those of the last minutes so that each counts once. For any number of threads.
+
+    Nonces are remembered only of requests that are signed with the key, at most ``max_nonces``. With more in a window, requests
+    are refused until the oldest have passed; none is forgotten that could be replayed.
+
+    Args:
+        audience: what callers must have signed as ``audience``.
+        window_s: how far the caller's clock may be from ours, in seconds, either way.
+        bearer: the purpose of tokens (:meth:`Key.bearer_token`) that are taken as well; None takes none. A token is neither bound
+            to a request nor used up.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        *,
+        audience: str = "",
+        window_s: float = 30.0,
+        max_nonces: int = 2**16,
+        bearer: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._key = key
+        self._audience = audience
+        self._window_s = window_s
+        self._seen = _Nonces(max_nonces)
+        self._token = None if bearer is None else key.bearer_token(bearer)
+        self._clock = clock
+
+    def check_head(self, method: str, target: str, authorization: str | None) -> Grant:
+        """Verify a request before its body is read; it has then been used, whatever becomes of it.
+
+        Args:
+            authorization: the value of the header Authorization; None if there is none.
+
+        Raises:
+            AuthError: not signed with our key, too old, seen before, or too many of them.
+        """
+        if authorization is None:
+            raise AuthError("the request is not signed: it has no header Authorization")
+        if self._token is not None and authorization.startswith("Bearer "):
+            if not hmac.compare_digest(authorization[7:].encode("utf-8", "replace"), self._token.encode()):
+                raise AuthError("the bearer token is not ours")
+            return Grant("", None)
+        match = _CREDENTIALS.fullmatch(authorization)
+        if match is None or not (_WORD.fullmatch(method) and _WORD.fullmatch(target)):
+            raise AuthError(f"the header Authorization is not of the form '{SCHEME} TIME.NONCE.BODY.SIGNATURE'")
+        sent, nonce, digest, signature = match.groups()
+        expected = _request_mac(self._key, self._audience, method, target, sent, nonce, digest)
+        if not hmac.compare_digest(expected, signature):
+            raise AuthError(
+                "the signature is wrong: another key, another audience, or the request was changed on its way"
+            )
+        self._check_time(int(sent) / 1000, nonce)
+        return Grant(nonce, digest)
+
+    def check(self, method: str, target: str, authorization: str | None, body: bytes) -> Grant:
+        """:meth:`check_head` and :meth:`Grant.check_body` in one."""
+        grant = self.check_head(method, target, authorization)
+        grant.check_body(body)
+        return grant
+
+    def _check_time(self, sent: float, nonce: str) -> None:
+        now = self._clock()
+        if abs(now - sent) > self._window_s:
+            raise AuthError(
+                f"signed {now - sent:+.1f} s ago by our clock; {self._window_s:g} s are allowed either way: the clocks differ, "
+                "or it is sent again"
+            )
+        self._seen.add(nonce, expires=sent + self._window_s, now=now)
+
+
+@dataclass
+class _Nonces:
+    """Nonces until they expire: a bounded set with a heap by time."""
+
+    limit: int
+    _heap: list[tuple[float, str]] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+    _forgotten_until: float = float("-inf")
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, nonce: str, expires: float, now: float) -> None:
+        with self._lock:
+            while self._heap and self._heap[0][0] < now:
+                self._forgotten_until, old = heapq.heappop(self._heap)
+                self._known.discard(old)
+            if nonce in self._known:
+                raise AuthError("this request was seen before")
+            if expires <= self._forgotten_until:  # our clock was set back: it may be one that was forgotten
+                raise AuthError("signed before a time of which requests were forgotten: our clock was set back")
+            if len(self._known) >= self.limit:
+                raise AuthError(f"{self.limit} requests came within the window; come back later")
+            self._known.add(nonce)
+            heapq.heappush(self._heap, (expires, nonce))
+
+
+def _request_mac(key: Key, audience: str, method: str, target: str, sent: str, nonce: str, digest: str) -> str:
+    return key.mac("weightwire request 1", "\n".join((audience, method, target, sent, nonce, digest)))
+
+
+def _answer_mac(key: Key, nonce: str, status: int, body: bytes) -> str:
+    return key.mac("weightwire answer 1", f"{nonce}\n{status}\n{hashlib.sha256(body).hexdigest()}")

@@ -1,0 +1,134 @@
+"""The secret that the processes of one job share: where it comes from, and that it goes nowhere else."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+from weightwire.errors import SecretKeyError
+
+ENVIRONMENT = "WEIGHTWIRE_KEY"
+"""The variable that holds the key; the one with ``_FILE`` behind it names the file that holds it."""
+SHORTEST = 32
+"""Characters of the shortest key that is taken; :func:`generate_key` makes 43 with 256 random bits."""
+LONGEST = 1024
+
+
+class Key:
+    """A secret key, which neither prints nor pickles itself.
+
+    Args:
+        text: the key as it stands in a file or a variable; white space around it does not count.
+
+    Raises:
+        SecretKeyError: shorter than :data:`SHORTEST` characters, longer than :data:`LONGEST`, or not printable ASCII.
+    """
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, text: str) -> None:
+        text = text.strip()
+        if not SHORTEST <= len(text) <= LONGEST:
+            raise SecretKeyError(
+                f"a key of {len(text)} characters; it must have {SHORTEST} to {LONGEST}: weightwire.keys.generate_key() makes one"
+            )
+        if not (text.isascii() and text.isprintable()):
+            raise SecretKeyError("a key with characters that are not printable ASCII")
+        self._secret = text.encode()
+
+    def mac(self, purpose: str, text: str) -> str:
+        """HMAC-SHA256 of a text, 64 hexadecimal digits; another one for each purpose (which has no line break)."""
+        return hmac.new(self._secret, f"{purpose}\n{text}".encode(), "sha256").hexdigest()
+
+    def bearer_token(self, purpose: str) -> str:
+        """A token for callers that cannot sign. Whoever has it may call, but cannot sign, nor find the key."""
+        return self.mac("weightwire bearer 1", purpose)
+
+    def __repr__(self) -> str:
+        return "Key(hidden)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a key is not pickled: give the other process the name of its file, or the environment variable"
+        )
+
+    def __copy__(self) -> Key:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Key:
+        return self
+
+
+def load_key(key: str | Key | None = None, *, file: str | Path | None = None, environment: str = ENVIRONMENT) -> Key:
+    """The key, from the first of: argument, file, the variable ``environment``, the file named by ``environment + "_FILE"``.
+
+    Args:
+        file: readable by its owner alone (mode 0600 or 0400), as :func:`write_key` makes it.
+
+    Raises:
+        SecretKeyError: both ``key`` and ``file`` were given, none of the four is there, or the key or its file is unfit.
+    """
+    if key is not None and file is not None:
+        raise SecretKeyError("a key and a file of the key were given: give one of them")
+    if key is not None:
+        return key if isinstance(key, Key) else Key(key)
+    if file is not None:
+        return read_key(file)
+    if text := os.environ.get(environment):
+        return Key(text)
+    if name := os.environ.get(f"{environment}_FILE"):
+        return read_key(name)
+    raise SecretKeyError(
+        f"no key: pass key= or file=, or set {environment} or {environment}_FILE; weightwire.keys.write_key(PATH) makes a file"
+    )
+
+
+def read_key(path: str | Path) -> Key:
+    """The key in a file that nobody but its owner, who is this user or root, can read.
+
+    Raises:
+        SecretKeyError: no such file, not a regular one, of another user, open to others, or what is in it is no key.
+    """
+    try:
+        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    except OSError as error:
+        raise SecretKeyError(f"the key's file {path} cannot be read: {error.strerror}") from error
+    with stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise SecretKeyError(f"the key's file {path} is not a regular file")
+        if status.st_uid not in (os.getuid(), 0):
+            raise SecretKeyError(
+                f"the key's file {path} belongs to user {status.st_uid}, not to this one ({os.getuid()})"
+            )
+        if mode := stat.S_IMODE(status.st_mode) & 0o077:
+            raise SecretKeyError(f"the key's file {path} is open to others (mode bits {mode:03o}): chmod 600 {path}")
+        content = stream.read(LONGEST + 64)
+    try:
+        return Key(content.decode("ascii"))
+    except UnicodeDecodeError:
+        raise SecretKeyError(f"the key's file {path} holds bytes that are not ASCII") from None
+    except SecretKeyError as error:
+        raise SecretKeyError(f"{path}: {error}") from None
+
+
+def generate_key() -> str:
+    """A new key's text: 256 random bits in 43 characters."""
+    return secrets.token_urlsafe(32)
+
+
+def write_key(path: str | Path) -> Key:
+    """Write a new key to a new file of mode 0600.
+
+    Raises:
+        FileExistsError: there is one; a key that others use is not replaced.
+    """
+    text = generate_key()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(text + "\n")
+    return Key(text)

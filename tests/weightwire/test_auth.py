@@ -1,0 +1,213 @@
+"""Signed requests: what is taken, once; whatever is changed, replayed, late or forged is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightwire import auth
+from weightwire.auth import ANSWER_HEADER, SCHEME, Verifier, check_answer, sign, sign_answer
+from weightwire.errors import AuthError
+from weightwire.keys import Key
+
+TEXT = "0123456789abcdef" * 2
+KEY, OTHER = Key(TEXT), Key("f" * 32)
+
+
+class Clock:
+    def __init__(self, now: float = 1_800_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refused(verifier: Verifier, method: str, target: str, header: str | None, body: bytes = b"") -> str:
+    with pytest.raises(AuthError) as caught:
+        verifier.check(method, target, header, body)
+    assert TEXT not in str(caught.value)
+    return str(caught.value)
+
+
+def header(key: Key = KEY, method: str = "POST", target: str = "/x", body: bytes = b"", **options) -> str:
+    return sign(key, method, target, body, **options).headers["Authorization"]
+
+
+def test_the_signature_is_what_the_docstring_says() -> None:
+    """Put together by hand."""
+    clock = Clock()
+    scheme, value = header(target="/v1/a?b=c", body=b"{}", audience="engine 1", clock=clock).split(" ")
+    sent, nonce, digest, signature = value.split(".")
+    assert (scheme, sent, digest) == (SCHEME, "1800000000000", hashlib.sha256(b"{}").hexdigest())
+    text = f"weightwire request 1\nengine 1\nPOST\n/v1/a?b=c\n{sent}\n{nonce}\n{digest}"
+    assert signature == hmac.new(TEXT.encode(), text.encode(), hashlib.sha256).hexdigest()
+    assert (
+        Verifier(KEY, audience="engine 1", clock=clock).check("POST", "/v1/a?b=c", f"{scheme} {value}", b"{}").nonce
+        == nonce
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    body=st.binary(max_size=64),
+    flip=st.integers(min_value=0),
+    where=st.sampled_from(["body", "header", "method", "target", "audience", "key"]),
+)
+def test_whatever_is_changed_is_refused(body: bytes, flip: int, where: str) -> None:
+    clock = Clock()
+    verifier = Verifier(KEY, audience="here", clock=clock)
+    given_ = {"method": "POST", "target": "/v1/update", "audience": "here"}
+    signed = header(
+        OTHER if where == "key" else KEY,
+        body=body,
+        clock=clock,
+        **given_ | ({where: "/other"} if where in given_ else {}),
+    )
+    sent_body = body
+    if where == "body":
+        bits = bytearray(body + b"\0")
+        bits[(flip // 8) % len(bits)] ^= 1 << (flip % 8)
+        sent_body = bytes(bits) if flip % 2 else body[:-1] if body else b"\0"
+    if where == "header":
+        value = bytearray(signed.encode())
+        value[(flip // 7) % len(value)] ^= 1 << (flip % 7)
+        signed = value.decode()
+    refused(verifier, "POST", "/v1/update", signed, sent_body)
+    good = header(body=body, clock=clock, **given_)  # and the next one is taken
+    assert verifier.check("POST", "/v1/update", good, body).nonce
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    value=st.one_of(
+        st.text(max_size=300), st.from_regex(r"Weightwire1 [0-9]{1,20}\.[0-9a-f]{32}\.[0-9a-f]{64}\.[0-9a-f]{64}")
+    )
+)
+def test_forged_headers_are_refused(value: str) -> None:
+    refused(Verifier(KEY, bearer="controller"), "POST", "/", value)
+    refused(Verifier(KEY, bearer="controller"), "POST", "/", f"Bearer {value}")
+
+
+def test_a_request_counts_once_and_only_within_the_window() -> None:
+    clock = Clock()
+    verifier = Verifier(KEY, window_s=30, clock=clock)
+    signed = header(clock=clock)
+    verifier.check("POST", "/x", signed, b"")
+    assert "seen before" in refused(verifier, "POST", "/x", signed)
+    clock.now += 30
+    assert "seen before" in refused(verifier, "POST", "/x", signed)
+    clock.now += 0.01
+    assert "+30.0 s ago" in refused(verifier, "POST", "/x", signed)
+    ahead = header(clock=Clock(clock.now + 29))
+    verifier.check("POST", "/x", ahead, b"")
+    clock.now += 58
+    assert "seen before" in refused(verifier, "POST", "/x", ahead)
+    assert "-31.0 s ago" in refused(verifier, "POST", "/x", header(clock=Clock(clock.now + 31)))
+
+
+def test_forgotten_requests_are_not_taken_again_when_the_clock_is_set_back() -> None:
+    clock = Clock()
+    verifier = Verifier(KEY, window_s=30, clock=clock)
+    signed = header(clock=clock)
+    verifier.check("POST", "/x", signed, b"")
+    clock.now += 100
+    verifier.check("POST", "/x", header(clock=clock), b"")  # forgets the first one
+    clock.now -= 100
+    assert "set back" in refused(verifier, "POST", "/x", signed)
+
+
+def test_nonces_are_bounded_and_only_those_who_have_the_key_fill_them() -> None:
+    clock = Clock()
+    verifier = Verifier(KEY, max_nonces=10, clock=clock)
+    for _ in range(50):
+        refused(verifier, "POST", "/x", header(OTHER, clock=clock))
+    first = header(clock=clock)
+    for signed in [first, *(header(clock=clock) for _ in range(9))]:
+        verifier.check("POST", "/x", signed, b"")
+    assert "10 requests" in refused(verifier, "POST", "/x", header(clock=clock))
+    assert "seen before" in refused(verifier, "POST", "/x", first)  # none was forgotten for another
+    clock.now += 31
+    verifier.check("POST", "/x", header(clock=clock), b"")
+    assert len(verifier._seen._known) == len(verifier._seen._heap) == 1
+
+
+def test_of_many_threads_with_one_request_one_succeeds() -> None:
+    verifier, signed, taken = Verifier(KEY), header(), []
+    barrier = threading.Barrier(8)
+
+    def attempt() -> None:
+        barrier.wait()
+        try:
+            verifier.check("POST", "/x", signed, b"")
+            taken.append(1)
+        except AuthError:
+            pass
+
+    threads = [threading.Thread(target=attempt) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert taken == [1]
+
+
+def test_a_body_is_known_before_it_is_read() -> None:
+    grant = Verifier(KEY).check_head("POST", "/x", header(body=b"abc"))
+    assert grant.body_digest == hashlib.sha256(b"abc").hexdigest()
+    grant.check_body(b"abc")
+    with pytest.raises(AuthError, match="2 bytes"):
+        grant.check_body(b"ab")
+
+
+def test_bearer_tokens_are_taken_only_where_asked_for() -> None:
+    token = f"Bearer {KEY.bearer_token('controller')}"
+    assert Verifier(KEY, bearer="controller").check("POST", "/x", token, b"anything").nonce == ""
+    refused(Verifier(KEY), "POST", "/x", token)
+    refused(Verifier(KEY, bearer="engine"), "POST", "/x", token)
+    refused(Verifier(OTHER, bearer="controller"), "POST", "/x", token)
+    refused(Verifier(KEY, bearer="controller"), "POST", "/x", "Bearer \u00e9")
+    refused(Verifier(KEY, bearer="controller"), "POST", "/x", None)
+
+
+def test_an_answer_is_to_one_request() -> None:
+    nonce = sign(KEY, "POST", "/x").nonce
+    signature = sign_answer(KEY, nonce, 200, b"{}")[ANSWER_HEADER]
+    check_answer(KEY, nonce, 200, b"{}", signature)
+    for arguments in [
+        (KEY, "0" * 32, 200, b"{}", signature),
+        (KEY, nonce, 409, b"{}", signature),
+        (KEY, nonce, 200, b"[]", signature),
+        (OTHER, nonce, 200, b"{}", signature),
+        (KEY, nonce, 200, b"{}", "\u00e9" + signature),
+        (KEY, nonce, 200, b"{}", None),
+    ]:
+        with pytest.raises(AuthError, match="not signed"):
+            check_answer(*arguments)
+
+
+def test_comparisons_take_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything secret goes through hmac.compare_digest."""
+    compared = []
+
+    def compare(one: str | bytes, other: str | bytes) -> bool:
+        compared.append((one, other))
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(auth, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    refused(Verifier(KEY), "POST", "/x", header(OTHER))
+    refused(Verifier(KEY), "POST", "/x", header(body=b"a"), b"b")
+    refused(Verifier(KEY, bearer="x"), "POST", "/x", "Bearer y")
+    with pytest.raises(AuthError):
+        check_answer(KEY, "0" * 32, 200, b"", "0" * 64)
+    assert len(compared) == 5
+
+
+def test_what_cannot_stand_in_a_first_line_is_not_signed() -> None:
+    for wrong in ({"target": "/a b"}, {"target": "/a\n"}, {"method": "GET /"}, {"audience": "a\nb"}, {"target": ""}):
+        with pytest.raises(ValueError, match="cannot be signed"):
+            header(**wrong)
