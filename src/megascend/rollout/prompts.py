@@ -1,0 +1,79 @@
+"""Prompts to roll out: JSONL whose lines have ``prompt`` or ``messages``, and whatever the reward function looks at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = dict[str, Any]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """All lines of a JSONL file, as objects.
+
+    Raises:
+        DataError: there is no such file, a line is malformed, or there is none.
+    """
+    if not path.is_file():
+        raise DataError(f"no prompts at {path.resolve()}: not a file")
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
+    prompts = [parse_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise DataError(f"{path}: no prompt in it")
+    return prompts
+
+
+def parse_prompt(line: str, source: str) -> Prompt:
+    """One line as an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat).
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{source}: not valid JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
+    if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):
+        raise DataError(f"{source}: 'prompt' must be a string that is not empty, found {record['prompt']!r:.60}")
+    if "messages" in record:
+        messages = record["messages"]
+        fine = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
+        if not fine or messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{source}: 'messages' must be a list of objects with strings 'role' and 'content', the last one not the "
+                f"assistant's, found {messages!r:.60}"
+            )
+    return record
+
+
+def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a prompt: the text's, or those of the chat template up to where the assistant answers.
+
+    Raises:
+        DataError: there is no token, or ``messages`` meet a tokenizer without a chat template.
+    """
+    if "prompt" in prompt:
+        tokens: Any = tokenizer(prompt["prompt"], add_special_tokens=False, verbose=False)["input_ids"]
+    elif not tokenizer.chat_template:
+        raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
+    else:
+        text = tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[arg-type]
+    if not tokens:
+        raise DataError(f"a prompt without a token: {prompt!r:.80}")
+    return list(tokens)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,150 @@
+"""Bounded staleness: no group older than the bound is handed out, whatever the order of answers, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascend.errors import ConfigError, DataError
+from megascend.rollout.buffer import RolloutBuffer
+from megascend.rollout.group import Group, Response
+
+
+def group(number: int, version: int) -> Group:
+    response = Response((1, 2), (-0.5, -0.1), 1.0, "stop", version, version + 1)
+    return Group(number, (5, 6), (response,))
+
+
+def fill(buffer: RolloutBuffer, step: int, version: int) -> list[int]:
+    """Dispatch what there is room for; the numbers."""
+    numbers = []
+    for _ in range(buffer.room(step, version)):
+        dispatch = buffer.returned(version) or buffer.dispatch({"prompt": "p"}, version)
+        numbers.append(dispatch.number)
+    return numbers
+
+
+def test_without_lag_trainer_and_engines_take_turns() -> None:
+    buffer = RolloutBuffer(batch=2, max_lag=0)
+    assert fill(buffer, 0, 0) == [0, 1]
+    buffer.finished(group(1, 0))
+    assert buffer.take(0) is None
+    buffer.finished(group(0, 0))
+    assert [one.number for one in buffer.take(0) or ()] == [0, 1]
+    assert buffer.room(1, 0) == 0, "the trainer is learning: what is sampled now would be a step late"
+    assert fill(buffer, 1, 1) == [2, 3]
+
+
+def test_a_lag_of_two_keeps_three_batches_on_their_way() -> None:
+    buffer = RolloutBuffer(batch=4, max_lag=2)
+    assert len(fill(buffer, 0, 0)) == 12
+    for number in range(4):
+        buffer.finished(group(number, 0))
+    assert buffer.take(0) is not None
+    assert buffer.room(1, 0) == 0
+    assert len(fill(buffer, 1, 1)) == 4
+
+
+def test_what_others_have_overtaken_is_dropped_and_counted() -> None:
+    buffer = RolloutBuffer(batch=1, max_lag=1)
+    assert fill(buffer, 0, 0) == [0, 1]
+    for step in range(3):
+        if step:
+            fill(buffer, step, step)
+        buffer.finished(group(step + 1, step if step else 0))
+        taken = buffer.take(step)
+        assert taken is not None
+        assert taken[0].number == step + 1
+    buffer.finished(group(0, 0))  # sampled with version 0, the trainer is at 3
+    assert buffer.take(3) is None
+    assert buffer.counts.stale == 1
+    assert buffer.counts.learned == 3
+
+
+def test_in_order_waits_for_the_slow_one() -> None:
+    buffer = RolloutBuffer(batch=2, max_lag=1, in_order=True)
+    fill(buffer, 0, 0)
+    for number in (1, 2, 3):
+        buffer.finished(group(number, 0))
+    assert buffer.take(0) is None
+    buffer.equal(0)
+    assert [one.number for one in buffer.take(0) or ()] == [1, 2]
+    assert buffer.counts.equal == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
+def test_no_group_is_older_than_the_bound_and_every_prompt_is_accounted_for(
+    batch: int, max_lag: int, sync_every: int, in_order: bool, seed: int
+) -> None:
+    sync_every = min(sync_every, max_lag + 1)
+    draw = random.Random(seed)
+    buffer = RolloutBuffer(batch, max_lag, in_order=in_order)
+    flying: list[tuple[int, int]] = []
+    step = version = failures = idle = 0
+    while step < 12:
+        for _ in range(buffer.room(step, version)):
+            dispatch = buffer.returned(version) or buffer.dispatch({}, version)
+            flying.append((dispatch.number, version))
+        for _ in range(draw.randint(0, len(flying))):
+            number, since = flying.pop(draw.randrange(len(flying)))
+            fate = draw.random()
+            if fate < 0.1:
+                buffer.failed(number)
+                failures += 1
+            elif fate < 0.3:
+                buffer.equal(number)
+            else:
+                buffer.finished(group(number, since))
+        if draw.random() < 0.1:  # a checkpoint, and a new process that continues from it
+            state = json.loads(json.dumps(buffer.state_dict()))
+            buffer = RolloutBuffer(batch, max_lag, in_order=in_order)
+            buffer.load_state_dict(state)
+            flying.clear()
+        taken = buffer.take(step)
+        if taken is not None:
+            assert len(taken) == batch
+            assert all(0 <= step - one.version <= max_lag for one in taken)
+            if in_order:
+                assert [one.number for one in taken] == sorted(one.number for one in taken)
+            step += 1
+            version = step - step % sync_every
+        idle = 0 if taken is not None else idle + 1
+        assert idle < 400, "the trainer waits for ever"
+    counts, waiting = buffer.counts, len(buffer.state_dict()["waiting"])
+    assert counts.learned == 12 * batch
+    assert counts.dispatched == counts.learned + counts.stale + counts.equal + buffer.ready + waiting
+
+
+def test_the_state_survives_json_exactly() -> None:
+    buffer = RolloutBuffer(batch=2, max_lag=1)
+    fill(buffer, 0, 0)
+    odd = Response((7,), (-0.1 - 0.2,), 1 / 3, "length", 0, 0)
+    buffer.finished(Group(2, (9, 9), (odd, odd)))
+    state: dict[str, Any] = json.loads(json.dumps(buffer.state_dict()))
+    again = RolloutBuffer(batch=2, max_lag=1)
+    again.load_state_dict(state)
+    assert again.state_dict() == buffer.state_dict()
+    assert again.in_flight == 0
+    assert again.ready == 1
+    assert [again.returned(5) for _ in range(4)][-1] is None
+    assert again.in_flight == 3
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch >= 1"):
+        RolloutBuffer(0, 0)
+    buffer = RolloutBuffer(1, 0)
+    fill(buffer, 0, 3)
+    with pytest.raises(DataError, match="missed an update"):
+        buffer.finished(group(0, 2))
+    buffer.finished(group(0, 3))
+    with pytest.raises(DataError, match="answered twice"):
+        buffer.finished(group(0, 3))
+    with pytest.raises(DataError, match="one log-probability a token"):
+        Response((1, 2), (-0.5,), 0.0, "stop", 0, 0)
