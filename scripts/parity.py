@@ -158,14 +158,14 @@ def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precis
         torch.save(trajectory, result)
 
 
-def table(rows: list[dict[str, Any]], versions: dict[str, str], lora: bool) -> str:
+def table(rows: list[dict[str, Any]], versions: dict[str, str], platform_name: str, lora: bool) -> str:
     """``rows`` as Markdown, with what they were measured on above."""
 
     def figure(value: float | None) -> str:
         return "" if value is None else f"{value:.1e}"
 
     lines = [
-        ", ".join(f"{name} {number}" for name, number in versions.items()) + f"; {platform.machine()} CPU",
+        ", ".join(f"{name} {number}" for name, number in versions.items()) + f"; {platform.machine()}, platform {platform_name}",
         "",
         "| case | processes | max dLoss | max dGradNorm | " + ("factors | " if lora else "") + "logits |",
         "|---|---|---|---|---|" + ("---|" if lora else ""),
@@ -206,7 +206,7 @@ def main() -> int:
     print(
         json.dumps({"versions": versions, "rows": rows}, indent=2)
         if arguments.json
-        else table(rows, versions, arguments.lora)
+        else table(rows, versions, arguments.platform, arguments.lora)
     )
     return 0 if all(row["within_bounds"] for row in rows) else 1
 

@@ -36,7 +36,7 @@ def dense(parity_folder, megatron_imported):
 
 @pytest.fixture(scope="module")
 def odd(parity_folder, megatron_imported):
-    """With a vocabulary that tensor parallel ranks do not share evenly; adapted at both ends."""
+    """With a vocabulary that tensor parallel ranks do not share evenly; with an adapted embedding and head."""
     return case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, vocab_size=301)
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from megascend.testing.distributed import run_distributed
-from megascend.testing.lora_parity import ISOLATED_ENDS, differences_from_alone, isolation_cases
+from megascend.testing.lora_parity import ISOLATED_EMBEDDING_AND_HEAD, differences_from_alone, isolation_cases
 from megascend.testing.parity import STEPS, Case, case_checkpoint
 
 VALUE, MOVEMENT = 1e-6, 5e-5
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
     [
         *product(isolation_cases(), (4,)),
         *(pytest.param(case, n, marks=pytest.mark.nightly) for case in isolation_cases() for n in (2, 8)),
-        (ISOLATED_ENDS, 4),
+        (ISOLATED_EMBEDDING_AND_HEAD, 4),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

@@ -31,12 +31,12 @@ IN_SHORT = (
     "MoE, full recompute",
     "bf16",
     "fp16",
-    "ends, single",
-    "ends, TP2 + SP",
-    "ends, TP2, odd vocabulary",
-    "ends, PP2",
-    "ends, DP2, distributed optimizer",
-    "ends, CP2 packed",
+    "embedding and head, single",
+    "embedding and head, TP2 + SP",
+    "embedding and head, TP2, odd vocabulary",
+    "embedding and head, PP2",
+    "embedding and head, DP2, distributed optimizer",
+    "embedding and head, CP2 packed",
 )
 CASES = [case for case in lora_matrix() if case.name in IN_SHORT]
 pytestmark = pytest.mark.usefixtures("megatron_imported")

@@ -127,7 +127,7 @@ WRITTEN = {
             *("mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
         ],
     ),
-    "both ends": Written(
+    "embedding and head": Written(
         "qwen3",
         Lora(rank=3, alpha=4.5),
         of_layers("q_proj", "lm_head", "embed_tokens"),
@@ -163,7 +163,7 @@ SAVED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # model, peft
         {"target_modules": ["q_proj", "mlp.up_proj"], "use_rslora": True, "lora_dropout": 0.25},
         ("mlp.up_proj", "q_proj"),
     ),
-    "both ends": (
+    "embedding and head": (
         "qwen3",
         {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
         ("embed_tokens", "lm_head", "q_proj"),
@@ -287,7 +287,7 @@ def peft(tmp_path_factory: pytest.TempPathFactory, parity_folder: Path) -> Peft:
 def test_peft_loads_what_we_write(peft: Peft, name: str) -> None:
     loaded = peft.all(f"{name}/adapter/")
     bases = {key for key in loaded if peft_tensors.base_layer(key)}  # would be saved as well
-    assert len(bases) == (2 if name == "both ends" else 0)
+    assert len(bases) == (2 if name == "embedding and head" else 0)
     loaded = {key: value for key, value in loaded.items() if key not in bases}
     written = load_file(peft.folder / f"written, {name}" / peft_tensors.WEIGHTS)
     assert loaded.keys() == written.keys()
@@ -342,7 +342,7 @@ def test_weights_that_peft_saves_beside_factors_must_be_those_of_the_model(
     peft: Peft, parity_folder: Path, tmp_path
 ) -> None:
     checkpoint = arch_checkpoint(parity_folder, "qwen3")
-    saved = peft.folder / "saved, both ends"
+    saved = peft.folder / "saved, embedding and head"
     tensors = load_file(saved / peft_tensors.WEIGHTS)
     bases = [key for key in tensors if peft_tensors.base_layer(key)]
     assert sorted(map(peft_tensors.base_layer, bases)) == ["lm_head", "model.embed_tokens"]

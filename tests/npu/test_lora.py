@@ -20,7 +20,7 @@ LOGITS_BOUND, FACTORS_BOUND = 2e-5, 1e-3
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 
 # What CI runs with the double; more with the real MindSpeed.
-IN_SHORT = ("single", "TP2 + SP", "ends, TP2 + SP")
+IN_SHORT = ("single", "TP2 + SP", "embedding and head, TP2 + SP")
 WITH_MINDSPEED = (
     *IN_SHORT,
     "TP2",
@@ -32,9 +32,9 @@ WITH_MINDSPEED = (
     "MoE single",
     "MoE EP2",
     "MoE TP2 x EP2 + SP",
-    "ends, single",
-    "ends, PP2",
-    "ends, CP2, ring",
+    "embedding and head, single",
+    "embedding and head, PP2",
+    "embedding and head, CP2, ring",
 )
 DP2 = Case("DP2", 2)
 CASES = [

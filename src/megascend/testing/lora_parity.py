@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 RANK, ALPHA, SEED = 8, 12.0, 7
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
 """All linear layers of a dense model, the output layer and the embedding."""
-WITH_ENDS = (
+WITH_EMBEDDING_AND_HEAD = (
     *("single", "TP2", "TP2 + SP", "TP2 + SP, padded", "TP2, odd vocabulary", "PP2", "PP2 x VPP2", "CP2 packed"),
     *("DP2, distributed optimizer", "TP2 x PP2", "full recompute", "CP2, ring"),
 )
@@ -131,16 +131,16 @@ def lora_matrix(platform: str = "cpu") -> list[Case]:
     """The layouts of the full fine-tuning matrix that make a difference to a single adapter.
 
     Left out are cases about the optimizer of the model's own parameters, and the auxiliary loss, which adapters refuse. Added
-    are those in which the adapter acts on both ends of the model as well.
+    are those in which the adapter acts on the embedding and the head as well.
     """
     cases = [case for case in matrix(platform) if not (case.optimizer or case.aux_loss or case.resumes)]
-    ends = [case for case in cases if case.name in WITH_ENDS]
-    return cases + [replace(case, name=f"ends, {case.name}", targets=ALL) for case in ends]
+    both = [case for case in cases if case.name in WITH_EMBEDDING_AND_HEAD]
+    return cases + [replace(case, name=f"embedding and head, {case.name}", targets=ALL) for case in both]
 
 
 def case_adapter(checkpoint: Path, case: Case, seed: int = SEED) -> Path:
     """The adapter that all layouts of a checkpoint start from, one for each choice of targets; made once."""
-    name = f"{checkpoint.name}-adapter{'' if case.targets == 'all-linear' else '-ends'}-{seed}"
+    name = f"{checkpoint.name}-adapter{'' if case.targets == 'all-linear' else '-embedding-and-head'}-{seed}"
 
     def make(path: Path) -> None:
         from megascend.testing.distributed import run_distributed
@@ -276,8 +276,8 @@ def isolation_cases() -> list[Case]:
     ]
 
 
-ISOLATED_ENDS = Case("ends, TP2 + SP", 2, Parallel(tensor=2, sequence=True), targets=ALL)
-"""Every other tenant acts on both ends of the model."""
+ISOLATED_EMBEDDING_AND_HEAD = Case("embedding and head, TP2 + SP", 2, Parallel(tensor=2, sequence=True), targets=ALL)
+"""Every other tenant acts on the embedding and the head."""
 
 
 def tenant_samples(tenant: int, step: int) -> list[Sample]:
