@@ -1,0 +1,419 @@
+"""The sender and the receivers of one update meet, and know of each other who is missing, failed, silent or gone.
+
+A :class:`Listener` is a store of torch's on a port that the system chose. It announces groups; the address and the name of a
+group reach its members by another way (an authenticated request to an engine). Nothing depends on who comes first, and a name
+is used once. Every member tells the store that it is alive and how far it is, so that an error can say whose fault it is.
+
+Whoever reaches the store can read and write it: it binds to one address, this machine's own unless told otherwise, and what
+must not be forged (manifest, digests) does not go through it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
+from weightwire.liveness import Identity
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""How often a member says that it is alive, in seconds."""
+SILENCE_S = 30.0
+"""A member that has not said so for this long counts as gone."""
+EXPLAIN_S = 3.0
+"""How long an error waits to learn whose fault it is."""
+STORE_S = 5.0
+"""Deadline of one question to the store."""
+MOST_MEMBERS = 4096
+
+
+class Listener:
+    """Where groups meet, for as long as a trainer runs: keep it longer than any group.
+
+    Args:
+        host: address or name of an interface of this machine, to which the store binds and under which members reach it.
+
+    Raises:
+        TransportError: it cannot bind there.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            listening = socket.socket(family, kind)
+            listening.bind(where)
+            listening.listen(1024)
+        except OSError as error:
+            raise TransportError(f"cannot listen on {host!r}: {error}") from error
+        self.host, self.port = host, int(listening.getsockname()[1])
+        self._store: TCPStore | None = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+            timeout=timedelta(seconds=STORE_S),
+        )
+        self._count = 0
+
+    def new_group(self, members: Sequence[str]) -> str:
+        """Announce a group that meets once; returns its name, which no other group has had or will have.
+
+        Args:
+            members: what messages call them: the sender first, then the receivers.
+        """
+        if self._store is None:
+            raise GroupError("the listener is closed")
+        if not 2 <= len(members) <= MOST_MEMBERS:
+            raise GroupError(f"a group has a sender and 1 to {MOST_MEMBERS - 1} receivers, not {len(members)} members")
+        self._count += 1
+        name = f"update-{self._count}-{uuid.uuid4().hex}"
+        self._store.set(f"{name}/members", json.dumps(list(members)))
+        return name
+
+    def close(self) -> None:
+        """Stop listening. Groups that still meet here lose their store."""
+        self._store = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """What another member's record says, and when it last changed (``time.monotonic()``)."""
+
+    beat: int
+    progress: int
+    left: bool
+    changed: float
+
+
+class Group:
+    """One member's place in a group that has met. Made by :func:`join`.
+
+    Attributes:
+        name, rank, members: of the group: rank 0 sends; ``members`` are what messages call them.
+        host: the listener's.
+    """
+
+    def __init__(self, name: str, rank: int, members: Sequence[str], host: str, port: int) -> None:
+        self.name, self.rank, self.members, self.host = name, rank, tuple(members), host
+        self._port = port
+        self._store = self._connect(STORE_S)
+        self._identities: dict[int, Identity] = {}
+        self._seen: dict[int, Member] = {}
+        self._lost: PeerLostError | None = None
+        self._progress, self._beat, self._left = 0, 0, False
+        self._unanswered = 0.0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of members, the sender included."""
+        return len(self.members)
+
+    def member(self, rank: int) -> str:
+        """What messages call a member."""
+        role = "the sender" if rank == 0 else f"receiver {rank}"
+        where = f", {self._identities[rank]}" if rank in self._identities else ""
+        return f"{role} ({self.members[rank]}{where})"
+
+    def store(self, purpose: str, timeout_s: float) -> Store:
+        """A store of this group's own, over a connection of its own, whose waits last ``timeout_s`` at most.
+
+        Raises:
+            TransportError: the listener does not answer.
+        """
+        return PrefixStore(f"{self.name}/{purpose}", self._connect(timeout_s))
+
+    def progress(self, buckets: int) -> None:
+        """Note that this member has finished so many buckets; others learn it with the next sign of life."""
+        self._progress = buckets
+
+    def check(self) -> None:
+        """Raise PeerLostError if a member is known to have failed or gone. Costs nothing."""
+        if self._lost is not None:
+            raise PeerLostError(str(self._lost))
+
+    def fail(self, reason: str) -> None:
+        """Tell all members that this one has failed. The first to say so is believed."""
+        text = json.dumps([self.rank, reason[:2000]])
+        try:
+            with self._lock:
+                self._store.compare_set(self._key("failure"), "", text)
+        except RuntimeError as error:
+            log.debug("%s could not tell that it has failed: %s", self.member(self.rank), error)
+
+    def explain(self, error: WireError, what: str) -> WireError:
+        """The error to raise for one that a transport raised: one that names the culprit, where there is one.
+
+        Waits up to :data:`EXPLAIN_S` for a member to be seen gone.
+
+        Args:
+            what: this member's part in it: ``"sending bucket 3 of 12"``.
+        """
+        where = f"{self.member(self.rank)}, {what}"
+        if isinstance(error, PeerLostError) and self._lost is not None:
+            return PeerLostError(f"{where}: {error}")
+        until = time.monotonic() + EXPLAIN_S
+        before = {rank: self._seen[rank].beat for rank in self._others() if rank in self._seen}
+        while time.monotonic() < until:
+            self._look()
+            if self._lost is not None:
+                return PeerLostError(f"{where}: {self._lost}")
+            if before and all(
+                self._seen[rank].beat > beat + 1 or self._seen[rank].left for rank, beat in before.items()
+            ):
+                break  # all of them are alive
+            self._ended.wait(0.05)
+        quiet = [rank for rank, beat in before.items() if self._seen[rank].beat == beat and not self._seen[rank].left]
+        state = self.describe()
+        if isinstance(error, DeadlineError):
+            return DeadlineError(f"{where}: {error}; {state}")
+        if quiet:
+            names = ", ".join(map(self.member, quiet))
+            return PeerLostError(f"{where}: {error}; no sign of life from {names}; {state}")
+        return type(error)(f"{where}: {error}; {state}")
+
+    def describe(self) -> str:
+        """How far the other members are, and when each was last heard of."""
+        told, now = [], time.monotonic()
+        for rank in self._others():
+            seen = self._seen.get(rank)
+            if seen is None:
+                told.append(f"{self.member(rank)} has said nothing")
+            else:
+                heard = "has left" if seen.left else f"last heard of {max(0.0, now - seen.changed):.1f} s ago"
+                told.append(f"{self.member(rank)} has done {seen.progress} buckets, {heard}")
+        return "; ".join(told)
+
+    def close(self) -> None:
+        """Leave. The sender's leaving ends the group: nobody can join it any more."""
+        if self._ended.is_set():
+            return
+        self._left = True
+        self._ended.set()
+        if self._watcher is not None:
+            self._watcher.join(STORE_S + BEAT_S)
+        try:
+            with self._lock:
+                self._tell()
+                if self.rank == 0:
+                    self._store.set(self._key("ended"), "1")
+        except RuntimeError as error:
+            log.debug("%s left a store that does not answer: %s", self.member(self.rank), error)
+
+    # --- meeting ---
+
+    def meet(self, deadline: float) -> None:
+        """Take the place, and wait until all others have taken theirs. Called by :func:`join`."""
+        if self._ask("ended") is not None:
+            raise GroupError(f"group {self.name} has ended; names are used once")
+        with self._lock:
+            claims = self._store.add(self._key(f"claims/{self.rank}"), 1)
+        if claims != 1:
+            raise GroupError(
+                f"the place of {self.member(self.rank)} in group {self.name} is taken: it was given out twice, or the "
+                "group is used again"
+            )
+        with self._lock:
+            self._store.set(self._key(f"here/{self.rank}"), json.dumps(Identity.mine().to_json()))
+        pause = 0.002
+        while missing := [rank for rank in range(self.size) if not self._arrived(rank)]:
+            if (failure := self._failure()) is not None:
+                raise failure
+            for rank, identity in self._identities.items():
+                if rank != self.rank and identity.state() == "ended":
+                    raise PeerLostError(f"{self.member(rank)} has ended before the group had met")
+            if time.monotonic() > deadline:
+                names = ", ".join(map(self.member, missing))
+                raise DeadlineError(f"{self.member(self.rank)}: these have not come to group {self.name}: {names}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self.name}", daemon=True)
+        self._watcher.start()
+
+    def _arrived(self, rank: int) -> bool:
+        if rank in self._identities:
+            return True
+        text = self._ask(f"here/{rank}")
+        if text is not None:
+            self._identities[rank] = Identity(*_fields(text, (str, str, int, int)))
+        return text is not None
+
+    # --- watching ---
+
+    def _watch(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                self._beat += 1
+                with self._lock:
+                    self._tell()
+                self._look()
+            except RuntimeError as error:
+                log.debug("%s: %s", self.member(self.rank), error)
+                self._sender_may_be_gone(str(error))
+            if self._lost is not None:
+                return
+
+    def _tell(self) -> None:
+        self._store.set(self._key(f"alive/{self.rank}"), json.dumps([self._beat, self._progress, int(self._left)]))
+
+    def _look(self) -> None:
+        """Find out whether a member is lost."""
+        if self._lost is not None:
+            return
+        for rank, identity in self._identities.items():
+            seen = self._seen.get(rank)
+            if rank != self.rank and not (seen is not None and seen.left) and identity.state() == "ended":
+                if self._has_left(rank):
+                    continue
+                self._lost = PeerLostError(f"{self.member(rank)} is gone: it has ended{self._after(rank)}")
+                return
+        try:
+            self._lost = self._failure()
+            now = time.monotonic()
+            for rank in self._others():
+                self._note(rank, now)
+            self._unanswered = 0.0
+        except RuntimeError as error:
+            self._sender_may_be_gone(str(error))
+            return
+        for rank in self._others():
+            seen = self._seen[rank]
+            if self._lost is None and not seen.left and now - seen.changed > SILENCE_S:
+                state = self._identities[rank].state()
+                how = f"is {state}" if state else "gives no sign of life"
+                self._lost = PeerLostError(f"{self.member(rank)} {how}, for {SILENCE_S:g} s{self._after(rank)}")
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a process that has ended had said good-bye."""
+        try:
+            self._note(rank, time.monotonic())
+        except RuntimeError:
+            return False
+        return self._seen[rank].left
+
+    def _note(self, rank: int, now: float) -> None:
+        text = self._ask(f"alive/{rank}")
+        beat, progress, left = (0, 0, 0) if text is None else _fields(text, (int, int, int))
+        seen = self._seen.get(rank)
+        if seen is None or (seen.beat, seen.progress, seen.left) != (beat, progress, bool(left)):
+            self._seen[rank] = Member(beat, progress, bool(left), now)
+
+    def _sender_may_be_gone(self, why: str) -> None:
+        """The store, which is in the sender's process, does not answer."""
+        now = time.monotonic()
+        self._unanswered = self._unanswered or now
+        known = self._identities.get(0)
+        state = None if known is None else known.state()
+        refused = "refused" in why or "reset" in why or "closed" in why.lower() or "broken" in why.lower()
+        if self.rank != 0 and (state == "ended" or refused or now - self._unanswered > SILENCE_S):
+            how = f"its process has {state}" if state else "its store does not answer"
+            self._lost = PeerLostError(f"{self.member(0)} is gone: {how}{self._after(0)} ({why[:200]})")
+
+    def _after(self, rank: int) -> str:
+        seen = self._seen.get(rank)
+        return "" if seen is None or rank == 0 else f"; it had done {seen.progress} buckets"
+
+    def _failure(self) -> PeerLostError | None:
+        text = self._ask("failure")
+        if text is None:
+            return None
+        rank, reason = _fields(text, (int, str))
+        if rank == self.rank or not 0 <= rank < self.size:
+            return None
+        return PeerLostError(f"{self.member(rank)} has failed: {reason}")
+
+    # --- the store ---
+
+    def _others(self) -> list[int]:
+        """Whom this member listens to: the sender to all, receivers to the sender, who knows of the others."""
+        return list(range(1, self.size)) if self.rank == 0 else [0]
+
+    def _key(self, name: str) -> str:
+        return f"{self.name}/{name}"
+
+    def _ask(self, name: str) -> str | None:
+        """A value, or None if there is none yet. Never waits for one."""
+        with self._lock:
+            return self._store.get(self._key(name)).decode() if self._store.check([self._key(name)]) else None
+
+    def _connect(self, timeout_s: float) -> TCPStore:
+        return connect(self.host, self._port, timeout_s)
+
+
+def join(host: str, port: int, name: str, rank: int, timeout_s: float) -> Group:
+    """Come to a group, and return when all its members have.
+
+    Args:
+        host, port: the listener's.
+        name: of the group, from :meth:`Listener.new_group`.
+        rank: the place in it: 0 sends, the others receive.
+
+    Raises:
+        GroupError: there is no such group, it has ended, or the place is taken.
+        DeadlineError: members did not come within ``timeout_s`` seconds; the message names them.
+        PeerLostError: one came and was gone, or told that it has failed.
+        TransportError: nobody listens at the address.
+    """
+    deadline = time.monotonic() + timeout_s
+    store = connect(host, port, timeout_s)
+    try:
+        if not store.check([f"{name}/members"]):
+            raise GroupError(f"there is no group {name!r:.120} at {host}:{port}")
+        members = json.loads(store.get(f"{name}/members"))
+    except RuntimeError as error:
+        if isinstance(error, WireError):
+            raise
+        raise TransportError(f"the store at {host}:{port} does not answer: {error}") from error
+    if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+        raise GroupError(f"group {name!r:.120} has no list of members")
+    if not 0 <= rank < len(members):
+        raise GroupError(f"group {name} has members 0 to {len(members) - 1}, and no {rank}")
+    group = Group(name, rank, members, host, port)
+    try:
+        group.meet(deadline)
+    except RuntimeError as error:
+        if isinstance(error, WireError):
+            group.fail(str(error))
+            raise
+        raise TransportError(f"{group.member(rank)}: the store at {host}:{port} does not answer: {error}") from error
+    return group
+
+
+def connect(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A connection to a listener's store.
+
+    Raises:
+        TransportError: nobody answers there within ``timeout_s`` seconds.
+    """
+    try:
+        return TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout_s, 0.1))
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise TransportError(
+            f"nobody listens at {host}:{port}: the sender is gone, or not reachable ({reason})"
+        ) from error
+
+
+def _fields(text: str, kinds: Sequence[type]) -> Any:
+    """A list of values of these types, out of the store."""
+    values = json.loads(text)
+    if not isinstance(values, list) or [type(value) for value in values] != list(kinds):
+        raise TransportError(f"the store holds {text!r:.80}, which is no record of a member")
+    return values

@@ -1,0 +1,229 @@
+"""What an update consists of, as both sides know it before the first byte travels. Pure, no torch.
+
+A manifest comes from outside (the trainer's request to an engine): reading one checks every field and bounds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from weightwire.errors import ManifestError
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""torch's dtypes that travel, by name, with the bytes of one element."""
+
+FORMAT = 1
+MOST_TENSORS = 1_000_000
+MOST_DIMENSIONS = 8
+MOST_NAME = 512
+MOST_BYTES = 2**46
+MOST_BUCKET_BYTES = 2**33
+MOST_BUCKETS = 2**20
+MOST_ADAPTER_JSON = 65536
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: its name in Hugging Face's (or, of an adapter, peft's) convention, torch's name of its dtype, its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def check(self) -> None:
+        """Raises ManifestError."""
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= MOST_NAME or not self.name.isprintable():
+            raise ManifestError(f"manifest: {self.name!r:.80} is not the name of a tensor")
+        if self.dtype not in DTYPE_BYTES:
+            raise ManifestError(f"manifest: {self.name} has dtype {self.dtype!r:.40}; known: {', '.join(DTYPE_BYTES)}")
+        if len(self.shape) > MOST_DIMENSIONS or not all(_is_count(size, MOST_BYTES) for size in self.shape):
+            raise ManifestError(f"manifest: {self.name} has shape {self.shape!r:.80}")
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """Makes the tensors of a manifest an adapter's factors instead of a model.
+
+    Attributes:
+        name: what requests to the engine call the adapter.
+        config: the content of peft's ``adapter_config.json``.
+    """
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises ManifestError."""
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= 128 or not self.name.isprintable():
+            raise ManifestError(f"manifest: {self.name!r:.80} is not the name of an adapter")
+        if "/" in self.name or self.name.startswith("."):
+            raise ManifestError(f"manifest: adapter {self.name!r} is named as a path")
+        if not isinstance(self.config, Mapping):
+            raise ManifestError(f"manifest: the configuration of adapter {self.name} is no mapping")
+        try:
+            text = json.dumps(dict(self.config), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ManifestError(f"manifest: the configuration of adapter {self.name} is no JSON: {error}") from None
+        if len(text) > MOST_ADAPTER_JSON:
+            raise ManifestError(f"manifest: the configuration of adapter {self.name} has {len(text)} characters")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Which tensors come, in which order, how they are cut, and what their bytes are compared by.
+
+    Attributes:
+        version: of the weights: a number that grows with every update of the same :attr:`target`.
+        tensors: in the order in which they are sent. Names are unique.
+        bucket_bytes: size of all buckets but the last.
+        digest: name of an algorithm of :mod:`weightwire.digest`.
+        adapter: these are the factors of an adapter; None for a model.
+    """
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    digest: str = "multilinear64"
+    adapter: AdapterInfo | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.version, 2**62):
+            raise ManifestError(f"manifest: version {self.version!r:.40} is not a number from 0 on")
+        if not 0 < len(self.tensors) <= MOST_TENSORS:
+            raise ManifestError(f"manifest: {len(self.tensors)} tensors; 1 to {MOST_TENSORS} are possible")
+        if not _is_count(self.bucket_bytes, MOST_BUCKET_BYTES) or self.bucket_bytes < 1:
+            raise ManifestError(
+                f"manifest: bucket_bytes {self.bucket_bytes!r:.40} is not between 1 and {MOST_BUCKET_BYTES}"
+            )
+        if not isinstance(self.digest, str) or not 0 < len(self.digest) <= 64:
+            raise ManifestError(f"manifest: {self.digest!r:.80} is not the name of a digest")
+        names = set()
+        for spec in self.tensors:
+            spec.check()
+            if spec.name in names:
+                raise ManifestError(f"manifest: {spec.name} is there twice")
+            names.add(spec.name)
+        if self.adapter is not None:
+            self.adapter.check()
+        if self.nbytes > MOST_BYTES or self.nbytes > self.bucket_bytes * MOST_BUCKETS:
+            raise ManifestError(
+                f"manifest: {self.nbytes} bytes in buckets of {self.bucket_bytes}; at most {MOST_BYTES} bytes and "
+                f"{MOST_BUCKETS} buckets are possible"
+            )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: what travels to each receiver."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @property
+    def target(self) -> str:
+        """What gets a new version: ``model``, or ``adapter NAME``."""
+        return "model" if self.adapter is None else f"adapter {self.adapter.name}"
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 of the JSON: what the seal names, so that no two manifests are mistaken for each other."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``."""
+        return {
+            "format": FORMAT,
+            "version": self.version,
+            "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors],
+            "bucket_bytes": self.bucket_bytes,
+            "digest": self.digest,
+            "adapter": None
+            if self.adapter is None
+            else {"name": self.adapter.name, "config": dict(self.adapter.config)},
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Manifest:
+        """The manifest of :meth:`to_json`, from a stranger.
+
+        Raises:
+            ManifestError: it is malformed, too large, or of another format.
+        """
+        fields = exactly(data, ("format", "version", "tensors", "bucket_bytes", "digest", "adapter"), "manifest")
+        if fields["format"] != FORMAT:
+            raise ManifestError(f"manifest: format {fields['format']!r:.40}; this side knows format {FORMAT}")
+        rows = fields["tensors"]
+        if not isinstance(rows, list) or len(rows) > MOST_TENSORS:
+            raise ManifestError("manifest: tensors is not a list, or too long")
+        adapter = fields["adapter"]
+        if adapter is not None:
+            adapter = AdapterInfo(**exactly(adapter, ("name", "config"), "manifest: adapter"))
+        return cls(fields["version"], tuple(map(_spec, rows)), fields["bucket_bytes"], fields["digest"], adapter)
+
+    def expect(self, wanted: Iterable[TensorSpec]) -> None:
+        """Hold the tensors against those that there must be, in any order.
+
+        Raises:
+            ManifestError: tensors are missing, extra, or of another dtype or shape; the message names up to eight.
+        """
+        want, have = ({spec.name: spec for spec in specs} for specs in (wanted, self.tensors))
+        problems = [f"{name} is missing" for name in want if name not in have]
+        problems += [f"{name} is not one of the model's" for name in have if name not in want]
+        for name in want.keys() & have.keys():
+            mine, theirs = want[name], have[name]
+            if mine != theirs:
+                problems.append(
+                    f"{name} comes as {theirs.dtype} {list(theirs.shape)}, not {mine.dtype} {list(mine.shape)}"
+                )
+        if problems:
+            more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ManifestError(f"version {self.version}: {'; '.join(sorted(problems)[:8])}{more}")
+
+
+def exactly(data: Any, names: tuple[str, ...], what: str) -> dict[str, Any]:
+    """``data`` as a mapping of these fields, all and no others.
+
+    Raises:
+        ManifestError: it is not.
+    """
+    if not isinstance(data, dict):
+        raise ManifestError(f"{what}: a mapping was expected, not {type(data).__name__}")
+    if missing := [name for name in names if name not in data]:
+        raise ManifestError(f"{what}: without {', '.join(missing)}")
+    if extra := [repr(name)[:40] for name in data if name not in names]:
+        raise ManifestError(f"{what}: unknown fields {', '.join(extra[:8])}")
+    return data
+
+
+def _spec(row: Any) -> TensorSpec:
+    if not isinstance(row, list) or len(row) != 3 or not isinstance(row[1], str) or not isinstance(row[2], list):
+        raise ManifestError(f"manifest: {row!r:.120} is not [name, dtype, shape]")
+    if len(row[2]) > MOST_DIMENSIONS:
+        raise ManifestError(f"manifest: {row[0]!r:.80} has {len(row[2])} dimensions")
+    return TensorSpec(row[0], row[1], tuple(row[2]))
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

@@ -1,0 +1,12 @@
+"""How the bytes of a bucket travel: one file for each medium, chosen by name."""
+
+from weightwire.transports.base import (
+    Setup,
+    Transport,
+    Work,
+    make_transport,
+    register_transport,
+    transport_names,
+)
+
+__all__ = ["Setup", "Transport", "Work", "make_transport", "register_transport", "transport_names"]

@@ -1,0 +1,188 @@
+"""Members meet whoever comes first, places and names are used once, and an error names who is missing, silent or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from wire_members import run_meeting, run_members
+
+from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
+from weightwire.group import Listener, join
+from weightwire.manifest import Manifest, TensorSpec
+from weightwire.transports import Setup, make_transport
+
+MANIFEST = Manifest(1, (TensorSpec("a", "uint8", (1000,)),))
+
+
+def transport(group, timeout_s=20.0, name="gloo"):
+    return make_transport(name, Setup(group, MANIFEST, torch.device("cpu"), timeout_s))
+
+
+def bucket(number: int, size: int = 100_000) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_buckets_reach_every_receiver(size):
+    def on_member(group):
+        medium = transport(group)
+        got = []
+        for number in range(5):
+            buffer = bucket(number) if group.rank == 0 else torch.zeros(100_000, dtype=torch.uint8)
+            (medium.send if group.rank == 0 else medium.receive)(buffer).wait(20)
+            got.append(torch.equal(buffer, bucket(number)))
+        medium.close()
+        return got
+
+    assert run_members(on_member, size) == [[True] * 5] * size
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_it_does_not_matter_who_comes_last(last):
+    def on_member(meet):
+        if int(os.environ["RANK"]) == last:
+            time.sleep(0.3)
+        group = meet()
+        group.close()
+        return group.members
+
+    assert run_meeting(on_member, 3) == [("trainer", "engine-1", "engine-2")] * 3
+
+
+def test_the_missing_member_is_named():
+    def on_member(meet):
+        if os.environ["RANK"] == "2":
+            time.sleep(3)
+            return None
+        with pytest.raises(WireError) as caught:
+            meet()
+        return type(caught.value).__name__, str(caught.value)
+
+    (kind, text), (_, other), _ = run_meeting(on_member, 3, join_timeout_s=1.0)
+    assert kind in ("DeadlineError", "PeerLostError")
+    for message in (text, other):
+        assert "receiver 2 (engine-2)" in message
+
+
+def test_a_name_is_used_once_and_a_place_has_one_member():
+    listener = Listener()
+    name = listener.new_group(["trainer", "engine"])
+    assert name != listener.new_group(["trainer", "engine"])
+    with pytest.raises(DeadlineError, match=r"receiver 1 \(engine\)"):
+        join(listener.host, listener.port, name, 0, 0.1)
+    with pytest.raises(GroupError, match="is taken"):
+        join(listener.host, listener.port, name, 0, 0.1)
+    with pytest.raises(GroupError, match="no group"):
+        join(listener.host, listener.port, "update-1-of-yesterday", 1, 0.1)
+    with pytest.raises(GroupError, match="no 2"):
+        join(listener.host, listener.port, name, 2, 0.1)
+
+
+def test_an_ended_group_cannot_be_joined():
+    def on_member(group):
+        host, port, name = group.host, group._port, group.name
+        if group.rank == 0:
+            time.sleep(1.0)
+            return None
+        group.close()
+        with pytest.raises(GroupError, match="is taken"):
+            join(host, port, name, 1, 1.0)
+        return True
+
+    assert run_members(on_member, 2)[1]
+
+
+def test_nobody_listens():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(TransportError, match="nobody listens"):
+            join("127.0.0.1", free.getsockname()[1], "update", 1, 0.5)
+
+
+def test_the_listener_binds_to_its_address_alone():
+    listener = Listener("127.0.0.1")
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", listener.port))  # taken, if it had bound to every address
+
+
+def failing(medium, group, timeout_s):
+    """The explained error of the first bucket that does not travel."""
+    try:
+        for number in range(100):
+            buffer = bucket(number)
+            (medium.send if group.rank == 0 else medium.receive)(buffer).wait(timeout_s)
+            group.progress(number + 1)
+    except WireError as error:
+        return group.explain(error, "busy")
+    raise AssertionError("it did not fail")
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_killed_member_is_named_by_all_others(dying):
+    def on_member(group):
+        medium = transport(group)
+        if group.rank == dying:
+            buffer = bucket(0)
+            (medium.send if group.rank == 0 else medium.receive)(buffer).wait(20)
+            os.kill(os.getpid(), signal.SIGKILL)
+        error = failing(medium, group, 20)
+        medium.close()
+        return type(error).__name__, str(error)
+
+    results = run_members(on_member, 3, expect_lost={dying})
+    name = "the sender (trainer" if dying == 0 else "receiver 2 (engine-2"
+    for rank in {0, 1, 2} - {dying}:
+        kind, text = results[rank]
+        assert kind == "PeerLostError", text
+        assert f"{name}, process" in text
+        assert "gone" in text or "has failed" in text
+    assert dying == 0 or "has done" not in results[0][1].partition("gone")[0]
+
+
+def test_a_silent_member_is_named_with_how_far_it_is():
+    def on_member(group):
+        medium = transport(group, timeout_s=1.5)
+        if group.rank == 1:
+            medium.receive(bucket(0)).wait(20)
+            group.progress(1)
+            time.sleep(6)
+            return None
+        big = torch.zeros(64 * 2**20, dtype=torch.uint8)
+        medium.send(bucket(0)).wait(20)
+        try:
+            medium.send(big).wait(1.5)
+        except WireError as error:
+            explained = group.explain(error, "sending bucket 2 of 2")
+        medium.close()
+        return type(explained).__name__, str(explained)
+
+    kind, text = run_members(on_member, 2)[0]
+    assert kind in ("DeadlineError", "TransportError"), text
+    assert "receiver 1 (engine-1" in text
+    assert "has done 1 buckets" in text
+
+
+def test_a_member_that_fails_tells_why():
+    def on_member(group):
+        if group.rank == 1:
+            group.fail("no memory for 3 buckets")
+            group.close()
+            return None
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            try:
+                group.check()
+            except PeerLostError as error:
+                return str(error)
+            time.sleep(0.05)
+        return "nothing"
+
+    results = run_members(on_member, 3)
+    for rank in (0, 2):
+        assert "receiver 1 (engine-1" in results[rank]
+        assert "no memory for 3 buckets" in results[rank]
