@@ -165,7 +165,8 @@ def table(rows: list[dict[str, Any]], versions: dict[str, str], platform_name: s
         return "" if value is None else f"{value:.1e}"
 
     lines = [
-        ", ".join(f"{name} {number}" for name, number in versions.items()) + f"; {platform.machine()}, platform {platform_name}",
+        ", ".join(f"{name} {number}" for name, number in versions.items())
+        + f"; {platform.machine()}, platform {platform_name}",
         "",
         "| case | processes | max dLoss | max dGradNorm | " + ("factors | " if lora else "") + "logits |",
         "|---|---|---|---|---|" + ("---|" if lora else ""),

@@ -76,7 +76,9 @@ def test_linear_layers_are_those_that_transformers_has(parity_folder):
         ends = ["lm_head", "model.embed_tokens"]
         assert sorted(linear_layers(tensor_shapes(path))) == sorted([*expected, *ends])
         tied = {name: dims for name, dims in tensor_shapes(path).items() if name != "lm_head.weight"}
-        assert sorted(linear_layers(tied)) == sorted(expected), "one weight for embedding and head is adapted as neither"
+        assert sorted(linear_layers(tied)) == sorted(expected), (
+            "one weight for embedding and head is adapted as neither"
+        )
 
 
 def test_shape_and_names_are_the_checkpoints(parity_folder):

@@ -7,8 +7,8 @@ An update is offered by the trainer, received by the engine while it generates, 
     commit(version)       pause, load, version, resume: one call that the engine finishes by itself
     drop(version)         gives up what was received; the old weights stay in force
 
-Until ``commit`` the old weights and their version are in force. After an error of any of the four the engine generates with the old
-weights or, where these could not be restored, refuses to generate; it is never left paused, and never serves a mixture.
+Until ``commit`` the old weights and their version are in force. After an error of any of the four the engine generates with the
+old weights or, where these could not be restored, refuses to generate; it is never left paused, and never serves a mixture.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Completion:
 class InferenceEngine(Protocol):
     """One inference engine, of any number of devices.
 
-    Every method has a deadline of its own. Those that change nothing, or that may be repeated without effect, are retried when the
-    connection breaks; others are not. No method blocks the event loop.
+    Every method has a deadline of its own. Those that change nothing, or that may be repeated without effect, are retried when
+    the connection breaks; others are not. No method blocks the event loop.
 
     Raises, in any method:
         EngineError: the engine refused; the message has its name and what it answered.
@@ -103,7 +103,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def pause(self, lease_s: float) -> None:
-        """Stop sampling; requests wait. The engine resumes by itself after ``lease_s`` unless the pause is renewed by another call."""
+        """Stop sampling; requests wait. The engine resumes by itself after ``lease_s`` unless another call renews the pause."""
         ...
 
     async def resume(self) -> None:
