@@ -20,9 +20,12 @@ _PUBLIC = {
     "Runtime": "megascend.bootstrap",
     "PatchProvider": "megascend.bootstrap",
     "register_provider": "megascend.bootstrap",
-    "register_engine": "megascend.bootstrap",
+    "Backend": "megascend.backend",
     "MegatronBackend": "megascend.backends",
     "SingleBackend": "megascend.backends",
+    "make_backend": "megascend.backends",
+    "register_engine": "megascend.backends",
+    "engine_context": "megascend.engines.context",
     "ForwardBackwardResult": "megascend.batch.results",
     "ForwardResult": "megascend.batch.results",
     "StepResult": "megascend.batch.results",
@@ -65,11 +68,12 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
-    from megascend.backends import MegatronBackend, SingleBackend
+    from megascend.backend import Backend
+    from megascend.backends import MegatronBackend, SingleBackend, make_backend, register_engine
     from megascend.batch.losses import Loss, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample
-    from megascend.bootstrap import PatchProvider, Runtime, bootstrap, register_engine, register_provider
+    from megascend.bootstrap import PatchProvider, Runtime, bootstrap, register_provider
     from megascend.config import (
         Adam,
         Adapters,
@@ -83,6 +87,7 @@ if TYPE_CHECKING:
         Schedule,
         load_config,
     )
+    from megascend.engines.context import engine_context
     from megascend.errors import (
         CheckpointError,
         CollectiveTimeoutError,

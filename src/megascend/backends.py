@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascend.backend import Backend
-from megascend.bootstrap import bootstrap
+from megascend.bootstrap import engines
 from megascend.config import Adam, Adapters, Batching, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
-from megascend.distributed.launch import Launch
+from megascend.engines.context import engine_context
 from megascend.errors import ConfigError, TopologyError
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.topology.topology import plan
+
+if TYPE_CHECKING:
+    from megascend.bootstrap import Runtime
+    from megascend.topology.topology import Topology
+
+
+def register_engine(
+    name: str,
+    backend: Callable[..., Backend],
+    *,
+    megatron: bool = False,
+    packages: Sequence[str] = ("torch", "transformers"),
+) -> None:
+    """Make an engine known by its name, to :func:`megascend.bootstrap`, :func:`make_backend` and run files (``engine: NAME``).
+
+    Every rank registers it before the bootstrap, most simply where the module that defines it is imported; a run file names that
+    module under ``plugins``. Registering it again changes nothing.
+
+    Args:
+        backend: a subclass of :class:`Backend`, or a function that returns one. Its parameters are the settings that it knows, by
+            the names that :class:`MegatronBackend` has for them, ``model`` among them.
+        megatron: it runs on Megatron-Core, so a provider patches what the platform needs for it. For others nothing is patched.
+        packages: of the version table, those that have to be installed in a version that was seen to work; with ``megatron`` all
+            of it.
+
+    Raises:
+        ConfigError: another engine has that name, or a package is not in the version table.
+    """
+    if _backends.get(name, backend) is not backend:
+        raise ConfigError(f"register_engine: another engine is called {name!r}; names in use: {', '.join(_backends)}")
+    engines.register(name, megatron, packages)
+    _backends[name] = backend
+
+
+def settings_of(engine: str) -> frozenset[str]:
+    """Names of the settings that an engine's backend knows.
+
+    Raises:
+        ConfigError: there is no such engine; the message lists those there are.
+    """
+    return frozenset(signature(_backend_of(engine)).parameters)
 
 
 def make_backend(engine: str, **settings: Any) -> Backend:
@@ -26,15 +65,21 @@ def make_backend(engine: str, **settings: Any) -> Backend:
     Raises:
         ConfigError: there is no such engine, or it has no setting of one of these names.
     """
-    if engine not in KINDS:
-        raise ConfigError(f"engine: there is no {engine!r}; there are {', '.join(KINDS)}")
-    kind = KINDS[engine]
-    unknown = sorted(settings.keys() - signature(kind).parameters.keys())
+    unknown = sorted(settings.keys() - settings_of(engine))
     if unknown:
         raise ConfigError(
             f"engine {engine!r} has no setting {', '.join(unknown)}; leave it out, or choose another engine"
         )
-    return kind(**settings)
+    return _backend_of(engine)(**settings)
+
+
+def _backend_of(engine: str) -> Callable[..., Backend]:
+    if engine not in _backends:
+        raise ConfigError(
+            f"engine: there is no {engine!r}; there are {', '.join(_backends)}. Register yours on every rank "
+            "(megascend.register_engine; a run file names the module under plugins)"
+        )
+    return _backends[engine]
 
 
 class MegatronBackend(Backend):
@@ -90,51 +135,50 @@ class MegatronBackend(Backend):
             if provider_options is not None:
                 raise ConfigError("mindspeed= is now called provider_options=, and both are given: leave mindspeed out")
             provider_options = mindspeed
-        if precision not in ("fp32", "fp16", "bf16"):
-            raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-        layout, batches = parallel or Parallel(), batching or Batching()
-        runtime = bootstrap(platform, layout, tf32, "megatron", precision, provider)
-        model_dir = Path(model)
-        info = inspect_checkpoint(model_dir)
-        launch = Launch.from_environment()
-        topology = plan(layout, launch.world_size, info.shape)
-        runtime.check_batching(topology, batches)
-        runtime.load_megatron()
+        batches = batching or Batching()
 
-        from megascend.distributed import process_groups
-        from megascend.engines.megatron.architecture import check_architecture
-        from megascend.engines.megatron.engine import MegatronEngine
-        from megascend.engines.megatron.groups import MegatronGroups, require_none_alive
+        def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
+            runtime.check_batching(topology, batches)
+            runtime.load_megatron()
 
-        check_architecture(model_dir)
-        require_none_alive()  # before anything is patched under a backend that is in use
-        runtime.configure_topology(topology, timeout_s)
-        groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, MegatronGroups())
-        try:
-            if precision == "fp32" and not runtime.tf32:
-                runtime.platform.check_products()
-            with groups.monitor.phase("build"):
-                engine = MegatronEngine(
-                    runtime,
-                    topology,
-                    groups,
-                    info,
-                    model_dir,
-                    precision=precision,
-                    adam=optimizer or Adam(),
-                    schedule=schedule or Schedule(),
-                    recompute=recompute or Recompute(),
-                    moe=moe or Moe(),
-                    batching=batches,
-                    adapters=adapters,
-                    provider_options=provider_options or {},
-                    seed=seed,
-                    self_check=self_check,
-                )
-        except BaseException:
-            groups.destroy()  # so that another attempt in this process finds none left over
-            raise
-        super().__init__(engine, model_dir, runtime.platform, save_timeout_s)
+            from megascend.engines.megatron.architecture import check_architecture
+            from megascend.engines.megatron.groups import MegatronGroups, require_none_alive
+
+            check_architecture(model_dir)
+            require_none_alive()  # before anything is patched under a backend that is in use
+            return MegatronGroups()
+
+        with engine_context(
+            "megatron",
+            model,
+            precision=precision,
+            platform=platform,
+            tf32=tf32,
+            parallel=parallel,
+            provider=provider,
+            timeout_s=timeout_s,
+            prepare=prepare,
+        ) as context:
+            from megascend.engines.megatron.engine import MegatronEngine
+
+            engine = MegatronEngine(
+                context.runtime,
+                context.topology,
+                context.groups,
+                context.info,
+                context.model_dir,
+                precision=precision,
+                adam=optimizer or Adam(),
+                schedule=schedule or Schedule(),
+                recompute=recompute or Recompute(),
+                moe=moe or Moe(),
+                batching=batches,
+                adapters=adapters,
+                provider_options=provider_options or {},
+                seed=seed,
+                self_check=self_check,
+            )
+        super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
     @property
     def self_check(self) -> Any:
@@ -178,46 +222,40 @@ class SingleBackend(Backend):
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
     ) -> None:
-        if precision not in ("fp32", "fp16", "bf16"):
-            raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-        runtime = bootstrap(platform, None, tf32, "single", precision)
-        model_dir = Path(model)
-        info = inspect_checkpoint(model_dir)
-        launch = Launch.from_environment()
-        if launch.world_size != 1:
-            raise TopologyError(
-                f"engine single runs in one process, but {launch.world_size} were started (WORLD_SIZE); start one, or use "
-                "MegatronBackend"
+        with engine_context(
+            "single",
+            model,
+            precision=precision,
+            platform=platform,
+            tf32=tf32,
+            timeout_s=timeout_s,
+            prepare=_one_process,
+        ) as context:
+            from megascend.engines.single.engine import SingleEngine
+
+            engine = SingleEngine(
+                context.topology,
+                context.groups,
+                context.info,
+                context.model_dir,
+                precision=precision,
+                adam=optimizer or Adam(),
+                schedule=schedule or Schedule(),
+                recompute=recompute or Recompute(),
+                moe=moe or Moe(),
+                batching=batching or Batching(),
+                adapters=adapters,
+                seed=seed,
             )
-        topology = plan(Parallel(), 1, info.shape)
-
-        from megascend.distributed import process_groups
-        from megascend.engines.single.engine import SingleEngine
-
-        groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch)
-        try:
-            if precision == "fp32" and not runtime.tf32:
-                runtime.platform.check_products()
-            with groups.monitor.phase("build"):
-                engine = SingleEngine(
-                    topology,
-                    groups,
-                    info,
-                    model_dir,
-                    precision=precision,
-                    adam=optimizer or Adam(),
-                    schedule=schedule or Schedule(),
-                    recompute=recompute or Recompute(),
-                    moe=moe or Moe(),
-                    batching=batching or Batching(),
-                    adapters=adapters,
-                    seed=seed,
-                )
-        except BaseException:
-            groups.destroy()
-            raise
-        super().__init__(engine, model_dir, runtime.platform, save_timeout_s)
+        super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
 
-KINDS: dict[str, Callable[..., Backend]] = {"megatron": MegatronBackend, "single": SingleBackend}
-"""By the names of their engines. A backend of your own is added here, and its engine with ``megascend.register_engine``."""
+def _one_process(runtime: Runtime, topology: Topology, model_dir: Path) -> None:
+    if topology.world_size != 1:
+        raise TopologyError(
+            f"engine single runs in one process, but {topology.world_size} were started (WORLD_SIZE); start one, or use "
+            "MegatronBackend"
+        )
+
+
+_backends: dict[str, Callable[..., Backend]] = {"megatron": MegatronBackend, "single": SingleBackend}

@@ -68,7 +68,8 @@ print('refused')
 def test_engines_that_patch_nothing_share_a_process_and_take_no_provider():
     program = """
 import megascend
-megascend.register_engine('sharded', megatron=False)
+from megascend.bootstrap import engines
+engines.register('sharded', megatron=False)
 try:
     megascend.bootstrap('cpu', engine='sharded', provider='reference')
 except megascend.ConfigError as error:

@@ -18,7 +18,8 @@ from megascend.app.plot import plot_metrics, require_extra
 from megascend.app.resume import belongs, check_start, decide, differences, load_first_good
 from megascend.app.run_log import RunLog, StepRecord
 from megascend.app.stop_signals import StopSignals
-from megascend.config import Adapters, RunConfig
+from megascend.config import Adapters, Checkpoint, RunConfig
+from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, NonFiniteError
 from megascend.files import replacing
@@ -84,6 +85,7 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
     check_start(config.output, overwrite, resume, launch)
     event_log = EventLog(config.output, launch, active=belongs(config.output, resume, launch))
     with event_log.keeping_errors(lambda: 0):
+        import_plugins(config.plugins)
         check_packages(config)
         check_lora(config)
         try:
@@ -181,26 +183,28 @@ def make_backend(config: RunConfig) -> Backend:
     from megascend import backends
 
     lora = config.lora
-    # Settings that not every engine has: those that the run file sets are for the engine to take or to refuse.
-    particular = {name: getattr(config, name) for name in ("parallel", "provider", "provider_options", "self_check")}
-    fields = RunConfig.model_fields
-    return backends.make_backend(
-        config.engine,
-        model=config.model,
-        precision=config.precision,
-        tf32=config.tf32,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        recompute=config.recompute,
-        moe=config.moe,
-        batching=config.batching,
-        adapters=None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets),
-        platform=config.platform,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-        save_timeout_s=config.checkpoint.timeout_s,
-        **{name: value for name, value in particular.items() if value != fields[name].default},
+    of_run = (
+        "precision",
+        "tf32",
+        "optimizer",
+        "schedule",
+        "recompute",
+        "moe",
+        "batching",
+        "platform",
+        "seed",
+        "timeout_s",
     )
+    of_some = ("parallel", "provider", "provider_options", "self_check")
+    settings = {name: getattr(config, name) for name in (*of_run, *of_some)}
+    settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
+    settings["save_timeout_s"] = config.checkpoint.timeout_s
+    # What the engine does not know stays away as long as the run file has not set it; else it is for the engine to refuse.
+    plain = {name: field.default for name, field in RunConfig.model_fields.items()}
+    plain |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
+    known = backends.settings_of(config.engine)
+    wanted = {name: value for name, value in settings.items() if name in known or value != plain[name]}
+    return backends.make_backend(config.engine, model=config.model, **wanted)
 
 
 def tell_stop(backend: Backend, event_log: EventLog, step: int, signal: str, problem: str | None) -> None:

@@ -163,7 +163,7 @@ def load_first_good(
 def differences(saved: dict[str, Any] | None, config: RunConfig) -> list[str]:
     """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
-    before = {"engine": "megatron"} | flattened(renamed_keys(saved)) if saved is not None else now
+    before = {"engine": "megatron", "plugins": []} | flattened(renamed_keys(saved)) if saved is not None else now
     keys = sorted(now.keys() | before.keys())
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 

@@ -10,7 +10,6 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from megascend.bootstrap.engines import register as register_engine
 from megascend.bootstrap.providers import PatchProvider
 from megascend.bootstrap.providers import register as register_provider
 from megascend.bootstrap.runtime import Runtime, bootstrap, current_runtime
@@ -18,7 +17,7 @@ from megascend.bootstrap.runtime import Runtime, bootstrap, current_runtime
 if TYPE_CHECKING:
     from megascend.config import Parallel, Precision
 
-__all__ = ["PatchProvider", "Runtime", "bootstrap", "current_runtime", "register_engine", "register_provider"]
+__all__ = ["PatchProvider", "Runtime", "bootstrap", "current_runtime", "register_provider"]
 
 
 class _CallablePackage(ModuleType):

@@ -1,6 +1,6 @@
 """What each engine needs of the process that it runs in. One engine's patches must not be in another's process.
 
-An engine from outside the package says what it needs with :func:`register`.
+``megascend.register_engine`` says it of an engine from outside the package.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def bootstrap(
             parallelism, telling it here saves patching Megatron once more for it (about a second).
         tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: no, or what an earlier call has said.
         engine: what the process is prepared for: ``megatron``, ``single``, or one registered with
-            :func:`megascend.bootstrap.engines.register`; default: what an earlier call has said, or ``megatron``.
+            ``megascend.register_engine``; default: what an earlier call has said, or ``megatron``.
         precision: of the model, where it is known already, for providers that patch otherwise for some; those of this package
             do not, so that it may be another one later.
         provider: what patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.

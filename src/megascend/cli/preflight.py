@@ -23,7 +23,7 @@ def check_topology(config: RunConfig, world_size: int) -> Topology:
 
 
 def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str | None = None) -> None:
-    """Everything about a run that needs no torch: layout, checkpoint files, output directory, packages, data files.
+    """Everything about a run that needs no torch: plug-ins, layout, checkpoint files, output directory, packages, data files.
 
     Raises:
         MegascendError: whatever the first rank would have raised a few seconds later.
@@ -31,9 +31,11 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     from megascend.app.data import read_documents
     from megascend.app.loop import check_lora, check_packages
     from megascend.app.resume import check_start
+    from megascend.config.plugins import check_plugins
     from megascend.distributed.launch import Launch
 
     check_start(config.output, overwrite, resume, Launch())
+    check_plugins(config.plugins)
     check_packages(config)
     check_topology(config, world_size)
     check_lora(config)

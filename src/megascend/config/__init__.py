@@ -24,6 +24,8 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "sh
 
 ProviderOptions = dict[str, bool | int | float | str | None]
 
+ModuleName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]
+
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -242,7 +244,13 @@ class RunConfig(Section):
     data: Data
     steps: Size = Field(100, description="optimizer steps")
     platform: PlatformName = "auto"
-    engine: str = Field("megatron", description="what trains: megatron, or single (transformers in one process)")
+    plugins: tuple[ModuleName, ...] = Field(
+        (), description="modules that every rank imports first: they register engines, losses, architectures, providers"
+    )
+    engine: str = Field(
+        "megatron",
+        description="what trains: megatron, single (transformers in one process), or one that a plug-in registers",
+    )
     precision: Precision = "bf16"
     tf32: bool = Field(
         False, description="CUDA only: products of fp32 matrices in TensorFloat-32, with 10 bits of mantissa"

@@ -1,0 +1,218 @@
+"""An engine that a package outside megascend registers (tests/outside/bigram): by make_backend, and by ``megascend train``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from megascend import Adam, Backend, Batching, Recompute, RunConfig, Sample, backends, register_engine
+from megascend.app import loop
+from megascend.bootstrap import engines
+from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.config.plugins import check_plugins, import_plugins
+from megascend.errors import ConfigError
+from megascend.testing import run_distributed
+
+OUTSIDE = Path(__file__).parents[1] / "outside"
+VOCABULARY, HIDDEN, STEPS, LR = 320, 16, 4, 0.02
+TOKENS = [[5, 9, 7, 5, 9], [9, 7, 7, 5, 3, 9, 7], [1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bigram model's directory, with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("bigram")
+    generator = torch.Generator().manual_seed(1)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    save_file(
+        {name: torch.randn(VOCABULARY, HIDDEN, generator=generator) for name in names}, folder / "model.safetensors"
+    )
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_attention_heads": 1, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps({"model_type": "bigram", "vocab_size": VOCABULARY} | sizes))
+    byte_tokenizer(64).save_pretrained(folder)
+    return folder
+
+
+def by_hand(checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms in plain torch."""
+    weights = load_file(checkpoint / "model.safetensors")
+    embedding, head = (weights[name].requires_grad_() for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    optimizer = torch.optim.AdamW([embedding, head], lr=LR, weight_decay=0.0)
+    losses, norms = [], []
+    inputs = torch.tensor([token for ids in tokens for token in ids[:-1]])
+    targets = torch.tensor([token for ids in tokens for token in ids[1:]])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(embedding[inputs] @ head.T, targets)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_([embedding, head], float("inf")).item())
+        optimizer.step()
+    return losses, norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_trains_saves_loads_and_exports_as_any_engine(world_size: int, checkpoint: Path, tmp_path: Path) -> None:
+    def make(**options: Any) -> Backend:
+        adam = Adam(lr=LR, weight_decay=0.0, max_grad_norm=0.0)
+        batching = Batching(micro_batch_tokens=12)
+        return backends.make_backend(
+            "bigram", model=checkpoint, optimizer=adam, batching=batching, platform="cpu", timeout_s=60, **options
+        )
+
+    def on_rank() -> Any:
+        sys.path.insert(0, str(OUTSIDE))
+        import bigram  # noqa: F401
+
+        samples = [Sample.causal(ids) for ids in TOKENS]
+        losses, norms = [], []
+        with make() as first:
+            mine = first.shard(samples)
+            for _ in range(STEPS // 2):
+                losses.append(first.forward_backward(mine).loss)
+                norms.append(first.optimizer_step().grad_norm)
+            first.save(tmp_path / "saved", progress={"at": STEPS // 2}, wait=True)
+        with make(seed=7) as second:
+            assert second.load(tmp_path / "saved") == {"at": STEPS // 2}
+            for _ in range(STEPS // 2):
+                losses.append(second.forward_backward(mine).loss)
+                norms.append(second.optimizer_step().grad_norm)
+            second.export_hf(tmp_path / "out")
+            with pytest.raises(ConfigError, match="engine 'bigram' has no setting adapters, parallel"):
+                make(adapters=None, parallel=None)
+            trained = {name: tensor.clone() for name, tensor in second.named_weights()}
+            kinds = (second.engine.kind, second.world_size, second.platform.name)
+        foreign = sorted(name for name in sys.modules if name.split(".")[0] in ("megatron", "mcore_bridge"))
+        return losses, norms, kinds, trained, foreign
+
+    wanted_losses, wanted_norms = by_hand(checkpoint, TOKENS)
+    for losses, norms, kinds, trained, foreign in run_distributed(on_rank, world_size, init=False):
+        assert losses == pytest.approx(wanted_losses, rel=1e-5)
+        assert norms == pytest.approx(wanted_norms, rel=1e-5)
+        assert kinds == ("bigram", world_size, "cpu")
+        assert foreign == []
+        exported = load_file(tmp_path / "out" / "model.safetensors")
+        assert exported.keys() == trained.keys() == load_file(checkpoint / "model.safetensors").keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in trained.items())
+
+
+def command(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """``megascend`` as a user runs it, with ``path`` in front of the search path."""
+    return subprocess.run(
+        [sys.executable, "-m", "megascend.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=300,
+        check=False,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([path, *(entry for entry in sys.path if entry)]),
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+        },
+    )
+
+
+def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path: Path) -> None:
+    text = ["ab" * 20, "abc" * 10, "ba" * 15, "cab" * 12]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text))
+    settings = {
+        "model": str(checkpoint),
+        "output": "out",
+        "data": {"path": "data.jsonl", "global_batch_size": 4, "shuffle": False},
+        "steps": STEPS,
+        "platform": "cpu",
+        "plugins": ["bigram"],
+        "engine": "bigram",
+        "precision": "fp32",
+        "optimizer": {"lr": LR, "weight_decay": 0.0, "max_grad_norm": 0.0},
+        "plot": False,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+
+    missing = command(tmp_path, "train", "run.yaml")
+    assert missing.returncode == 2
+    assert "no package 'bigram'" in missing.stderr
+    assert "PYTHONPATH" in missing.stderr
+
+    done = command(tmp_path, "train", "run.yaml", "--nproc", "2", path=str(OUTSIDE))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    tokenizer = byte_tokenizer(64)
+    tokens = [tokenizer(line)["input_ids"] + [tokenizer.eos_token_id] for line in text]
+    losses, norms = by_hand(checkpoint, tokens)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-5)
+    exported = load_file(tmp_path / "out" / "hf" / "model.safetensors")
+    assert exported["lm_head.weight"].shape == (VOCABULARY, HIDDEN)
+
+
+def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
+    monkeypatch.setattr(engines, "_registry", dict(engines._registry))
+
+    class Mine(Backend):
+        def __init__(self, model: str) -> None: ...
+
+    register_engine("mine", Mine)
+    register_engine("mine", Mine)
+    assert backends.settings_of("mine") == {"model"}
+    assert not engines.needs("mine").megatron
+    for name in ("mine", "megatron"):
+        with pytest.raises(
+            ConfigError, match=f"another engine is called '{name}'; names in use: megatron, single, mine"
+        ):
+            register_engine(name, lambda model: None)
+    with pytest.raises(ConfigError, match="no 'theirs'; there are megatron, single, mine"):
+        backends.make_backend("theirs")
+    with pytest.raises(ConfigError, match="version table has no numpy"):
+        register_engine("other", Mine, packages=["numpy"])
+    assert "other" not in backends._backends
+
+
+def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
+    monkeypatch.setattr(engines, "_registry", dict(engines._registry))
+    found: dict[str, Any] = {}
+
+    def make(model: Path, seed: int, recompute: Any = None) -> Any:
+        found.update(model=model, seed=seed, recompute=recompute)
+
+    register_engine("few", make)
+    run = {"model": "m", "output": "o", "data": {"path": "d"}, "engine": "few", "seed": 5, "provider": None}
+    loop.make_backend(RunConfig.model_validate(run))
+    assert found == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
+    for setting in ({"precision": "fp32"}, {"parallel": {"tensor": 2}}, {"lora": {}}, {"checkpoint": {"timeout_s": 9}}):
+        with pytest.raises(
+            ConfigError, match=r"engine 'few' has no setting (precision|parallel|adapters|save_timeout_s);"
+        ):
+            loop.make_backend(RunConfig.model_validate(run | setting))
+
+
+def test_a_plug_in_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_plugin.py").write_text("import no_such_module_of_anybody\n")
+    (tmp_path / "failing_plugin.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, reason in (
+        ("broken_plugin", "no_such_module_of_anybody"),
+        ("failing_plugin", "ZeroDivisionError"),
+        ("absent_plugin.part", "absent_plugin"),
+    ):
+        with pytest.raises(ConfigError, match=f"{module}.*{reason}"):
+            import_plugins([module])
+    check_plugins(["failing_plugin", "json.decoder"])  # nothing is imported
+    assert "failing_plugin" not in sys.modules
+    with pytest.raises(ConfigError, match="absent_plugin"):
+        check_plugins(["json", "absent_plugin.part"])
+    with pytest.raises(ConfigError, match="plugins"):
+        RunConfig(model="m", output="o", data={"path": "d"}, plugins=["not/a/module"])
