@@ -1,22 +1,137 @@
-"""Processes that compute a reference: plain torch, transformers and peft on the CPU, whatever the caller runs on.
+"""Programs that compute a reference: plain torch, transformers and peft on the CPU, whatever the caller runs on.
 
-They are processes of their own because building an mcore-bridge model changes what transformers builds afterwards.
+They run in processes of their own because building an mcore-bridge model changes what transformers builds afterwards. Each is a
+fork of one process that has imported these packages and done nothing with them, so that they are imported once and not by every
+program: seconds.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
+import os
+import re
+import select
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megascend.distributed.plain_process import plain_environment
 
-PRELUDE = """
-import atexit, gc
-gc.disable()  # a short life: imports make half a million objects that stay, and looking through them is a third of it
-atexit.register(gc.freeze)
-"""
-SCRIPT = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+IMPORTED = {
+    "torch": ("torch",),
+    "transformers": ("transformers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+    "peft": ("peft",),
+    "safetensors": ("safetensors.torch",),
+}
+"""By package that a program imports: the modules that are imported for all programs."""
+
+
+class ProgramServer:
+    """Runs programs one after the other, in forks of a process that it starts for the first one.
+
+    It starts another one when a program needs another environment, and in a process that was forked from the caller's. What it
+    has started ends with the caller.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._environment: Mapping[str, str] = {}
+        self._owner = 0
+
+    def run(
+        self,
+        program: Path | str,
+        arguments: Sequence[object],
+        environment: Mapping[str, str],
+        stdin: str = "",
+        timeout_s: float = 240.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a Python script, or a program given as text, and wait for its end.
+
+        Args:
+            arguments: ``sys.argv[1:]`` of the program.
+            environment: its environment variables.
+            stdin: its standard input.
+            timeout_s: deadline in seconds, imports included.
+
+        Raises:
+            subprocess.TimeoutExpired: the program took longer; it is killed.
+        """
+        text = program.read_text() if isinstance(program, Path) else program
+        with self._lock, tempfile.TemporaryDirectory(prefix="megascend-program-") as folder:
+            files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
+            files[0].write_text(stdin)
+            request = {
+                "imports": [module for name in _packages(text) for module in IMPORTED[name]],
+                "program": str(program) if isinstance(program, Path) else None,
+                "text": text,
+                "arguments": [str(argument) for argument in arguments],
+                "directory": os.getcwd(),
+                "files": [str(file) for file in files],
+            }
+            status = self._ask(json.dumps(request), environment, timeout_s)
+            output, errors = (file.read_text() if file.exists() else "" for file in files[1:])
+        return subprocess.CompletedProcess([str(program), *request["arguments"]], status, output, errors)
+
+    def close(self) -> None:
+        """End the server's process. The next program starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        if self._owner == os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _ask(self, line: str, environment: Mapping[str, str], timeout_s: float) -> int:
+        process = self._started(environment)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer = ""
+        deadline = time.monotonic() + timeout_s
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                answer = process.stdout.readline()
+            else:
+                raise subprocess.TimeoutExpired("a reference program", timeout_s)
+        finally:
+            if not answer:  # it is busy still, or dead
+                self.close()
+        if not answer:
+            raise RuntimeError("the process that forks reference programs has ended")
+        return int(answer)
+
+    def _started(self, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        if self._process is None or self._owner != os.getpid() or self._environment != environment:
+            self.close()
+            atexit.unregister(self.close)
+            atexit.register(self.close)
+            self._owner, self._environment = os.getpid(), dict(environment)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", Path(__file__).with_name("_program_server.py").read_text()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return self._process
+
+
+_SERVER = ProgramServer()
 
 
 def run_reference(
@@ -27,14 +142,15 @@ def run_reference(
     Args:
         arguments: ``sys.argv[1:]`` of the program.
         timeout_s: deadline, in seconds.
+
+    Raises:
+        subprocess.TimeoutExpired: the program took longer; it is killed.
     """
-    command = [SCRIPT, str(program)] if isinstance(program, Path) else [program]
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + command[0], *command[1:], *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=plain_environment(),
-        timeout=timeout_s,
-        check=False,
-    )
+    environment = {name: value for name, value in plain_environment().items() if name != "PYTEST_CURRENT_TEST"}
+    return _SERVER.run(program, arguments, environment, stdin, timeout_s)
+
+
+def _packages(text: str) -> list[str]:
+    """Names of :data:`IMPORTED` that a program imports, in that order."""
+    found = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+    return [name for name in IMPORTED if name in found]

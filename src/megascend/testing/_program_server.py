@@ -1,0 +1,75 @@
+"""Runs programs in forks of one process that has imported their packages. A script; imports no megascend.
+
+Reads a JSON request a line: ``imports`` (modules to have before the fork), ``program`` (a file, or None with its ``text``),
+``arguments``, ``directory`` (to run in) and ``files`` (paths of the standard input, output and error output). Answers each with a
+line: the exit code, or minus the signal. Ends at the end of its input, with whoever started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+import types
+from typing import Any
+
+
+def main() -> None:
+    gc.disable()  # imports make half a million objects that stay
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
+    for line in sys.stdin:
+        request = json.loads(line)
+        for name in request["imports"]:
+            with contextlib.suppress(Exception):  # the program will say so itself
+                importlib.import_module(name)
+        gc.freeze()
+        print(_run(request), file=answers, flush=True)
+
+
+def _run(request: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 70  # nothing below returns without setting it
+        try:
+            code = _program(request)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _program(request: dict[str, Any]) -> int:
+    """Be the program, as ``python PROGRAM`` or ``python -c TEXT`` would be it; its exit code."""
+    for number, (path, mode) in enumerate(zip(request["files"], ("r", "w", "w"), strict=True)):
+        with open(path, mode) as file:
+            os.dup2(file.fileno(), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the process's own
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.chdir(request["directory"])
+    path = request["program"]
+    sys.argv = [path or "-c", *request["arguments"]]
+    module = types.ModuleType("__main__")
+    if path is not None:
+        module.__file__ = path
+    sys.modules["__main__"] = module
+    code = 0
+    try:
+        exec(compile(request["text"], path or "<string>", "exec"), vars(module))
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception:  # noqa: BLE001 - told as the interpreter would tell it
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    main()
