@@ -21,6 +21,9 @@ collect_ignore = [] if os.environ.get("SIMNPU") else ASCEND
 # Verdicts of the self-check, for every process that a test starts and for the next session: their key holds all that matters.
 os.environ.setdefault("MEGASCEND_CACHE", str(Path(tempfile.gettempdir()) / f"megascend-test-cache-{os.getuid()}"))
 
+# torch's stores ask the name server for the name of every address; one that does not answer costs 5 s each time otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Tests give the processes that they start this process's search path, by the variable or from sys.path.
 QUICK_START = str(Path(__file__).with_name("quick_start"))
 if QUICK_START not in sys.path:

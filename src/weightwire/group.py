@@ -36,6 +36,8 @@ EXPLAIN_S = 3.0
 """How long an error waits to learn whose fault it is."""
 STORE_S = 5.0
 """Deadline of one question to the store."""
+CONNECT_S = 30.0
+"""Deadline of a connection to the store. torch asks the name server for the name of every address, which may take 5 s or more."""
 MOST_MEMBERS = 4096
 
 
@@ -103,13 +105,13 @@ class Group:
 
     Attributes:
         name, rank, members: of the group: rank 0 sends; ``members`` are what messages call them.
-        host: the listener's.
+        host, port: the listener's.
     """
 
-    def __init__(self, name: str, rank: int, members: Sequence[str], host: str, port: int) -> None:
-        self.name, self.rank, self.members, self.host = name, rank, tuple(members), host
-        self._port = port
-        self._store = self._connect(STORE_S)
+    def __init__(self, name: str, rank: int, members: Sequence[str], host: str, port: int, store: Store) -> None:
+        self.name, self.rank, self.members = name, rank, tuple(members)
+        self.host, self.port = host, port
+        self._store = store
         self._identities: dict[int, Identity] = {}
         self._seen: dict[int, Member] = {}
         self._lost: PeerLostError | None = None
@@ -136,7 +138,7 @@ class Group:
         Raises:
             TransportError: the listener does not answer.
         """
-        return PrefixStore(f"{self.name}/{purpose}", self._connect(timeout_s))
+        return PrefixStore(f"{self.name}/{purpose}", connect(self.host, self.port, timeout_s))
 
     def progress(self, buckets: int) -> None:
         """Note that this member has finished so many buckets; others learn it with the next sign of life."""
@@ -146,6 +148,42 @@ class Group:
         """Raise PeerLostError if a member is known to have failed or gone. Costs nothing."""
         if self._lost is not None:
             raise PeerLostError(str(self._lost))
+
+    def abandon(self, reason: str) -> None:
+        """Make :meth:`check` raise on this member: the wait that another thread is in ends within a moment."""
+        self._lost = self._lost or PeerLostError(f"given up: {reason}")
+
+    def acknowledge(self, what: str) -> None:
+        """Tell the others that this member has done something that they wait for."""
+        try:
+            with self._lock:
+                self._store.set(self._key(f"{what}/{self.rank}"), "1")
+        except RuntimeError as error:
+            raise TransportError(f"the store does not answer: {error}") from error
+
+    def await_receivers(self, what: str, timeout_s: float) -> None:
+        """Wait until every receiver has acknowledged something.
+
+        Raises:
+            DeadlineError: not within ``timeout_s`` seconds; the message names those that have not.
+            PeerLostError: a member is lost.
+            TransportError: the store does not answer.
+        """
+        deadline, pause = time.monotonic() + timeout_s, 0.0005
+        waiting = list(range(1, self.size))
+        while True:
+            try:
+                waiting = [rank for rank in waiting if self._ask(f"{what}/{rank}") is None]
+            except RuntimeError as error:
+                raise TransportError(f"the store does not answer: {error}") from error
+            if not waiting:
+                return
+            self.check()
+            if time.monotonic() > deadline:
+                names = ", ".join(map(self.member, waiting))
+                raise DeadlineError(f"{what!r} has not been told within {timeout_s:g} s by {names}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
 
     def fail(self, reason: str) -> None:
         """Tell all members that this one has failed. The first to say so is believed."""
@@ -217,7 +255,7 @@ class Group:
 
     # --- meeting ---
 
-    def meet(self, deadline: float) -> None:
+    def meet(self, deadline: float, given_up: threading.Event | None = None) -> None:
         """Take the place, and wait until all others have taken theirs. Called by :func:`join`."""
         if self._ask("ended") is not None:
             raise GroupError(f"group {self.name} has ended; names are used once")
@@ -237,6 +275,8 @@ class Group:
             for rank, identity in self._identities.items():
                 if rank != self.rank and identity.state() == "ended":
                     raise PeerLostError(f"{self.member(rank)} has ended before the group had met")
+            if given_up is not None and given_up.is_set():
+                raise PeerLostError(f"{self.member(self.rank)} has given up before the group had met")
             if time.monotonic() > deadline:
                 names = ", ".join(map(self.member, missing))
                 raise DeadlineError(f"{self.member(self.rank)}: these have not come to group {self.name}: {names}")
@@ -351,17 +391,17 @@ class Group:
         with self._lock:
             return self._store.get(self._key(name)).decode() if self._store.check([self._key(name)]) else None
 
-    def _connect(self, timeout_s: float) -> TCPStore:
-        return connect(self.host, self._port, timeout_s)
 
-
-def join(host: str, port: int, name: str, rank: int, timeout_s: float) -> Group:
+def join(
+    host: str, port: int, name: str, rank: int, timeout_s: float, given_up: threading.Event | None = None
+) -> Group:
     """Come to a group, and return when all its members have.
 
     Args:
         host, port: the listener's.
         name: of the group, from :meth:`Listener.new_group`.
         rank: the place in it: 0 sends, the others receive.
+        given_up: makes it return early, with a PeerLostError, when set.
 
     Raises:
         GroupError: there is no such group, it has ended, or the place is taken.
@@ -370,7 +410,7 @@ def join(host: str, port: int, name: str, rank: int, timeout_s: float) -> Group:
         TransportError: nobody listens at the address.
     """
     deadline = time.monotonic() + timeout_s
-    store = connect(host, port, timeout_s)
+    store = connect(host, port, STORE_S)
     try:
         if not store.check([f"{name}/members"]):
             raise GroupError(f"there is no group {name!r:.120} at {host}:{port}")
@@ -383,9 +423,9 @@ def join(host: str, port: int, name: str, rank: int, timeout_s: float) -> Group:
         raise GroupError(f"group {name!r:.120} has no list of members")
     if not 0 <= rank < len(members):
         raise GroupError(f"group {name} has members 0 to {len(members) - 1}, and no {rank}")
-    group = Group(name, rank, members, host, port)
+    group = Group(name, rank, members, host, port, store)
     try:
-        group.meet(deadline)
+        group.meet(deadline, given_up)
     except RuntimeError as error:
         if isinstance(error, WireError):
             group.fail(str(error))
@@ -395,20 +435,23 @@ def join(host: str, port: int, name: str, rank: int, timeout_s: float) -> Group:
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A connection to a listener's store.
+    """A connection to a listener's store, whose waits last ``timeout_s`` seconds at most.
 
     Raises:
-        TransportError: nobody answers there within ``timeout_s`` seconds.
+        TransportError: nobody answers there.
     """
     try:
-        return TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout_s, 0.1))
+        socket.create_connection((host, port), timeout=max(timeout_s, 0.1)).close()  # says at once that nobody is there
+        store = TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout_s, CONNECT_S))
         )
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:200]
         raise TransportError(
             f"nobody listens at {host}:{port}: the sender is gone, or not reachable ({reason})"
         ) from error
+    store.set_timeout(timedelta(seconds=max(timeout_s, 0.1)))
+    return store
 
 
 def _fields(text: str, kinds: Sequence[type]) -> Any:

@@ -85,7 +85,7 @@ def test_a_name_is_used_once_and_a_place_has_one_member():
 
 def test_an_ended_group_cannot_be_joined():
     def on_member(group):
-        host, port, name = group.host, group._port, group.name
+        host, port, name = group.host, group.port, group.name
         if group.rank == 0:
             time.sleep(1.0)
             return None

@@ -3,9 +3,9 @@
 An update is offered by the trainer, received by the engine while it generates, and takes effect in one moment::
 
     begin_update(offer)   the engine joins the offer's group and receives on a thread; returns at once
-    verify(version)       returns when everything has arrived and its digests are right
-    commit(version)       pause, load, version, resume: one call that the engine finishes by itself
-    drop(version)         gives up what was received; the old weights stay in force
+    verify(seal)          returns when everything has arrived and its digests are those of the seal
+    commit(update)        pause, load, version, resume: one call that the engine finishes by itself
+    drop(update)          gives up what was received; the old weights stay in force
 
 Until ``commit`` the old weights and their version are in force. After an error of any of the four the engine generates with the
 old weights or, where these could not be restored, refuses to generate; it is never left paused, and never serves a mixture.
@@ -90,16 +90,16 @@ class InferenceEngine(Protocol):
         """Start to receive what the trainer offers (:class:`weightwire.offer.Offer`, as JSON); returns without waiting for it."""
         ...
 
-    async def verify(self, version: int, timeout_s: float) -> None:
-        """Wait until everything has arrived, and hold it against the manifest."""
+    async def verify(self, seal: Mapping[str, Any], timeout_s: float) -> None:
+        """Wait until everything has arrived, and hold it against what was sent (:class:`weightwire.offer.Seal`, as JSON)."""
         ...
 
-    async def commit(self, version: int) -> None:
+    async def commit(self, update: str) -> None:
         """Put verified weights in force; responses that are being generated go on with them."""
         ...
 
-    async def drop(self, version: int) -> None:
-        """Give up an update, in whatever state it is; nothing happens if there is none, or it is in force already."""
+    async def drop(self, update: str) -> None:
+        """Give up an update (``update`` of its offer), in whatever state; nothing happens if there is none, or it is in force."""
         ...
 
     async def pause(self, lease_s: float) -> None:

@@ -1,0 +1,477 @@
+"""The engine's side of updates, one for each worker: what is received is in force verified and whole, or not at all.
+
+An update is *receiving* (a thread fills memory of its own, the engine generates), *received*, *verified* (its bytes are those
+that were sent) and *committed*, or *dropped*. Until the commit nothing that the engine uses is touched. An update that nobody
+goes on with is dropped when its lease lapses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightwire import digest
+from weightwire.errors import (
+    CommitError,
+    DeadlineError,
+    DigestError,
+    ManifestError,
+    NotServingError,
+    OwnerError,
+    TransportError,
+    UpdateError,
+    VersionError,
+    WireError,
+)
+from weightwire.group import join
+from weightwire.manifest import Manifest
+from weightwire.offer import Offer, Seal
+from weightwire.plan import Bucket, offsets, plan_buckets
+from weightwire.sender import RECEIVED
+from weightwire.transports import Setup, Work, make_transport
+from weightwire.transports.base import device_types
+
+log = logging.getLogger(__name__)
+
+RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING, COMMITTED, DROPPED = (
+    "receiving",
+    "received",
+    "verified",
+    "committing",
+    "committed",
+    "dropped",
+)
+_OPEN = (RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING)
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+"""Puts tensors in force: called with names and tensors in the manifest's order, which it copies."""
+
+
+@dataclass
+class _Update:
+    """One update and its memory."""
+
+    offer: Offer
+    worker: int
+    staging: Tensor | None
+    state: str = RECEIVING
+    problem: WireError | None = None
+    digests: list[digest.Pending] = field(default_factory=list)
+    buckets: int = 0
+    touched: float = field(default_factory=time.monotonic)
+    arrived: threading.Event = field(default_factory=threading.Event)
+    given_up: threading.Event = field(default_factory=threading.Event)
+    restore: Callable[[], object] | None = None
+    before: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.offer.manifest
+
+    def __str__(self) -> str:
+        return f"update {self.offer.update} of {self.manifest.target} to version {self.manifest.version}"
+
+
+class Receiver:
+    """What one worker of an engine has received, and which versions are in force. Methods may be called from any thread.
+
+    Args:
+        name: for messages: which engine and which worker this is.
+        device: where received weights wait for their commit: the engine's device, or ``cpu``.
+        check: held against every manifest when it is offered; raises ManifestError if the engine cannot take such tensors.
+        version: of the model in force, if that is known.
+        most_bytes: a manifest of more is refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: torch.device | str = "cpu",
+        check: Callable[[Manifest], object] = lambda manifest: None,
+        version: int | None = None,
+        most_bytes: int | None = None,
+    ) -> None:
+        self.name = name
+        self.serving = True
+        """False after a commit that could neither be finished nor undone: the engine must not answer."""
+        self._device = torch.device(device)
+        self._check, self._most_bytes = check, most_bytes
+        self._versions: dict[str, int] = {} if version is None else {"model": version}
+        self._update: _Update | None = None
+        self._lock = threading.RLock()
+
+    # --- what is in force ---
+
+    def version(self, target: str = "model") -> int | None:
+        """Version in force of the model, or of ``adapter NAME``; None if none is known."""
+        return self._versions.get(target)
+
+    def forget(self, target: str) -> None:
+        """An adapter was removed from the engine by another way: any version of it is new."""
+        with self._lock:
+            self._versions.pop(target, None)
+
+    def status(self) -> dict[str, Any]:
+        """Plain data: name, serving, versions by target, and the update there is, with its state, buckets and problem."""
+        with self._lock:
+            update = self._update
+            told: dict[str, Any] = {
+                "name": self.name,
+                "serving": self.serving,
+                "versions": dict(self._versions),
+                "update": None,
+            }
+            if update is not None:
+                told["update"] = {
+                    "update": update.offer.update,
+                    "owner": update.offer.owner,
+                    "target": update.manifest.target,
+                    "version": update.manifest.version,
+                    "state": update.state,
+                    "buckets": update.buckets,
+                    "problem": None if update.problem is None else str(update.problem),
+                }
+            return told
+
+    # --- the update ---
+
+    def open(self, offer: Offer, worker: int = 0) -> None:
+        """Begin to receive what is offered; returns at once. The same offer again does nothing.
+
+        Raises:
+            OwnerError: another owner's update is open.
+            UpdateError: an update of this owner is open, or there is no memory for this one.
+            VersionError: the offered version is not newer than the one in force.
+            ManifestError, TransportError: the engine cannot take such tensors, or not in this way.
+        """
+        with self._lock:
+            self._require_none_open(offer)
+            if self._update is not None and self._update.offer.update == offer.update:
+                if self._update.state in _OPEN:
+                    return
+                raise UpdateError(f"{self.name}: {self._update} is {self._update.state}; a new one needs a new name")
+            update = _Update(offer, worker, None)
+            offer.rank(worker)
+            self._require_newer(offer.manifest)
+            self._require_possible(offer)
+            try:
+                update.staging = torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device=self._device)
+            except (RuntimeError, MemoryError) as error:
+                raise UpdateError(
+                    f"{self.name}: no memory on {self._device} for the {offer.manifest.nbytes} bytes of {update}: {error}"
+                ) from error
+            self._update = update
+        threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
+
+    def verify(self, seal: Seal, timeout_s: float) -> None:
+        """Return when everything has arrived and is what was sent. If it is not, the update is dropped.
+
+        Raises:
+            DigestError: bytes have changed on the way.
+            ManifestError: the seal is of another manifest.
+            DeadlineError: it has not arrived within ``timeout_s`` seconds.
+            PeerLostError, TransportError: the transfer failed.
+            UpdateError: there is no such update.
+        """
+        update = self._named(seal.update)
+        if update.state in (VERIFIED, COMMITTED):
+            return
+        try:
+            if not update.arrived.wait(timeout_s):
+                raise DeadlineError(
+                    f"{self.name}: {update} has not arrived within {timeout_s:g} s: {update.buckets} of "
+                    f"{len(seal.digests)} buckets have"
+                )
+            with self._lock:
+                if update.problem is not None:
+                    raise update.problem
+                self._require_state(update, RECEIVE_DONE)
+                _compare(self.name, update, seal)
+                update.state, update.touched = VERIFIED, time.monotonic()
+        except WireError as error:
+            self._drop(update, error)
+            raise
+
+    def commit(self, name: str, load: Load, restore: Callable[[], object] | None = None) -> None:
+        """Put a verified update in force: call ``load`` with its tensors. Repeated after success it does nothing.
+
+        The engine must not generate meanwhile. If ``load`` raises, ``restore`` is called, and the old version stays in force;
+        if there is none, or it raises too, :attr:`serving` becomes False until a commit of a whole model succeeds.
+
+        Args:
+            name: of the update.
+            load: copies the tensors into what the engine uses.
+            restore: undoes what a ``load`` that failed (or, for :meth:`revert`, one that succeeded) has done.
+
+        Raises:
+            CommitError: it failed; the old weights are in force.
+            NotServingError: it failed, and so did ``restore``.
+            UpdateError: there is no such update, or it is not verified.
+        """
+        with self._lock:
+            update = self._named(name)
+            if update.state == COMMITTED:
+                return
+            self._require_state(update, VERIFIED)
+            self._require_newer(update.manifest)
+            update.state, update.restore, update.before = COMMITTING, restore, dict(self._versions)
+            try:
+                load(self._tensors(update))
+                _synchronise(self._device)
+            except BaseException as error:
+                raise self._undo(update, error) from error
+            update.state, update.staging = COMMITTED, None
+            self._versions[update.manifest.target] = update.manifest.version
+            if update.manifest.adapter is None:
+                self.serving = True
+
+    def revert(self, name: str, reason: str) -> None:
+        """Undo a commit that has just succeeded here, because it failed on another worker of the engine.
+
+        Raises:
+            NotServingError: there was no ``restore``, or it raised.
+            UpdateError: the update is not the last one committed here, or was settled.
+        """
+        with self._lock:
+            update = self._named(name)
+            if update.state == DROPPED:
+                return
+            self._require_state(update, COMMITTED)
+            error = self._undo(update, UpdateError(reason))
+        if isinstance(error, NotServingError):
+            raise error
+
+    def settle(self, name: str) -> None:
+        """The commit has succeeded on all workers: let go of what :meth:`revert` would need."""
+        with self._lock:
+            update = self._named(name)
+            self._require_state(update, COMMITTED)
+            update.restore = None
+
+    def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
+        """Give up an update; the old weights stay in force. Nothing happens if there is none of that name, or it is committed."""
+        with self._lock:
+            update = self._update
+            if update is not None and update.offer.update == name and update.state in _OPEN:
+                self._drop(update, UpdateError(f"{self.name}: {update} was dropped: {reason}"))
+
+    def close(self) -> None:
+        """Drop what is open."""
+        if (update := self._update) is not None:
+            self.drop(update.offer.update, f"{self.name} closes")
+
+    # --- conditions ---
+
+    def _require_none_open(self, offer: Offer) -> None:
+        update = self._update
+        if update is None or update.state not in _OPEN or update.offer.update == offer.update:
+            return
+        age = time.monotonic() - update.touched
+        if offer.owner != update.offer.owner:
+            raise OwnerError(
+                f"{self.name}: {offer.owner} offers an update while {update}, of {update.offer.owner}, is {update.state} "
+                f"(last touched {age:.1f} s ago; dropped after {update.offer.lease_s:g} s). An engine has one owner at a time"
+            )
+        raise UpdateError(f"{self.name}: {update} is still {update.state}: commit it or drop it before the next one")
+
+    def _require_newer(self, manifest: Manifest) -> None:
+        have = self._versions.get(manifest.target)
+        if have is not None and manifest.version <= have:
+            raise VersionError(
+                f"{self.name}: version {manifest.version} of {manifest.target} is offered, and version {have} is in force"
+            )
+
+    def _require_possible(self, offer: Offer) -> None:
+        manifest = offer.manifest
+        digest.require(manifest.digest)
+        if self._device.type not in device_types(offer.transport):
+            raise TransportError(
+                f"{self.name}: transport {offer.transport!r} moves memory of {', '.join(device_types(offer.transport))}, and "
+                f"weights wait on {self._device} here"
+            )
+        if self._most_bytes is not None and manifest.nbytes > self._most_bytes:
+            raise ManifestError(
+                f"{self.name}: {manifest.nbytes} bytes are offered; at most {self._most_bytes} are taken"
+            )
+        self._check(manifest)
+
+    def _named(self, name: str) -> _Update:
+        with self._lock:
+            update = self._update
+            if update is None or update.offer.update != name:
+                there = "there is none" if update is None else f"the last one is {update}, {update.state}"
+                raise UpdateError(f"{self.name}: there is no update {name!r:.120}; {there}")
+            update.touched = time.monotonic()
+            return update
+
+    def _require_state(self, update: _Update, state: str) -> None:
+        if update.state != state:
+            why = f": {update.problem}" if update.problem is not None else ""
+            raise UpdateError(f"{self.name}: {update} is {update.state}, not {state}{why}")
+
+    # --- transitions ---
+
+    def _drop(self, update: _Update, problem: WireError) -> None:
+        with self._lock:
+            if update.state not in _OPEN:
+                return
+            update.state, update.problem, update.staging = DROPPED, update.problem or problem, None
+            update.digests = []
+        update.given_up.set()
+        update.arrived.set()
+
+    def _undo(self, update: _Update, cause: BaseException) -> CommitError:
+        """The weights from before, if they can be had; the error to raise."""
+        text = f"{self.name}: the commit of {update} failed: {type(cause).__name__}: {cause}"
+        error: CommitError
+        if update.restore is None:
+            error = NotServingError(
+                f"{text}. There is no way back: this engine must not answer until a commit succeeds"
+            )
+        else:
+            try:
+                update.restore()
+                _synchronise(self._device)
+                error = CommitError(f"{text}. The weights from before it are in force")
+            except Exception as second:  # noqa: BLE001  whatever it is, the weights are a mixture
+                error = NotServingError(
+                    f"{text}. Restoring the weights from before failed as well ({type(second).__name__}: {second}): this "
+                    "engine must not answer until a commit succeeds"
+                )
+        self._versions = dict(update.before)
+        if isinstance(error, NotServingError):
+            self.serving = False
+            self._versions.pop(update.manifest.target, None)
+        update.state, update.problem, update.staging, update.restore = DROPPED, error, None, None
+        update.given_up.set()
+        return error
+
+    def _tensors(self, update: _Update) -> Iterator[tuple[str, Tensor]]:
+        staging = update.staging
+        assert staging is not None
+        begins = offsets(update.manifest.tensors)
+        for place, spec in enumerate(update.manifest.tensors):
+            content = staging[begins[place] : begins[place + 1]]
+            dtype = getattr(torch, spec.dtype)
+            if begins[place] % dtype.itemsize:
+                content = content.clone()  # a view of another dtype begins at a multiple of its size
+            yield spec.name, content.view(dtype).view(spec.shape)
+
+    # --- the thread ---
+
+    def _run(self, update: _Update) -> None:
+        try:
+            if self._device.type != "cpu":
+                module: Any = torch.get_device_module(self._device)
+                module.set_device(self._device)
+            _receive(self.name, update)
+            with self._lock:
+                if update.state == RECEIVING:
+                    update.state, update.touched = RECEIVE_DONE, time.monotonic()
+        except WireError as error:
+            self._drop(update, error)
+        except Exception as error:
+            log.exception("%s: %s failed", self.name, update)
+            self._drop(update, UpdateError(f"{self.name}: {update} failed: {type(error).__name__}: {error}"))
+        update.arrived.set()
+        self._keep_while_leased(update)
+
+    def _keep_while_leased(self, update: _Update) -> None:
+        lease = update.offer.lease_s
+        while update.state in _OPEN:
+            left = update.touched + lease - time.monotonic()
+            if left > 0:
+                update.given_up.wait(min(left, 1.0))
+                continue
+            with self._lock:
+                if update.state in (RECEIVE_DONE, VERIFIED) and update.touched + lease <= time.monotonic():
+                    why = f"{self.name}: {update} was dropped: nobody went on with it for {lease:g} s"
+                    log.warning("%s", why)
+                    self._drop(update, UpdateError(why))
+
+
+def _receive(name: str, update: _Update) -> None:
+    """Join the group and fill the staging memory."""
+    offer, staging = update.offer, update.staging
+    assert staging is not None
+    buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
+    group = join(offer.host, offer.port, offer.update, offer.rank(update.worker), offer.timeout_s, update.given_up)
+    transport = None
+    threading.Thread(
+        target=_abandon_when_given_up, args=(update, group), name="weightwire-given-up", daemon=True
+    ).start()
+    try:
+        transport = make_transport(
+            offer.transport, Setup(group, offer.manifest, staging.device, offer.timeout_s, offer.options)
+        )
+        works: list[tuple[Bucket, Work]] = []
+        for bucket in buckets:
+            works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
+            if len(works) == 2:
+                _finish(update, staging, *works.pop(0), group)
+        for bucket, work in works:
+            _finish(update, staging, bucket, work, group)
+        group.acknowledge(RECEIVED)
+    except TransportError as error:
+        explained = group.explain(error, f"receiving bucket {min(update.buckets + 1, len(buckets))} of {len(buckets)}")
+        group.fail(str(error))
+        if transport is not None:
+            transport.abort()
+        raise explained from error
+    except BaseException as error:
+        group.fail(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if transport is not None:
+            transport.close()
+        group.close()
+
+
+def _finish(update: _Update, staging: Tensor, bucket: Bucket, work: Work, group: Any) -> None:
+    work.wait(update.offer.timeout_s)
+    update.digests.append(digest.begin(update.manifest.digest, staging[bucket.start : bucket.stop]))
+    update.buckets = bucket.index + 1
+    update.touched = time.monotonic()
+    group.progress(update.buckets)
+
+
+def _abandon_when_given_up(update: _Update, group: Any) -> None:
+    while not update.arrived.is_set():
+        if update.given_up.wait(1.0):
+            group.abandon("the update was dropped")
+            return
+
+
+def _compare(name: str, update: _Update, seal: Seal) -> None:
+    manifest = update.manifest
+    if (seal.version, seal.manifest) != (manifest.version, manifest.identity):
+        raise ManifestError(
+            f"{name}: the seal is of version {seal.version}, manifest {seal.manifest[:12]}; offered was version "
+            f"{manifest.version}, manifest {manifest.identity[:12]}"
+        )
+    found = [pending() for pending in update.digests]
+    if len(found) != len(seal.digests):
+        raise ManifestError(f"{name}: the seal is of {len(seal.digests)} buckets, and {len(found)} have arrived")
+    wrong = [place for place, (mine, sent) in enumerate(zip(found, seal.digests, strict=True)) if mine != sent]
+    if wrong:
+        buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
+        names = [manifest.tensors[piece.tensor].name for piece in buckets[wrong[0]].pieces]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise DigestError(
+            f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(found)} buckets differ in {manifest.digest}, "
+            f"the first is bucket {wrong[0] + 1} ({', '.join(names[:4])}{more})"
+        )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        module.synchronize(device)

@@ -1,0 +1,374 @@
+"""An update is in force whole or not at all: states, versions, owners, digests, and what comes after a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from in_process import ADAPTER, TIMEOUT_S, Engine, Trainer, manifest_of, same, tensors
+
+from weightwire.errors import (
+    CommitError,
+    DeadlineError,
+    DigestError,
+    ManifestError,
+    NotServingError,
+    OwnerError,
+    PeerLostError,
+    TransportError,
+    UpdateError,
+    VersionError,
+)
+from weightwire.manifest import Manifest
+from weightwire.offer import Seal
+from weightwire.receiver import Receiver
+
+OLD, NEW = tensors(1), tensors(2)
+
+
+@pytest.fixture
+def served():
+    """A receiver whose engine has OLD as version 1."""
+    receiver, engine = Receiver("engine"), Engine()
+    seal = Trainer([receiver]).push(1, OLD)
+    receiver.commit(seal.update, engine.load, engine.restore)
+    receiver.settle(seal.update)
+    assert same(engine.weights, OLD)
+    return receiver, engine
+
+
+def works_again(receiver: Receiver, engine: Engine, version: int) -> None:
+    """The next update."""
+    seal = Trainer([receiver]).push(version, NEW)
+    receiver.commit(seal.update, engine.load, engine.restore)
+    assert same(engine.weights, NEW)
+    assert receiver.version() == version
+    assert receiver.serving
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1000, 2**20])
+@pytest.mark.parametrize("count", [1, 3])
+def test_weights_arrive_bit_for_bit(count, bucket_bytes):
+    receivers, engines = [Receiver(f"engine-{n}") for n in range(count)], [Engine() for _ in range(count)]
+    trainer = Trainer(receivers)
+    seal = trainer.push(7, NEW, bucket_bytes)
+    for receiver, engine in zip(receivers, engines, strict=True):
+        assert receiver.version() is None
+        receiver.commit(seal.update, engine.load)
+        assert same(engine.weights, NEW)
+        assert receiver.version() == 7
+    payload = sum(tensor.numel() * tensor.element_size() for tensor in NEW.values())
+    assert payload <= trainer.sender.traffic.nbytes <= 1.01 * payload
+
+
+def test_without_overlap_it_is_the_same():
+    receiver, engine = Receiver("engine"), Engine()
+    seal = Trainer([receiver]).send(manifest_of(NEW, 1, 100), NEW.items(), overlap=False)
+    receiver.verify(seal, TIMEOUT_S)
+    receiver.commit(seal.update, engine.load)
+    assert same(engine.weights, NEW)
+
+
+def test_nothing_changes_before_the_commit(served):
+    receiver, engine = served
+    seal = Trainer([receiver]).push(2, NEW)
+    assert same(engine.weights, OLD)
+    assert receiver.version() == 1
+    assert receiver.status()["update"]["state"] == "verified"
+    receiver.drop(seal.update)
+    assert same(engine.weights, OLD)
+    with pytest.raises(UpdateError, match="is dropped"):
+        receiver.commit(seal.update, engine.load)
+    works_again(receiver, engine, 2)
+
+
+def test_calls_may_be_repeated(served):
+    receiver, engine = served
+    seal = Trainer([receiver]).push(2, NEW)
+    receiver.verify(seal, TIMEOUT_S)
+    receiver.commit(seal.update, engine.load)
+    receiver.commit(seal.update, lambda found: pytest.fail("loaded twice"))
+    receiver.drop(seal.update)
+    assert same(engine.weights, NEW)
+    assert receiver.version() == 2
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_an_older_or_equal_version_is_refused(served, version):
+    receiver, engine = served
+    with pytest.raises(VersionError, match=f"version {version} of model is offered, and version 1 is in force"):
+        receiver.open(Trainer([receiver]).offers(manifest_of(NEW, version))[0])
+    works_again(receiver, engine, 2)
+
+
+def test_adapters_have_versions_of_their_own(served):
+    receiver, engine = served
+    factors = {"q.lora_A.weight": torch.ones(4, 8), "q.lora_B.weight": torch.zeros(8, 4)}
+    loaded = Engine()
+    seal = Trainer([receiver]).push(1, factors, adapter=ADAPTER)
+    receiver.commit(seal.update, loaded.load)
+    assert same(loaded.weights, factors)
+    assert (receiver.version("adapter alice"), receiver.version()) == (1, 1)
+    with pytest.raises(VersionError, match="adapter alice"):
+        receiver.open(Trainer([receiver]).offers(manifest_of(factors, 1, adapter=ADAPTER))[0])
+    receiver.forget("adapter alice")
+    receiver.commit(Trainer([receiver]).push(1, factors, adapter=ADAPTER).update, loaded.load)
+    assert same(engine.weights, OLD)
+
+
+def test_two_owners(served):
+    receiver, engine = served
+    first, second = Trainer([receiver], owner="trainer-1"), Trainer([receiver], owner="trainer-2")
+    seal = first.push(2, NEW)
+    with pytest.raises(OwnerError, match=r"trainer-2 offers an update while .* of trainer-1, is verified"):
+        receiver.open(second.offers(manifest_of(OLD, 3))[0])
+    with pytest.raises(UpdateError, match="still verified"):
+        receiver.open(first.offers(manifest_of(OLD, 3))[0])
+    receiver.commit(seal.update, engine.load)
+    assert same(engine.weights, NEW)
+
+
+def test_another_owners_update_cannot_be_committed(served):
+    receiver, engine = served
+    Trainer([receiver]).push(2, NEW)
+    with pytest.raises(UpdateError, match="there is no update 'mine'"):
+        receiver.commit("mine", engine.load)
+    assert same(engine.weights, OLD)
+
+
+def test_a_flipped_bit_is_found_and_named(served, monkeypatch):
+    receiver, engine = served
+    from weightwire.transports import gloo
+
+    honest = gloo.GlooTransport.receive
+    count = iter(range(1000))
+
+    class Flipping:
+        def __init__(self, work, buffer):
+            self.work, self.buffer = work, buffer
+
+        def wait(self, timeout_s):
+            self.work.wait(timeout_s)
+            self.buffer[17] ^= 64
+
+    def receive(self, buffer):
+        work = honest(self, buffer)
+        return Flipping(work, buffer) if next(count) == 1 else work
+
+    monkeypatch.setattr(gloo.GlooTransport, "receive", receive)
+    trainer = Trainer([receiver])
+    seal = trainer.send(manifest_of(NEW, 2), NEW.items())
+    with pytest.raises(
+        DigestError, match=r"1 of \d+ buckets differ in multilinear64, the first is bucket 2 \(embed.weight"
+    ):
+        receiver.verify(seal, TIMEOUT_S)
+    with pytest.raises(UpdateError):
+        receiver.commit(seal.update, engine.load)
+    monkeypatch.undo()
+    assert same(engine.weights, OLD)
+    works_again(receiver, engine, 2)
+
+
+def test_a_seal_of_another_manifest_is_refused(served):
+    receiver, engine = served
+    seal = Trainer([receiver]).send(manifest_of(NEW, 2), NEW.items())
+    with pytest.raises(ManifestError, match="the seal is of version 3"):
+        receiver.verify(Seal(seal.update, 3, seal.manifest, seal.digests), TIMEOUT_S)
+    works_again(receiver, engine, 2)
+
+
+def changed(kind):
+    """The tensors that the sender yields instead of those of the manifest, and what the error says."""
+    items = list(NEW.items())
+    name, tensor = items[3]
+    if kind == "wrong shape":
+        return items[:3] + [(name, tensor.t())] + items[4:], r"layers.0.linear.weight, float16 \[7, 19\]; .* \[19, 7\]"
+    if kind == "wrong dtype":
+        return items[:3] + [(name, tensor.bfloat16())] + items[4:], "bfloat16 .* float16"
+    if kind == "missing":
+        return items[:-1], "after 6 of 7 tensors there are no more; head.weight is missing"
+    if kind == "extra":
+        return [*items, ("more", tensor)], "more comes after the last tensor of the manifest, head.weight"
+    return items[:3] + [items[4], items[3]] + items[5:], "tensor 4 of 7 is empty"
+
+
+@pytest.mark.parametrize("kind", ["wrong shape", "wrong dtype", "missing", "extra", "wrong order"])
+def test_other_tensors_than_the_manifests(served, kind):
+    receiver, engine = served
+    weights, text = changed(kind)
+    with pytest.raises(ManifestError, match=text):
+        Trainer([receiver]).send(manifest_of(NEW, 2), iter(weights))
+    until_dropped(receiver)
+    assert "the sender (trainer-1" in receiver.status()["update"]["problem"]
+    assert same(engine.weights, OLD)
+    works_again(receiver, engine, 2)
+
+
+def until_dropped(receiver):
+    until = time.monotonic() + TIMEOUT_S
+    while receiver.status()["update"]["state"] != "dropped":
+        assert time.monotonic() < until, receiver.status()
+        time.sleep(0.01)
+
+
+def test_the_engine_refuses_what_it_cannot_take():
+    wanted = manifest_of(OLD, 0)
+    receiver = Receiver("engine", check=lambda manifest: manifest.expect(wanted.tensors))
+    other = dict(NEW)
+    other["step"] = other["step"].double()
+    other["more"] = other.pop("empty")
+    with pytest.raises(
+        ManifestError, match=r"empty is missing; more is not .*; step comes as float64 \[\], not int64 \[\]"
+    ):
+        receiver.open(Trainer([receiver]).offers(manifest_of(other, 1))[0])
+    small = Receiver("engine", most_bytes=100)
+    with pytest.raises(ManifestError, match="at most 100 are taken"):
+        small.open(Trainer([small]).offers(manifest_of(NEW, 1))[0])
+    with pytest.raises(TransportError, match=r"no transport 'pigeon'; known: .*gloo"):
+        receiver.open(Trainer([receiver], "pigeon").offers(manifest_of(NEW, 1))[0])
+    with pytest.raises(ManifestError, match=r"no digest 'xxh3'; known: multilinear64, sha256"):
+        receiver.open(Trainer([receiver]).offers(manifest_of(NEW, 1, digest="xxh3"))[0])
+    assert receiver.status()["update"] is None
+
+
+def test_a_source_that_raises_ends_the_update_everywhere(served):
+    receiver, engine = served
+
+    def export():
+        yield from list(NEW.items())[:4]
+        raise FloatingPointError("an export of its own")
+
+    with pytest.raises(FloatingPointError):
+        Trainer([receiver]).send(manifest_of(NEW, 2, 100), export())
+    until_dropped(receiver)
+    assert "FloatingPointError: an export of its own" in receiver.status()["update"]["problem"]
+    works_again(receiver, engine, 2)
+
+
+# --- commits that fail ---
+
+
+def half(found):
+    """Loads some tensors, and raises."""
+    for number, (_, tensor) in enumerate(found):
+        tensor.clone()
+        if number == 2:
+            raise ValueError("the third tensor")
+
+
+def test_a_commit_that_fails_restores(served):
+    receiver, engine = served
+
+    def load(found):
+        engine.kept = dict(engine.weights)
+        engine.weights["embed.weight"] = torch.zeros(1)
+        half(found)
+
+    seal = Trainer([receiver]).push(2, NEW)
+    with pytest.raises(
+        CommitError, match=r"ValueError: the third tensor\. The weights from before it are in force"
+    ) as caught:
+        receiver.commit(seal.update, load, engine.restore)
+    assert not isinstance(caught.value, NotServingError)
+    assert same(engine.weights, OLD)
+    assert receiver.serving
+    assert receiver.version() == 1
+    works_again(receiver, engine, 2)
+
+
+@pytest.mark.parametrize("with_restore", [False, True])
+def test_a_commit_that_fails_and_cannot_be_undone_stops_serving(served, with_restore):
+    receiver, engine = served
+
+    def restore():
+        raise MemoryError("no room")
+
+    seal = Trainer([receiver]).push(2, NEW)
+    with pytest.raises(NotServingError, match="must not answer"):
+        receiver.commit(seal.update, half, restore if with_restore else None)
+    assert not receiver.serving
+    assert receiver.version() is None
+    factors = {"q.lora_A.weight": torch.ones(4, 8)}
+    seal = Trainer([receiver]).push(3, factors, adapter=ADAPTER)
+    receiver.commit(seal.update, Engine().load)
+    assert not receiver.serving, "an adapter does not mend a model"
+    works_again(receiver, engine, 2)
+
+
+def test_a_commit_is_undone_when_another_worker_failed(served):
+    receiver, engine = served
+    seal = Trainer([receiver]).push(2, NEW)
+    receiver.commit(seal.update, engine.load, engine.restore)
+    receiver.revert(seal.update, "worker 1 failed")
+    assert same(engine.weights, OLD)
+    assert receiver.version() == 1
+    works_again(receiver, engine, 2)
+    seal = Trainer([receiver]).push(3, OLD)
+    receiver.commit(seal.update, engine.load, engine.restore)
+    receiver.settle(seal.update)
+    with pytest.raises(NotServingError):
+        receiver.revert(seal.update, "too late")
+
+
+# --- time ---
+
+
+def test_an_update_that_nobody_goes_on_with_is_dropped(served):
+    receiver, engine = served
+    trainer = Trainer([receiver])
+    trainer.lease_s = 0.3
+    trainer.push(2, NEW)
+    until_dropped(receiver)
+    assert "nobody went on with it for 0.3 s" in receiver.status()["update"]["problem"]
+    assert same(engine.weights, OLD)
+    works_again(receiver, engine, 2)
+
+
+def test_a_trainer_that_never_comes(served):
+    receiver, engine = served
+    trainer = Trainer([receiver])
+    trainer.timeout_s = 0.4
+    (offer,) = trainer.offers(manifest_of(NEW, 2))
+    receiver.open(offer)
+    seal = Seal(offer.update, 2, offer.manifest.identity, ("0",))
+    with pytest.raises(DeadlineError, match=r"have not come to group .*: the sender \(trainer-1\)"):
+        receiver.verify(seal, TIMEOUT_S)
+    works_again(receiver, engine, 2)
+
+
+def test_a_drop_ends_the_wait_for_a_trainer(served):
+    receiver, engine = served
+    (offer,) = Trainer([receiver]).offers(manifest_of(NEW, 2))
+    receiver.open(offer)
+    receiver.drop(offer.update)
+    until = time.monotonic() + 10
+    while any(offer.update in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < until, "the receiver still waits"
+        time.sleep(0.02)
+    works_again(receiver, engine, 2)
+
+
+def test_an_engine_that_does_not_come_is_named():
+    receiver = Receiver("engine-a")
+    trainer = Trainer([receiver, Receiver("engine-b")])
+    trainer.timeout_s = 0.5
+    manifest = manifest_of(NEW, 1)
+    trainer.receivers = [receiver, _Deaf("engine-b")]
+    with pytest.raises((DeadlineError, PeerLostError), match=r"have not come .*: receiver 2 \(engine-b\)$"):
+        trainer.send(manifest, NEW.items())
+
+
+class _Deaf(Receiver):
+    def open(self, offer, worker=0):
+        pass
+
+
+def test_the_check_sees_the_manifest():
+    seen: list[Manifest] = []
+    receiver = Receiver("engine", check=seen.append)
+    manifest = manifest_of(NEW, 5)
+    seal = Trainer([receiver]).send(manifest, NEW.items())
+    receiver.verify(seal, TIMEOUT_S)
+    assert seen == [manifest]
