@@ -43,6 +43,7 @@ _PUBLIC = {
     "AdapterFuture": "megascend.lora.queue",
     "Lora": "megascend.config",
     "register_lora_targets": "megascend.lora.target_maps",
+    "register_architecture": "megascend.huggingface.architectures",
     "Adapters": "megascend.config",
     "Data": "megascend.config",
     "RunConfig": "megascend.config",
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
         TopologyError,
         VersionError,
     )
+    from megascend.huggingface.architectures import register_architecture
     from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.lora.target_maps import register_lora_targets
 

@@ -30,6 +30,17 @@ def test_a_program_has_its_arguments_and_finds_nothing_of_another(tmp_path: Path
         assert rest == f"{[name, '1', 'two words']} False\n"
 
 
+def test_modules_are_imported_for_one_program_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_model_of_mine.py").write_text("import transformers\ntransformers.mine = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    look = "import transformers; print(hasattr(transformers, 'mine'))"
+    assert run_reference(look, modules=["a_model_of_mine"]).stdout == "True\n"
+    assert run_reference(look).stdout == "False\n"
+    missing = run_reference(look, modules=["no_model_of_anybody"])
+    assert missing.returncode == 1
+    assert "no_model_of_anybody" in missing.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "code", "told"),
     [

@@ -23,6 +23,7 @@ from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, NonFiniteError
 from megascend.files import replacing
+from megascend.huggingface.architectures import make_known_to_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -405,6 +406,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
 
     if not model.is_dir():
         raise CheckpointError(f"no model at {model.resolve()} (model): the directory does not exist")
+    make_known_to_transformers(model)
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

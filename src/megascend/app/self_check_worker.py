@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megascend.bootstrap.providers import packages
+from megascend.huggingface.architectures import make_known_to_transformers, register_architecture
 
 HIDDEN_PACKAGES = ("torch_npu", *packages())
 """What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself."""
@@ -36,6 +37,8 @@ def main(job_path: str, result_path: str) -> None:
     for name in HIDDEN_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]
     job = json.loads(Path(job_path).read_text())
+    for architecture in job["architectures"]:
+        register_architecture(**architecture)
     folder = Path(job["folder"])
     references = [reference(trial, folder / str(index)) for index, trial in enumerate(job["trials"])]
     made_ready = time.perf_counter()
@@ -71,6 +74,7 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(trial["config"]))
     try:
+        make_known_to_transformers(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         randomise(model, trial["seed"])

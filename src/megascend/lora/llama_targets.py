@@ -52,8 +52,12 @@ def _unknown(layout: ModelLayout) -> str:
     )
 
 
-def query_key_value(module: Any, number: int, layout: ModelLayout) -> TargetModule:
-    """Megatron's rows are, for every query group, its query heads, then its key, then its value."""
+def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str = "self_attn") -> TargetModule:
+    """Megatron's rows are, for every query group, its query heads, then its key, then its value.
+
+    Args:
+        folder: what the checkpoint calls a layer's attention.
+    """
     config, (rank, size) = layout.config, layout.tensor_rank(expert=False)
     width = config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) // size
@@ -63,7 +67,7 @@ def query_key_value(module: Any, number: int, layout: ModelLayout) -> TargetModu
     for name, chosen in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
         local = chosen.flatten()
         whole = rank * len(local) + torch.arange(len(local))
-        slices.append(FusedSlice(layout.name(number, "self_attn", name), len(local) * size, local, whole))
+        slices.append(FusedSlice(layout.name(number, folder, name), len(local) * size, local, whole))
     return TargetModule.of(module, "column", layout, slices)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megascend import files
 from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError
+from megascend.huggingface.architectures import registered
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import Trial, TrialResult
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
@@ -197,9 +198,11 @@ def place(part: Slice) -> Path:
 
 
 def key(part: Slice) -> str:
-    """Of everything that a verdict depends on: the slice, the packages' versions, and the code of this one."""
+    """Of everything that a verdict depends on: the slice, the packages' versions, our code and its architecture's."""
     versions = {name: metadata.version(name) for name in PACKAGES}
-    content = {"config": part.config, "lengths": part.lengths, "versions": versions, "code": own_code()}
+    content: dict[str, Any] = {"config": part.config, "lengths": part.lengths, "versions": versions, "code": own_code()}
+    if (architecture := registered(part.config.get("model_type"))) is not None:
+        content["architecture"] = architecture.code()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megascend.distributed.plain_process import plain_environment
 from megascend.errors import PlatformError
+from megascend.huggingface.architectures import registered
 
 BOUND = 2e-5
 """Largest difference, over the largest logit, that counts as agreement.
@@ -96,7 +97,16 @@ def run(trials: Sequence[Trial], deadline_s: float = DEADLINE_S) -> Report:
     with tempfile.TemporaryDirectory(prefix="megascend-self-check-") as name:
         folder = Path(name)
         job, result = folder / "job.json", folder / "result.json"
-        job.write_text(json.dumps({"folder": str(folder / "models"), "trials": [vars(trial) for trial in trials]}))
+        found_outside = {kind: registered(kind) for kind in (trial.config.get("model_type") for trial in trials)}
+        job.write_text(
+            json.dumps(
+                {
+                    "folder": str(folder / "models"),
+                    "trials": [vars(trial) for trial in trials],
+                    "architectures": [vars(each) for each in found_outside.values() if each is not None],
+                }
+            )
+        )
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "megascend.app.self_check_worker", str(job), str(result)],

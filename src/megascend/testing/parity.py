@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
+from megascend.huggingface.architectures import registered_for
 from megascend.testing.cached import cached
 from megascend.testing.kept import digest, kept
 from megascend.testing.reference import run_reference
@@ -256,17 +257,20 @@ def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
     """
     program = Path(__file__).with_name(script)
     text = json.dumps(job)
+    architecture = registered_for(Path(job["checkpoint"]))
+    modules = [architecture.transformers] if architecture is not None and architecture.transformers else []
     result = folder / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
 
     def run(written: Path) -> None:
         path = result.with_suffix(".json")
         path.write_text(text)
-        done = run_reference(program, path, written, timeout_s=REFERENCE_TIMEOUT_S)
+        done = run_reference(program, path, written, timeout_s=REFERENCE_TIMEOUT_S, modules=modules)
         if done.returncode:
             raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
 
     def make(written: Path) -> None:
-        kept(program.stem, _by_content(job), program, written, run)
+        made_from = _by_content(job) | ({} if architecture is None else {"architecture": architecture.code()})
+        kept(program.stem, made_from, program, written, run)
 
     return cached(result, make)
 

@@ -53,6 +53,7 @@ class ProgramServer:
         environment: Mapping[str, str],
         stdin: str = "",
         timeout_s: float = 240.0,
+        modules: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
         """Run a Python script, or a program given as text, and wait for its end.
 
@@ -61,6 +62,7 @@ class ProgramServer:
             environment: its environment variables.
             stdin: its standard input.
             timeout_s: deadline in seconds, imports included.
+            modules: imported before the program runs, by it alone: those that make an architecture known to transformers.
 
         Raises:
             subprocess.TimeoutExpired: the program took longer; it is killed.
@@ -71,6 +73,7 @@ class ProgramServer:
             files[0].write_text(stdin)
             request = {
                 "imports": [module for name in _packages(text) for module in IMPORTED[name]],
+                "modules": [*modules],
                 "program": str(program) if isinstance(program, Path) else None,
                 "text": text,
                 "arguments": [str(argument) for argument in arguments],
@@ -135,19 +138,20 @@ _SERVER = ProgramServer()
 
 
 def run_reference(
-    program: Path | str, *arguments: object, stdin: str = "", timeout_s: float = 240.0
+    program: Path | str, *arguments: object, stdin: str = "", timeout_s: float = 240.0, modules: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script, or a program given as text, in a process without NPU (real or simulated), network or a second thread.
 
     Args:
         arguments: ``sys.argv[1:]`` of the program.
         timeout_s: deadline, in seconds.
+        modules: imported first: those that make an architecture known to transformers.
 
     Raises:
         subprocess.TimeoutExpired: the program took longer; it is killed.
     """
     environment = {name: value for name, value in plain_environment().items() if name != "PYTEST_CURRENT_TEST"}
-    return _SERVER.run(program, arguments, environment, stdin, timeout_s)
+    return _SERVER.run(program, arguments, environment, stdin, timeout_s, modules)
 
 
 def _packages(text: str) -> list[str]:

@@ -8,10 +8,12 @@ matters.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
+from megascend.huggingface.architectures import registered
 from megascend.testing.cached import alone, replace
 from megascend.testing.kept import kept
 from megascend.testing.reference import run_reference
@@ -37,17 +39,21 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
     """The Hugging Face ``config.json`` of a tiny model: 4 layers, hidden 64, 4 heads in 2 query groups, 320 tokens.
 
     Args:
-        arch: one of :data:`ARCHITECTURES`.
+        arch: one of :data:`ARCHITECTURES`, or registered with :func:`megascend.register_architecture`.
         overrides: any key of the config, e.g. ``tie_word_embeddings=True`` or ``num_hidden_layers=8``.
 
     Raises:
         ConfigError: the architecture is not known.
     """
-    if arch not in _CLASSES:
-        raise ConfigError(f"no tiny model of architecture {arch!r}; known: {', '.join(ARCHITECTURES)}")
+    outside = registered(arch)
+    if arch not in _CLASSES and outside is None:
+        raise ConfigError(
+            f"no tiny model of architecture {arch!r}; known: {', '.join(ARCHITECTURES)}, and those registered with "
+            "megascend.register_architecture"
+        )
     config: dict[str, Any] = {
         "model_type": arch,
-        "architectures": [_CLASSES[arch]],
+        "architectures": [_CLASSES[arch]] if arch in _CLASSES else None,
         "hidden_size": 64,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
@@ -98,7 +104,7 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
             "mlp_only_layers": [],
             "router_aux_loss_coef": 0.0,
         }
-    return config | overrides
+    return config | (dict(outside.tiny) if outside is not None else {}) | overrides
 
 
 def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **overrides: Any) -> Path:
@@ -111,7 +117,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
 
     Args:
         path: the checkpoint directory; created if missing.
-        arch: one of :data:`ARCHITECTURES`.
+        arch: as for :func:`tiny_config`.
         seed: of the weights.
         overrides: as for :func:`tiny_config`.
 
@@ -123,14 +129,19 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
         DistributedTestError: transformers could not build the model; the message holds its output.
     """
     path = Path(path)
-    recipe = json.dumps({"config": tiny_config(arch, **overrides), "seed": seed}, sort_keys=True)
+    made_from: dict[str, Any] = {"config": tiny_config(arch, **overrides), "seed": seed}
+    outside = registered(arch)
+    if outside is not None:
+        made_from["architecture"] = outside.code()
+    recipe = json.dumps(made_from, sort_keys=True)
     if _holds(path, recipe):
         return path
     if path.exists() and any(path.iterdir()) and not (path / MARKER).exists():
         raise ConfigError(f"{path} holds files that are no tiny checkpoint; give write_tiny_checkpoint a new directory")
     with alone(path):
         if not _holds(path, recipe):
-            replace(path, lambda fresh: _build(fresh, recipe))
+            modules = [outside.transformers] if outside is not None and outside.transformers else []
+            replace(path, lambda fresh: _build(fresh, recipe, modules))
     return path
 
 
@@ -139,11 +150,11 @@ def _holds(path: Path, recipe: str) -> bool:
     return marker.is_file() and marker.read_text() == recipe
 
 
-def _build(path: Path, recipe: str) -> None:
+def _build(path: Path, recipe: str, modules: Sequence[str]) -> None:
     program = Path(__file__).with_name("_build_tiny.py")
 
     def run(fresh: Path) -> None:
-        done = run_reference(program, fresh, stdin=recipe, timeout_s=300)
+        done = run_reference(program, fresh, stdin=recipe, timeout_s=300, modules=modules)
         if done.returncode:
             raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
 

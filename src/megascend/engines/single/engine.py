@@ -25,6 +25,7 @@ from megascend.engines.single.named_weights import named_weights
 from megascend.engines.single.optimizer import Optimizer
 from megascend.engines.single.output_head import HeadOutput, check_plain_head, hidden_states
 from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.merge import merged
 from megascend.topology.topology import Topology
@@ -181,6 +182,7 @@ def load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Any
     """
     from transformers import AutoModelForCausalLM
 
+    make_known_to_transformers(model_dir)
     loader: Any = AutoModelForCausalLM
     try:
         with _no_progress_bars():

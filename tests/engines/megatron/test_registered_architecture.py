@@ -1,0 +1,170 @@
+"""An architecture that a package outside megascend registers (tests/outside/parrot), held against Hugging Face and peft."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megascend
+from megascend.app.loop import train
+from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.config import Data, Parallel, RunConfig
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface import architectures
+from megascend.testing import run_distributed, tiny_config
+from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_reference, train_adapter
+from megascend.testing.parity import (
+    Case,
+    case_backend,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+
+OUTSIDE = str(Path(__file__).parents[2] / "outside")
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outside() -> Any:
+    """The package can be imported, here and in processes that this one starts; it has been."""
+    sys.path.insert(0, OUTSIDE)
+    import parrot  # noqa: F401
+
+    yield
+    sys.path.remove(OUTSIDE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder: Path) -> Path:
+    return case_checkpoint(parity_folder, "parrot", num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("parrot", arch="parrot"), Case("parrot TP2 + SP", 2, Parallel(tensor=2, sequence=True), arch="parrot")],
+    ids=lambda case: case.name,
+)
+def test_it_trains_as_in_hugging_face(case: Case, parity_folder: Path, checkpoint: Path) -> None:
+    tokens = token_lists()
+    apart = differences(train_case(case, checkpoint, tokens), hf_reference(parity_folder, checkpoint, tokens))
+    assert apart.loss <= case.loss_bound, apart
+    assert apart.grad_norm <= case.norm_bound, apart
+    assert apart.logits is not None
+    assert apart.logits <= case.logits_bound, apart
+
+
+def test_its_adapters_are_those_of_peft(parity_folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    case = Case("parrot TP2", 2, Parallel(tensor=2), arch="parrot")
+    adapter = case_adapter(checkpoint, case)
+    names = {name.split(".")[-4] for name in load_file(adapter / "adapter_model.safetensors")}
+    assert names == {"attn", "ff"}
+    mine = train_adapter(case, checkpoint, adapter, tmp_path / "out")
+    apart = adapter_differences(mine, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
+    assert apart.loss <= case.loss_bound, apart
+    assert apart.grad_norm <= case.norm_bound, apart
+    assert apart.factors <= 1e-3, apart
+
+
+def test_the_self_check_compares_it_and_its_export_has_its_names(checkpoint: Path, tmp_path: Path) -> None:
+    def on_rank() -> Any:
+        with case_backend(Case("parrot", arch="parrot"), checkpoint) as backend:
+            loss = backend.forward_backward(causal_samples(token_lists())).loss
+            backend.export_hf(tmp_path / "out")
+            return backend.self_check.status, loss
+
+    ((status, _),) = run_distributed(on_rank, 1, init=False)
+    assert status == "agrees"
+    source, exported = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.1.attn.q_proj.weight" in source
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+
+
+def test_megascend_train_takes_it_by_its_plug_in(checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    byte_tokenizer(64).save_pretrained(model)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "ab" * 8 + c}) + "\n" for c in "cdef"))
+    run = RunConfig(
+        model=model,
+        output=tmp_path / "run",
+        data=Data(path=tmp_path / "data.jsonl", global_batch_size=4),
+        steps=3,
+        plugins=("parrot",),
+        platform="cpu",
+        precision="fp32",
+        plot=False,
+        optimizer=megascend.Adam(lr=1e-2),
+    )
+
+    def on_rank() -> Any:
+        for name in [name for name in sys.modules if name.split(".")[0] == "parrot"]:
+            del sys.modules[name]
+        architectures._by_model_type.clear()
+        megascend.lora.target_maps._by_model_type.clear()
+        result = train(run)
+        return result.steps, result.export
+
+    assert run_distributed(on_rank, 1, init=False) == [(3, tmp_path / "run" / "hf")]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_without_its_package_it_is_refused_and_a_package_is_named_that_fails(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error_of(**settings: Any) -> str:
+        def on_rank() -> str:
+            architectures._by_model_type.clear()
+            if settings:
+                megascend.register_architecture("parrot", **settings)
+            try:
+                case_backend(Case("parrot", arch="parrot"), checkpoint).close()
+            except (CheckpointError, ConfigError) as error:
+                return str(error)
+            return ""
+
+        return run_distributed(on_rank, 1, init=False)[0]
+
+    assert "transformers" in error_of()
+    assert "importing 'parrot.nothing' failed" in error_of(transformers="parrot.nothing")
+    hugging_face = "parrot.hugging_face"
+    assert "has no model for model_type 'parrot'" in error_of(transformers=hugging_face)
+    assert "'json' has registered no model" in error_of(transformers=hugging_face, megatron="json")
+
+    monkeypatch.setattr(architectures, "_by_model_type", {})
+    with pytest.raises(ConfigError, match="'parrot'; known: qwen2"):
+        tiny_config("parrot")
+    megascend.register_architecture("parrot", tiny={"attention_scale": 0.5})
+    megascend.register_architecture("parrot", tiny={"attention_scale": 0.5})
+    assert tiny_config("parrot")["attention_scale"] == 0.5
+    with pytest.raises(ConfigError, match="another architecture is registered for model_type 'parrot'"):
+        megascend.register_architecture("parrot", megatron="parrot.megatron")
+
+
+def test_what_is_kept_of_it_depends_on_the_code_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "model.py").write_text("one = 1\n")
+    (tmp_path / "a_module.py").write_text("two = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    architecture = architectures.Architecture("any", "a_package.model", "a_module")
+    first = architecture.code()
+    assert architecture.code() == first
+    (package / "model.py").write_text("one = 3\n")
+    second = architecture.code()
+    (tmp_path / "a_module.py").write_text("two = 4\n")
+    assert len({first, second, architecture.code()}) == 3
+    with pytest.raises(ConfigError, match="no package 'absent'"):
+        architectures.Architecture("any", "absent.model").code()

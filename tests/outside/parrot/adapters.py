@@ -1,0 +1,14 @@
+"""Where adapters go: as in Llama, under this architecture's names."""
+
+from __future__ import annotations
+
+from megascend.lora.llama_targets import linear, query_key_value
+
+
+def layer_targets(layer, number, layout):
+    attention, mlp = layer.self_attention, layer.mlp
+    named = {name: layout.name(number, "ff", name) for name in ("gate_proj", "up_proj", "down_proj")}
+    yield query_key_value(attention.linear_qkv, number, layout, folder="attn")
+    yield linear(attention.linear_proj, "row", layout, [layout.name(number, "attn", "o_proj")])
+    yield linear(mlp.linear_fc1, "column", layout, [named["gate_proj"], named["up_proj"]])
+    yield linear(mlp.linear_fc2, "row", layout, [named["down_proj"]])
