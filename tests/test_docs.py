@@ -45,22 +45,23 @@ def test_the_version_table_is_the_codes(column: int) -> None:
     assert rows["MindSpeed branch"] == f"`{BRANCHES[stack.name]}`"
 
 
-def test_the_example_of_an_injected_fault_runs(tmp_path: Path) -> None:
+def test_the_examples_of_tests_run(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
-    (program,) = [
-        code for code in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE) if "faults" in code
-    ]
-    (tmp_path / "test_example.py").write_text(program)
+    programs = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    assert sum("def test_" in program for program in programs) == 3
+    for number, program in enumerate(programs):
+        (tmp_path / f"test_example_{number}.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=180,
+        timeout=300,
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-4000:]
+    assert "3 passed" in done.stdout
 
 
 def test_the_simulated_devices_settings_are_listed() -> None:
