@@ -31,6 +31,8 @@ if QUICK_START not in sys.path:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK_START, os.environ.get("PYTHONPATH")]))
 runpy.run_path(str(Path(QUICK_START) / "sitecustomize.py"))
 
+sys.path.append(str(Path(__file__).with_name("weightwire")))  # members of groups, for tests in other folders too
+
 
 def pytest_report_header() -> list[str]:
     """Say what is left out, and how to run it."""

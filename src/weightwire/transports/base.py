@@ -90,7 +90,11 @@ POLL_S = 0.2
 """The longest that a wait goes without a look at the other members, in seconds."""
 
 BUILT_IN: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "cuda_ipc": ("weightwire.transports.cuda_ipc", "CudaIpcTransport", ("cuda",)),
     "gloo": ("weightwire.transports.gloo", "GlooTransport", ("cpu",)),
+    "hccl": ("weightwire.transports.hccl", "HcclTransport", ("npu",)),
+    "nccl": ("weightwire.transports.nccl", "NcclTransport", ("cuda",)),
+    "vllm_hccl": ("weightwire.vllm.hccl_transport", "VllmHcclTransport", ("npu",)),
 }
 """Name: (module, class, types of devices that the buffers may be on)."""
 

@@ -1,0 +1,1 @@
+"""Programs of others that megascend plugs into, one file each, which imports the program it is for."""

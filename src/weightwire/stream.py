@@ -1,0 +1,295 @@
+"""An update whose tensors nobody knows beforehand: buckets that each say what is in them.
+
+For engines whose interface hands out weights one by one, as a generator, and takes them the same way (verl's
+checkpoint engines). The tensors' bytes stand one after the other; a bucket is the next ``bucket_bytes`` of them, so a
+tensor may begin in one bucket and end in another. A bucket travels as 8 bytes (the length of its header), the header
+(JSON) and the bytes. The receiver compares a bucket's digest before it hands out anything of it; whether all have
+come is known with the last one. Where an update is planned first, :mod:`weightwire.sender` is the better way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightwire.digest import digest
+from weightwire.errors import DigestError, ManifestError, TransportError, VersionError, WireError
+from weightwire.group import Group
+from weightwire.manifest import MOST_DIMENSIONS, TensorSpec, exactly
+from weightwire.transports.base import Transport, Work
+
+MOST_HEADER_BYTES = 2**26
+LENGTH_BYTES = 8
+DIGEST = "multilinear64"
+
+
+@dataclass(frozen=True)
+class Part:
+    """``length`` bytes of a tensor, from ``offset`` on; the parts of a bucket stand one after the other."""
+
+    tensor: TensorSpec
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is in a bucket.
+
+    Attributes:
+        version: of the update.
+        index: of the bucket, from 0.
+        last: no bucket follows.
+        digest: of the bucket's bytes, as a hexadecimal number.
+    """
+
+    version: int
+    index: int
+    last: bool
+    digest: str
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the bucket."""
+        return sum(part.length for part in self.parts)
+
+    def to_bytes(self) -> bytes:
+        """JSON."""
+        parts = [
+            [part.tensor.name, part.tensor.dtype, list(part.tensor.shape), part.offset, part.length]
+            for part in self.parts
+        ]
+        fields = {"version": self.version, "index": self.index, "last": self.last, "digest": self.digest}
+        return json.dumps({**fields, "parts": parts}).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Header:
+        """The header of :meth:`to_bytes`.
+
+        Raises:
+            ManifestError: it is malformed.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ManifestError(f"header: no JSON: {error}") from None
+        fields = exactly(data, ("version", "index", "last", "digest", "parts"), "header")
+        kinds = {"version": int, "index": int, "last": bool, "digest": str, "parts": list}
+        if wrong := [name for name, kind in kinds.items() if type(fields[name]) is not kind]:
+            raise ManifestError(f"header: {', '.join(wrong)} of another type")
+        fields["parts"] = tuple(map(_part, fields["parts"]))
+        return cls(**fields)
+
+
+class StreamSender:
+    """The sending side: :meth:`add` each tensor, then :meth:`finish`. One bucket travels while the next one is filled.
+
+    Args:
+        transport, group: of the update; this member is rank 0.
+        device: of the buckets; two of ``bucket_bytes`` are allocated there.
+        version: of the weights.
+        timeout_s: deadline, in seconds, of what one bucket waits for.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: Group,
+        device: torch.device,
+        bucket_bytes: int,
+        version: int,
+        timeout_s: float,
+    ) -> None:
+        self._transport, self._group, self._device = transport, group, device
+        self._version, self._timeout_s = version, timeout_s
+        self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._under_way: Work | None = None
+        self._parts: list[Part] = []
+        self._filled = self._index = self._sending = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a tensor of any device; it may be changed when this returns.
+
+        Raises:
+            ManifestError: a name or a dtype that cannot travel.
+            TransportError: a bucket could not be sent.
+        """
+        spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        spec.check()
+        data, offset = tensor.detach().contiguous().view(-1).view(torch.uint8), 0
+        if not spec.nbytes:
+            self._parts.append(Part(spec, 0, 0))
+        while offset < spec.nbytes:
+            buffer = self._buffers[self._index % 2]
+            length = min(spec.nbytes - offset, buffer.numel() - self._filled)
+            buffer[self._filled : self._filled + length].copy_(data[offset : offset + length])
+            self._parts.append(Part(spec, offset, length))
+            offset, self._filled = offset + length, self._filled + length
+            if self._filled == buffer.numel():
+                self._send(last=False)
+        if data.device.type != "cpu":
+            getattr(torch, data.device.type).current_stream(data.device).synchronize()
+
+    def finish(self) -> None:
+        """Send what is left, and wait until all of it may be forgotten.
+
+        Raises:
+            TransportError: a bucket could not be sent.
+        """
+        self._send(last=True)
+        self._wait()
+
+    def _send(self, last: bool) -> None:
+        data = self._buffers[self._index % 2][: self._filled]
+        value = digest(DIGEST, data)  # waits for the device: the bucket is filled
+        text = Header(self._version, self._index, last, value, tuple(self._parts)).to_bytes()
+        self._wait()
+        self._group.progress(self._index)
+        self._sending = self._index
+        for small in (len(text).to_bytes(LENGTH_BYTES, "little"), text):
+            self._under_way = self._transport.send(
+                torch.frombuffer(bytearray(small), dtype=torch.uint8).to(self._device)
+            )
+            self._wait()
+        if self._filled:
+            self._under_way = self._transport.send(data)
+        self._parts, self._filled, self._index = [], 0, self._index + 1
+
+    def _wait(self) -> None:
+        if self._under_way is None:
+            return
+        try:
+            self._under_way.wait(self._timeout_s)
+        except WireError as error:
+            raise self._group.explain(error, f"sending bucket {self._sending} of version {self._version}") from error
+        self._under_way = None
+
+
+class StreamReceiver:
+    """The receiving side: an iterator of ``(name, tensor)``, each tensor newly allocated on ``device``.
+
+    Args:
+        transport, group: of the update.
+        device: of the tensors and of one bucket of ``bucket_bytes``.
+        version: expected; None for any.
+        timeout_s: deadline, in seconds, of the wait for a bucket: the sender may need that long to fill it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: Group,
+        device: torch.device,
+        bucket_bytes: int,
+        version: int | None,
+        timeout_s: float,
+    ) -> None:
+        self._transport, self._group, self._device = transport, group, device
+        self._version, self._timeout_s = version, timeout_s
+        self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
+        self._names: set[str] = set()
+        self._open: tuple[TensorSpec, torch.Tensor, int] | None = None  # a tensor of which so many bytes have come
+        self._index = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        Raises:
+            DigestError: a bucket is not what was sent.
+            VersionError: it is of another version.
+            ManifestError: a header is malformed, or tensors do not fit together.
+            TransportError: a bucket has not come.
+        """
+        while True:
+            header = self._next_header()
+            data = self._buffer[: header.nbytes]
+            if header.nbytes:
+                self._receive(data)
+            found = digest(DIGEST, data)
+            if found != header.digest:
+                names = ", ".join(part.tensor.name for part in header.parts[:4])
+                raise DigestError(
+                    f"{self._where()}: the digest is {found}, and {header.digest} was sent (in it: {names})"
+                )
+            position = 0
+            for part in header.parts:
+                if (done := self._take(part, data[position : position + part.length])) is not None:
+                    yield done
+                position += part.length
+            self._index += 1
+            self._group.progress(self._index)
+            if header.last:
+                break
+        if self._open is not None:
+            raise ManifestError(f"{self._where()}: the update ends within {self._open[0].name}")
+
+    def _next_header(self) -> Header:
+        length = int.from_bytes(self._receive_bytes(LENGTH_BYTES), "little")
+        if not 0 < length <= MOST_HEADER_BYTES:
+            raise ManifestError(f"{self._where()}: a header of {length} bytes")
+        header = Header.from_bytes(self._receive_bytes(length))
+        if self._version is not None and header.version != self._version:
+            raise VersionError(f"{self._where()}: version {self._version} is expected, and {header.version} came")
+        if header.index != self._index or header.nbytes > self._buffer.numel():
+            raise ManifestError(
+                f"{self._where()}: bucket {header.index} of {header.nbytes} bytes came; buckets here have "
+                f"{self._buffer.numel()} bytes"
+            )
+        return header
+
+    def _take(self, part: Part, data: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """Copy a part into its tensor; the tensor if that was its last one."""
+        spec = part.tensor
+        if self._open is None:
+            if spec.name in self._names:
+                raise ManifestError(f"{self._where()}: {spec.name} comes twice")
+            self._names.add(spec.name)
+            self._open = spec, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device), 0
+        known, tensor, have = self._open
+        if known != spec or part.offset != have or have + part.length > spec.nbytes:
+            raise ManifestError(
+                f"{self._where()}: bytes {part.offset} to {part.offset + part.length} of {spec.name} came after {have} "
+                f"bytes of {known.name}"
+            )
+        if part.length:
+            tensor.view(-1).view(torch.uint8)[have : have + part.length].copy_(data)
+        if have + part.length < spec.nbytes:
+            self._open = known, tensor, have + part.length
+            return None
+        self._open = None
+        return spec.name, tensor
+
+    def _receive_bytes(self, length: int) -> bytes:
+        buffer = torch.empty(length, dtype=torch.uint8, device=self._device)
+        self._receive(buffer)
+        content = bytearray(length)
+        torch.frombuffer(content, dtype=torch.uint8).copy_(buffer)
+        return bytes(content)
+
+    def _receive(self, buffer: torch.Tensor) -> None:
+        try:
+            self._transport.receive(buffer).wait(self._timeout_s)
+        except TransportError as error:
+            raise self._group.explain(error, f"receiving bucket {self._index}") from error
+
+    def _where(self) -> str:
+        return f"{self._group.member(self._group.rank)}, bucket {self._index}"
+
+
+def _part(row: Any) -> Part:
+    if (
+        not isinstance(row, list)
+        or [type(value) for value in row] != [str, str, list, int, int]
+        or len(row[2]) > MOST_DIMENSIONS
+    ):
+        raise ManifestError(f"header: {row!r:.120} is not [name, dtype, shape, offset, length]")
+    name, dtype, shape, offset, length = row
+    spec = TensorSpec(name, dtype, tuple(shape))
+    spec.check()
+    if offset < 0 or length < 0 or offset + length > spec.nbytes:
+        raise ManifestError(f"header: {name} has {spec.nbytes} bytes, and no bytes {offset} to {offset + length}")
+    return Part(spec, offset, length)

@@ -1,0 +1,207 @@
+"""On one host, between processes that share CUDA devices: receivers copy out of the sender's own buffers.
+
+Nothing but handles goes through the group's store, as JSON and base64; nothing is unpickled. Receivers map the
+sender's allocation, copy the bucket on the device (or over NVLink to their own), and say so; then the sender may
+overwrite it.
+
+What PyTorch's sharing of CUDA memory needs: the same user and IPC namespace (``/dev/shm`` holds the reference
+counts), the sender's device among those that the receiver sees, and ``PYTORCH_CUDA_ALLOC_CONF`` without
+``expandable_segments`` on the sender. A receiver that dies without closing leaves the sender's buffers allocated
+until the sender ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from weightwire.errors import TransportError
+from weightwire.group import Group
+from weightwire.transports.base import POLL_S, Setup
+from weightwire.transports.device_work import first_line, wait_until
+
+HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
+"""What PyTorch tells of a shared allocation, after the device, in its order."""
+
+
+class CudaIpcTransport:
+    """The sender publishes where a bucket is; each receiver copies it and acknowledges.
+
+    Raises:
+        TransportError: a receiver does not see the sender's device.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._group, self._device = setup.group, setup.device
+        self._rank, self._size = setup.group.rank, setup.group.size
+        self._store = setup.group.store("transport", setup.timeout_s)
+        self._stream = torch.cuda.Stream(setup.device)
+        self._count = 0
+        self._shared: dict[int, tuple[int, torch.UntypedStorage]] = {}  # sender's: by address
+        self._opened: dict[int, torch.Tensor] = {}  # a receiver's: by the sender's number
+        if self._rank == 0:
+            self._store.set("device", _uuid(setup.device))
+        else:
+            _await(["device"], self._store, self._group, setup.timeout_s, "cuda_ipc: the sender has named no device")
+            self._source = _device_of(self._store.get("device").decode())
+
+    def send(self, buffer: torch.Tensor) -> Sent:
+        """See :class:`weightwire.transports.base.Transport`."""
+        number = self._take_number()
+        storage = buffer.untyped_storage()
+        at = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
+        self._store.set(f"bucket/{number}", at)
+        return Sent(self._store, self._group, number, self._size, buffer)
+
+    def receive(self, buffer: torch.Tensor) -> Received:
+        """See :class:`weightwire.transports.base.Transport`."""
+        # The buffer's memory may have been another tensor's, whose last kernels are still to run.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return Received(self, self._take_number(), buffer)
+
+    def copy(self, number: int, buffer: torch.Tensor, timeout_s: float) -> None:
+        """Wait for bucket ``number``, copy it into ``buffer``, and tell the sender."""
+        key = f"bucket/{number}"
+        _await([key], self._store, self._group, timeout_s, "cuda_ipc: the next bucket has not been offered")
+        storage, offset, length = _numbers(self._store.get(key), 3)
+        source = self._open(storage)
+        if length != buffer.nbytes or offset < 0 or offset + length > source.nbytes:
+            raise TransportError(
+                f"cuda_ipc: bucket {number} is offered as bytes {offset} to {offset + length} of {source.nbytes}, and "
+                f"{buffer.nbytes} bytes are expected"
+            )
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(source[offset : offset + length], non_blocking=True)
+            done.record(self._stream)
+        wait_until(done.query, self._group, timeout_s, "cuda_ipc: a bucket has not been copied")
+        self._store.set(f"taken/{number}/{self._rank}", "1")
+
+    def abort(self) -> None:
+        """Nothing to give up: a copy ends by itself."""
+
+    def close(self) -> None:
+        """Unmap what is the sender's."""
+        self._opened.clear()
+        self._shared.clear()
+        torch.cuda.ipc_collect()
+
+    def _take_number(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _publish(self, storage: torch.UntypedStorage) -> int:
+        """The number under which receivers find an allocation."""
+        if storage.data_ptr() not in self._shared:
+            try:
+                _device, *values = storage._share_cuda_()
+            except RuntimeError as error:
+                raise TransportError(f"cuda_ipc: the buffer cannot be shared: {first_line(error)}") from error
+            number = len(self._shared)
+            self._store.set(f"storage/{number}", json.dumps(dict(zip(HANDLE_FIELDS, map(_text, values), strict=True))))
+            self._shared[storage.data_ptr()] = number, storage  # kept: its address stays its own
+        return self._shared[storage.data_ptr()][0]
+
+    def _open(self, number: int) -> torch.Tensor:
+        """The sender's allocation ``number`` as bytes, mapped here."""
+        if number not in self._opened:
+            values = _handle(self._store.get(f"storage/{number}"))
+            try:
+                with torch.cuda.device(self._source):
+                    storage = torch.UntypedStorage._new_shared_cuda(self._source.index, *values)
+            except RuntimeError as error:
+                raise TransportError(f"cuda_ipc: the sender's memory cannot be mapped: {first_line(error)}") from error
+            mapped = torch.empty(0, dtype=torch.uint8, device=self._source)
+            self._opened[number] = mapped.set_(storage)  # type: ignore[reportCallIssue]
+        return self._opened[number]
+
+
+class Sent:
+    """A bucket that receivers are to copy. It holds its buffer until they have."""
+
+    def __init__(self, store: Any, group: Group, number: int, size: int, buffer: torch.Tensor) -> None:
+        self._store, self._group, self._number, self._buffer = store, group, number, buffer
+        self._keys = [f"taken/{number}/{rank}" for rank in range(1, size)]
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`weightwire.transports.base.Work`."""
+        what = f"cuda_ipc: not all receivers have copied bucket {self._number}"
+        _await(self._keys, self._store, self._group, timeout_s, what)
+
+
+class Received:
+    """A bucket to copy, which happens in :meth:`wait`: works are waited for in their order."""
+
+    def __init__(self, transport: CudaIpcTransport, number: int, buffer: torch.Tensor) -> None:
+        self._transport, self._number, self._buffer = transport, number, buffer
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`weightwire.transports.base.Work`."""
+        try:
+            self._transport.copy(self._number, self._buffer, timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(f"cuda_ipc: {first_line(error)}") from error
+
+
+def _await(keys: list[str], store: Any, group: Group, timeout_s: float, what: str) -> None:
+    """Return when all keys are there; the store tells, nobody polls."""
+
+    def there() -> bool:
+        try:
+            store.wait(keys, timedelta(seconds=min(POLL_S, timeout_s)))
+        except RuntimeError:
+            return store.check(keys)  # raises itself where the store is gone
+        return True
+
+    try:
+        wait_until(there, group, timeout_s, what)
+    except RuntimeError as error:
+        if isinstance(error, (TransportError, TimeoutError)):
+            raise
+        raise TransportError(f"cuda_ipc: the store does not answer: {first_line(error)}") from error
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _device_of(uuid: str) -> torch.device:
+    """The device of that UUID, as this process numbers it."""
+    there = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    if uuid not in there:
+        raise TransportError(
+            f"cuda_ipc: the sender's buffers are on GPU {uuid:.60}, and this process sees {', '.join(there) or 'none'}: "
+            "they must be on one host, and CUDA_VISIBLE_DEVICES must include it"
+        )
+    return torch.device("cuda", there.index(uuid))
+
+
+def _text(value: Any) -> Any:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+def _handle(text: bytes) -> list[Any]:
+    """What :data:`HANDLE_FIELDS` names, checked."""
+    kinds = (str, int, int, str, int, str, bool)
+    try:
+        fields = json.loads(text)
+        values = [fields[name] for name in HANDLE_FIELDS]
+        if len(fields) != len(kinds) or [type(value) for value in values] != list(kinds):
+            raise ValueError("fields of other types")
+        return [base64.b64decode(value, validate=True) if isinstance(value, str) else value for value in values]
+    except (ValueError, TypeError, KeyError, binascii.Error) as error:
+        raise TransportError(f"cuda_ipc: the store holds no handle of an allocation: {error}") from error
+
+
+def _numbers(text: bytes, count: int) -> list[int]:
+    values = json.loads(text)
+    if not isinstance(values, list) or len(values) != count or any(type(value) is not int for value in values):
+        raise TransportError(f"cuda_ipc: the store holds {text!r:.80}, which is no bucket")
+    return values

@@ -1,0 +1,86 @@
+"""Between Ascend NPUs: an HCCL communicator of this group's own, made without a default group, through torch_npu.
+
+Every call is made on the thread that uses the transport: HCCL's broadcasts have failed on others. HCCL makes a
+communicator at its first broadcast, on all members at once, and bounds that itself (``HCCL_CONNECT_TIMEOUT``, 120 s
+by default).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightwire.errors import TransportError
+from weightwire.transports.base import Setup
+from weightwire.transports.device_work import DeviceWork, first_line
+
+
+class HcclTransport:
+    """One broadcast for each bucket. Making it makes the communicator.
+
+    Raises:
+        TransportError: torch_npu is missing, or HCCL could not connect.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._group, self._device = setup.group, setup.device
+        self._under_way: list[DeviceWork] = []
+        self._npu: Any = getattr(torch, "npu", None)
+        try:
+            self._pg, self._backend = _process_group(setup)
+        except (ImportError, RuntimeError) as error:
+            raise TransportError(f"hccl: no process group could be made: {first_line(error)}") from error
+        first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
+        self._begin(first).wait(setup.timeout_s)
+        if first.tolist() != [1] * 8:
+            raise TransportError("hccl: a broadcast returned, and nothing had been received")
+
+    def send(self, buffer: torch.Tensor) -> DeviceWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._begin(buffer)
+
+    def receive(self, buffer: torch.Tensor) -> DeviceWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._begin(buffer)
+
+    def _begin(self, buffer: torch.Tensor) -> DeviceWork:
+        if self._pg is None:
+            raise TransportError("hccl: closed")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            with self._npu.device(self._device):
+                work = DeviceWork(self._pg.broadcast([buffer], options), buffer, self._group, "hccl")
+        except RuntimeError as error:
+            raise TransportError(f"hccl: {first_line(error)}") from error
+        self._under_way = [other for other in self._under_way if not other.ended] + [work]
+        return work
+
+    def abort(self) -> None:
+        """Give the communicator up."""
+        pg, self._pg = self._pg, None
+        if pg is not None and any(not work.ended for work in self._under_way):
+            pg.abort()
+
+    def close(self) -> None:
+        """Let go of the communicator."""
+        self._pg, self._backend, self._under_way = None, None, []
+
+
+def _process_group(setup: Setup) -> tuple[Any, Any]:
+    """A process group whose only backend is HCCL, on npu tensors, and that backend."""
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    rank, size = setup.group.rank, setup.group.size
+    store = setup.group.store("transport", setup.timeout_s)
+    options = ProcessGroupHCCL.Options()
+    options._timeout = timedelta(seconds=setup.timeout_s)
+    group = dist.ProcessGroup(store, rank, size)
+    with torch.npu.device(setup.device):  # type: ignore[attr-defined]
+        backend = ProcessGroupHCCL(store, rank, size, options)
+        backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("npu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return group, backend

@@ -1,0 +1,165 @@
+"""Between CUDA devices: a NCCL communicator of this group's own, made without a default group.
+
+Buckets travel on a stream of the transport's own. PyTorch's watchdog is told to leave errors and timeouts to us: by
+default it ends the process, which would be the inference engine. What ends a broadcast whose peer is gone is the
+timed wait of its work, which aborts the communicator: the device's streams go on, and so does the process.
+
+The store of the group must live longer than the transport, or the watchdog's thread prints pages about it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightwire.errors import TransportError, WireError
+from weightwire.transports.base import Setup
+from weightwire.transports.device_work import DeviceWork, first_line, wait_until
+
+log = logging.getLogger(__name__)
+
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a timeout ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog that hangs ends the process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+"""Read by PyTorch when a process group is made; set for as long as that takes."""
+CLOSE_S = 5.0
+"""How long the end of the process waits for NCCL to take communicators apart."""
+_environment = threading.Lock()
+_closing: list[threading.Thread] = []
+
+
+class NcclTransport:
+    """One broadcast for each bucket.
+
+    Making it makes the communicator, with a first broadcast of 8 bytes: a fraction of a second.
+
+    Raises:
+        TransportError: this PyTorch has no NCCL, or NCCL could not connect.
+        DeadlineError: the communicator was not there in time.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        if not dist.is_nccl_available():
+            raise TransportError("nccl: this PyTorch is built without NCCL")
+        self._group, self._device = setup.group, setup.device
+        self._stream = torch.cuda.Stream(setup.device)
+        self._under_way: list[DeviceWork] = []
+        self._pg: Any = None
+        failed: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                self._pg = _process_group(setup)
+                self._first_broadcast(setup)
+            except (RuntimeError, OSError) as error:
+                failed.append(error)
+
+        # NCCL blocks in the call that makes a communicator until all members are in it: in a thread, which can be left behind.
+        thread = threading.Thread(target=connect, name="weightwire-nccl-connect", daemon=True)
+        thread.start()
+        wait_until(
+            lambda: not thread.is_alive(), self._group, setup.timeout_s, "nccl: the communicator has not been made"
+        )
+        if failed:
+            if isinstance(failed[0], WireError):
+                raise failed[0]
+            raise TransportError(f"nccl: the members could not connect: {first_line(failed[0])}") from failed[0]
+
+    def send(self, buffer: torch.Tensor) -> DeviceWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._begin(buffer)
+
+    def receive(self, buffer: torch.Tensor) -> DeviceWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        # The buffer's memory may have been another tensor's, whose last kernels are still to run.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._begin(buffer)
+
+    def _first_broadcast(self, setup: Setup) -> None:
+        """Make NCCL connect, and see that bytes arrive."""
+        first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
+        torch.cuda.current_stream(setup.device).synchronize()
+        self._begin(first).wait(setup.timeout_s)
+        if first.tolist() != [1] * 8:
+            raise TransportError("nccl: the first broadcast has brought nothing")
+
+    def _begin(self, buffer: torch.Tensor) -> DeviceWork:
+        if self._pg is None:
+            raise TransportError("nccl: closed")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                work = DeviceWork(self._pg.broadcast([buffer], options), buffer, self._group, "nccl")
+        except RuntimeError as error:
+            raise TransportError(f"nccl: {first_line(error)}") from error
+        self._under_way = [other for other in self._under_way if not other.ended] + [work]
+        return work
+
+    def abort(self) -> None:
+        """Abort the communicator, so that no kernel of it keeps the device."""
+        for work in self._under_way:
+            work.give_up()
+
+    def close(self) -> None:
+        """Take the communicator apart, in a thread that nobody waits for but, for a while, the end of the process."""
+        pg, self._pg = self._pg, None
+        self._under_way = []
+        if pg is not None:
+            thread = threading.Thread(target=_shut_down, args=(pg,), name="weightwire-nccl-close", daemon=True)
+            thread.start()
+            _closing[:] = [other for other in _closing if other.is_alive()] + [thread]
+
+
+def _process_group(setup: Setup) -> Any:
+    """A ``ProcessGroupNCCL`` that knows no default group and ends no process."""
+    timeout = timedelta(seconds=setup.timeout_s)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.is_high_priority_stream = True
+    store = setup.group.store("transport", setup.timeout_s)
+    with torch.cuda.device(setup.device), _variables(WATCHDOG):
+        return dist.ProcessGroupNCCL(store, setup.group.rank, setup.group.size, options)
+
+
+@contextlib.contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, which C++ reads, and put back what was there."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+@atexit.register
+def _wait_for_closing() -> None:
+    until = time.monotonic() + CLOSE_S
+    for thread in _closing:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _shut_down(pg: Any) -> None:
+    try:
+        pg.shutdown()
+    except RuntimeError as error:
+        log.debug("NCCL did not take its communicator apart: %s", error)

@@ -1,0 +1,124 @@
+"""Between Ascend NPUs, with vllm-ascend's communicator on both sides, where torch_npu's process groups cannot be used.
+
+``PyHcclCommunicator`` is silent where it cannot work: without ``libhccl`` it sets ``disabled``, and its broadcasts return without
+having sent anything. Such a communicator is refused, and the first broadcast is looked at. It wants a group that hands
+its unique id from member to member, for which vLLM's own pickles; the one here carries the id's bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from weightwire.errors import TransportError
+from weightwire.group import Group
+from weightwire.transports.base import Setup
+from weightwire.transports.device_work import first_line, wait_until
+
+
+class VllmHcclTransport:
+    """One broadcast for each bucket, queued on a stream of the transport's own. Every call is made on the caller's thread.
+
+    Raises:
+        TransportError: vllm-ascend is missing, or its communicator is disabled or has brought nothing.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._group, self._device = setup.group, setup.device
+        self._npu: Any = torch.get_device_module(setup.device)
+        self._stream = self._npu.Stream(device=setup.device)
+        self._communicator: Any = _communicator(setup)
+        require_working(self._communicator)
+        first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
+        self._npu.current_stream(setup.device).synchronize()
+        self._begin(first).wait(setup.timeout_s)
+        if first.tolist() != [1] * 8:
+            raise TransportError("vllm_hccl: a broadcast returned, and nothing had been received")
+
+    def send(self, buffer: torch.Tensor) -> QueuedWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._begin(buffer)
+
+    def receive(self, buffer: torch.Tensor) -> QueuedWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        self._stream.wait_stream(self._npu.current_stream(self._device))
+        return self._begin(buffer)
+
+    def _begin(self, buffer: torch.Tensor) -> QueuedWork:
+        if self._communicator is None:
+            raise TransportError("vllm_hccl: closed")
+        require_working(self._communicator)
+        done = self._npu.Event()
+        try:
+            with self._npu.device(self._device), self._npu.stream(self._stream):
+                self._communicator.broadcast(buffer, src=0, stream=self._stream)
+                done.record(self._stream)
+        except (RuntimeError, AssertionError) as error:
+            raise TransportError(f"vllm_hccl: {first_line(error)}") from error
+        return QueuedWork(done, buffer, self._group)
+
+    def abort(self) -> None:
+        """vllm-ascend's communicator cannot give up a broadcast."""
+
+    def close(self) -> None:
+        """Let go of the communicator."""
+        communicator, self._communicator = self._communicator, None
+        if hasattr(communicator, "close"):  # from vllm-ascend's main of 2026 on
+            communicator.close()
+
+
+class QueuedWork:
+    """What has been queued on a stream. It holds its buffer until it is done."""
+
+    def __init__(self, done: Any, buffer: torch.Tensor, group: Group) -> None:
+        self._done, self._buffer, self._group = done, buffer, group
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`weightwire.transports.base.Work`."""
+        wait_until(self._done.query, self._group, timeout_s, "vllm_hccl: a bucket has not travelled")
+
+
+def require_working(communicator: Any) -> None:
+    """Raises TransportError for a ``PyHcclCommunicator`` whose calls return without doing anything."""
+    available, disabled = communicator.available, communicator.disabled
+    if disabled or not available:
+        raise TransportError(
+            f"vllm_hccl: vllm-ascend's PyHcclCommunicator is {'disabled' if disabled else 'not available'}: it could not load "
+            "libhccl.so, and would return from every broadcast without sending anything. Source CANN's set_env.sh, or set "
+            "HCCL_SO_PATH"
+        )
+
+
+def _communicator(setup: Setup) -> Any:
+    try:
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm_ascend.distributed.device_communicators.pyhccl import PyHcclCommunicator
+    except ImportError as error:
+        raise TransportError(f"vllm_hccl: vllm-ascend is not installed here: {error}") from error
+
+    class Members(StatelessProcessGroup):
+        """What the communicator asks of a group: its place in it, and the unique id of rank 0."""
+
+        def __init__(self) -> None:
+            self.rank, self.world_size = setup.group.rank, setup.group.size
+            self.store = setup.group.store("transport", setup.timeout_s)
+
+        def broadcast_obj(self, obj: Any, src: int) -> Any:
+            if not isinstance(obj, ctypes.Structure):
+                raise TransportError(f"vllm_hccl: a {type(obj).__name__} was to be sent; only HCCL's unique id is")
+            if self.rank == src:
+                self.store.set("unique id", bytes(obj).hex())
+                return obj
+            content = bytes.fromhex(self.store.get("unique id").decode())
+            if len(content) != ctypes.sizeof(obj):
+                raise TransportError(
+                    f"vllm_hccl: a unique id of {len(content)} bytes came, and this HCCL's has {ctypes.sizeof(obj)}"
+                )
+            return type(obj).from_buffer_copy(content)
+
+    try:
+        return PyHcclCommunicator(group=Members(), device=setup.device)
+    except (RuntimeError, OSError) as error:
+        raise TransportError(f"vllm_hccl: the members could not connect: {first_line(error)}") from error

@@ -1,0 +1,164 @@
+"""Weights between processes on GPUs: NCCL and CUDA IPC bring every byte, lost peers are errors in time, the next group works.
+
+python -m pytest tests/gpu/test_weight_transports.py        # two GPUs, or one (then CUDA IPC alone)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from wire_members import KEPT, run_meeting, run_members
+
+from megascend.testing import Lost, run_distributed
+from weightwire import digest as module
+from weightwire.digest import digest
+from weightwire.errors import DeadlineError, PeerLostError, TransportError
+from weightwire.group import join
+from weightwire.manifest import Manifest, TensorSpec
+from weightwire.transports import Setup, make_transport
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(not GPUS, reason="no GPU")
+TWO = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there are {GPUS}")
+MANIFEST = Manifest(1, (TensorSpec("a", "uint8", (1000,)),))
+SIZES = (1, 999, 4096, 1_000_003, 64 * 2**20)
+
+
+def transport(name: str, group: Any, timeout_s: float = 30.0, one: bool = False) -> Any:
+    device = torch.device("cuda", 0 if one else group.rank % GPUS)
+    torch.cuda.set_device(device)
+    return make_transport(name, Setup(group, MANIFEST, device, timeout_s)), device
+
+
+def content(number: int) -> torch.Tensor:
+    return torch.randint(0, 256, (SIZES[number],), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+
+
+def all_sizes(name: str, one: bool, group: Any) -> list[bool]:
+    medium, device = transport(name, group, one=one)
+    right = []
+    for number in range(len(SIZES)):
+        mine = (
+            content(number).to(device) if group.rank == 0 else torch.zeros(SIZES[number], dtype=torch.uint8).to(device)
+        )
+        torch.cuda.synchronize()
+        (medium.send if group.rank == 0 else medium.receive)(mine).wait(30)
+        right.append(torch.equal(mine.cpu(), content(number)))
+        right.append(digest("multilinear64", mine) == digest("multilinear64", content(number)))
+    assert not torch.distributed.is_initialized()
+    medium.close()
+    return right
+
+
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [pytest.param("nccl", False, marks=TWO), pytest.param("cuda_ipc", False, marks=TWO), ("cuda_ipc", True)],
+)
+def test_every_byte_arrives(name: str, one: bool) -> None:
+    """And the digest is the CPU's."""
+    assert run_members(lambda group: all_sizes(name, one, group), 2) == [[True] * 2 * len(SIZES)] * 2
+
+
+@TWO
+@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
+def test_two_buckets_under_way_arrive_in_order(name: str) -> None:
+    def on_member(group: Any) -> list[int]:
+        medium, device = transport(name, group)
+        buffers = [torch.full((2**20,), 7, dtype=torch.uint8, device=device) for _ in range(2)]
+        works, seen = [], []
+        for number in range(8):
+            if len(works) == 2:
+                works.pop(0).wait(30)
+                seen.append(int(buffers[number % 2].max()))
+            if group.rank == 0:
+                buffers[number % 2].fill_(number)
+                torch.cuda.synchronize()
+            works.append((medium.send if group.rank == 0 else medium.receive)(buffers[number % 2]))
+        for number, work in zip((6, 7), works, strict=True):
+            work.wait(30)
+            seen.append(int(buffers[number % 2].max()))
+        medium.close()
+        return seen
+
+    assert run_members(on_member, 2) == [list(range(8))] * 2
+
+
+@TWO
+@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
+@pytest.mark.parametrize("how", ["dies", "is silent"])
+def test_a_lost_peer_is_an_error_and_the_device_goes_on(name: str, how: str) -> None:
+    """The receiver of a sender that goes, or stops sending: an error in time; its device computes; a new process group works."""
+
+    def on_member(group: Any) -> list[str]:
+        medium, device = transport(name, group, 20.0)
+        if group.rank == 0:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(8)
+            medium.close()
+            return []
+        buffer = torch.zeros(2**20, dtype=torch.uint8, device=device)
+        work, start = medium.receive(buffer), time.monotonic()
+        try:
+            work.wait(3.0)
+        except TransportError as error:
+            told = [type(error).__name__]
+        medium.abort()
+        medium.close()
+        assert time.monotonic() - start < 15
+        torch.cuda.synchronize()
+        told.append(str(int(torch.arange(10, device=device).sum())))
+        return told
+
+    lost = {"expect_lost": {0}} if how == "dies" else {}
+    sender, receiver = run_members(on_member, 2, **lost)
+    assert receiver == [(PeerLostError if how == "dies" else DeadlineError).__name__, "45"]
+    assert sender == (Lost(-9) if how == "dies" else [])
+
+
+@TWO
+def test_a_new_group_works_where_one_was_lost() -> None:
+    """In the same processes: a broadcast that times out, then a whole group."""
+
+    def on_member(meet_twice: Any) -> list[bool]:
+        group = meet_twice()
+        medium, device = transport("nccl", group)
+        if group.rank == 1:
+            with pytest.raises(DeadlineError):
+                medium.receive(torch.zeros(1000, dtype=torch.uint8, device=device)).wait(2.0)
+            medium.abort()
+        else:
+            time.sleep(4)
+        medium.close()
+        group.close()
+        return all_sizes("nccl", False, _second(group))
+
+    assert run_meeting(on_member, 2) == [[True] * 2 * len(SIZES)] * 2
+
+
+def _second(group: Any) -> Any:
+    """Another group at the same listener: the sender makes it, and tells its name through the first one's store."""
+    store = group.store("second", 30.0)
+    if group.rank == 0:
+        store.set("name", KEPT[-1].new_group(["trainer", "engine"]))
+    return join(group.host, group._port, store.get("name").decode(), group.rank, 30.0)
+
+
+def test_the_digest_is_the_cpus() -> None:
+    """Odd lengths, odd places, several levels, with Triton and without."""
+    data = torch.randint(0, 256, (40_000_011,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    parts = [(0, 0), (0, 1), (0, 32768), (1, 32769), (3, 70_000), (0, len(data)), (7, len(data) - 5)]
+
+    def on_device() -> list[str]:
+        there = data.cuda()
+        found = [digest("multilinear64", there[first:last]) for first, last in parts]
+        module._has_triton = lambda: False
+        return found + [digest("multilinear64", there[first:last]) for first, last in parts]
+
+    here = [digest("multilinear64", data[first:last]) for first, last in parts]
+    assert run_distributed(on_device, 1, init=False) == [here * 2]

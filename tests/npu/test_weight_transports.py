@@ -1,0 +1,212 @@
+"""Weights over HCCL on the simulated device: from a trainer to an engine; lost peers; a communicator that is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from wire_members import KEPT, publish, run_members, wait_for
+
+from megascend.testing import Lost, run_distributed, write_tiny_checkpoint
+from weightwire.digest import digest
+from weightwire.errors import DeadlineError, PeerLostError, TransportError
+from weightwire.group import Listener
+from weightwire.manifest import Manifest, TensorSpec
+from weightwire.offer import Offer, Seal
+from weightwire.receiver import Receiver
+from weightwire.sender import Sender, spec_of
+from weightwire.transports import Setup, make_transport
+from weightwire.vllm.hccl_transport import require_working
+
+pytestmark = pytest.mark.usefixtures("npu")
+MANIFEST = Manifest(1, (TensorSpec("a", "uint8", (1000,)),))
+DOUBLE = Path(__file__).resolve().parents[1] / "doubles" / "vllm_ascend_packages"
+
+
+def transport(name: str, group: Any, timeout_s: float = 20.0) -> tuple[Any, torch.device]:
+    device = torch.device("npu", group.rank)
+    torch.npu.set_device(device)
+    return make_transport(name, Setup(group, MANIFEST, device, timeout_s)), device
+
+
+def buckets(name: str, group: Any) -> list[bool]:
+    """Buckets of several sizes; whether each came whole, with the CPU's digest."""
+    medium, device = transport(name, group)
+    right = []
+    for number, size in enumerate((1, 5001, 200_000)):
+        content = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+        buffer = (content if group.rank == 0 else torch.zeros_like(content)).to(device)
+        (medium.send if group.rank == 0 else medium.receive)(buffer).wait(20)
+        right.append(torch.equal(buffer.cpu(), content))
+        right.append(digest("multilinear64", buffer) == digest("multilinear64", content))
+    medium.close()
+    assert not torch.distributed.is_initialized()
+    return right
+
+
+def test_buckets_reach_every_receiver() -> None:
+    assert run_members(lambda group: buckets("hccl", group), 3) == [[True] * 6] * 3
+
+
+def test_an_update_from_a_trainer_of_two_ranks_to_an_engine(tmp_path: Path) -> None:
+    """TP2 on npu:0 and npu:1; the engine, a process of its own on npu:2, ends with the checkpoint's tensors, bit for bit."""
+    checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    places = {name: tmp_path / name for name in ("offer", "seal", "verified", "committed")}
+
+    def trainer() -> int:
+        from megascend import Parallel
+        from megascend.backends import MegatronBackend
+
+        backend = MegatronBackend(checkpoint, Parallel(tensor=2), precision="fp32", platform="npu", self_check=False)
+
+        def weights() -> Any:
+            return backend.named_weights(receivers="main")
+
+        specs = tuple(spec_of(name, tensor) for name, tensor in weights())
+        if torch.distributed.get_rank() != 0:
+            for _ in weights():
+                raise AssertionError("a rank that has nothing to send was given a tensor")
+            torch.distributed.barrier()
+            return 0
+        listener = Listener()
+        KEPT.append(listener)
+        manifest = Manifest(7, specs, bucket_bytes=100_000)
+        name = listener.new_group(["trainer", "engine"])
+        publish(
+            places["offer"],
+            Offer(name, "test", listener.host, listener.port, 1, 1, "hccl", 60.0, 60.0, manifest).to_json(),
+        )
+        with Sender.connect(listener, name, manifest, transport="hccl", device="npu:0", timeout_s=60.0) as sender:
+            publish(places["seal"], sender.send(weights()).to_json())
+        wait_for(places["committed"])
+        torch.distributed.barrier()  # the trainer's own group works as before
+        return sender.traffic.nbytes
+
+    def engine() -> None:
+        torch.npu.set_device(2)
+        receiver = Receiver("engine", device="npu:2", version=6)
+        offer = Offer.from_json(wait_for(places["offer"]))
+        receiver.open(offer)
+        seal = Seal.from_json(wait_for(places["seal"]))
+        receiver.verify(seal, 60.0)
+        got: dict[str, torch.Tensor] = {}
+        receiver.commit(offer.update, lambda tensors: got.update((name, tensor.cpu()) for name, tensor in tensors))
+        expected = load_file(checkpoint / "model.safetensors")
+        publish(
+            places["committed"],
+            {
+                "names": sorted(got) == sorted(expected),
+                "equal": all(torch.equal(got[name], expected[name].float()) for name in got),
+                "version": receiver.version(),
+            },
+        )
+
+    receiving = get_context("fork").Process(target=engine, daemon=True)
+    receiving.start()
+    try:
+        sent = run_distributed(trainer, 2, init=False, timeout_s=200)
+    finally:
+        receiving.join(20)
+        receiving.kill()
+    assert json.loads(places["committed"].read_text()) == {"names": True, "equal": True, "version": 7}
+    assert sent == [sum(tensor.numel() * 4 for tensor in load_file(checkpoint / "model.safetensors").values()), 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("dies", PeerLostError), ("is silent", DeadlineError)], ids=["dies", "is silent"]
+)
+def test_a_lost_sender_is_an_error_in_time(how: str, error: type[Exception]) -> None:
+    def on_member(group: Any) -> list[Any]:
+        medium, device = transport("hccl", group)
+        if group.rank == 0:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(5)
+            return []
+        work = medium.receive(torch.zeros(1000, dtype=torch.uint8, device=device))
+        try:
+            work.wait(2.0)
+        except TransportError as caught:
+            explained = group.explain(caught, "receiving bucket 1")
+        medium.abort()
+        medium.close()
+        return [
+            type(explained).__name__,
+            "the sender (trainer" in str(explained),
+            int(torch.ones(3, device=device).sum()),
+        ]
+
+    sender, receiver = run_members(on_member, 2, **({"expect_lost": {0}} if how == "dies" else {}))
+    assert receiver == [error.__name__, True, 3]
+    assert sender == (Lost(-9) if how == "dies" else [])
+
+
+@pytest.fixture
+def vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The double of vllm-ascend can be imported; what it imports is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    monkeypatch.setenv("HCCL_SO_PATH", str(DOUBLE / "no libhccl.so"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("vllm", "vllm_ascend"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("vllm_ascend")
+def test_a_communicator_that_is_silent_is_refused() -> None:
+    """Without libhccl the double, as the real one, returns from every broadcast and has sent nothing."""
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm_ascend.distributed.device_communicators.pyhccl import PyHcclCommunicator
+
+    group = StatelessProcessGroup()
+    group.rank, group.world_size = 1, 2
+    silent = PyHcclCommunicator(group, "npu:1")
+    buffer = torch.zeros(10, dtype=torch.uint8, device="npu:1")
+    assert silent.broadcast(buffer, src=0) is None  # no error, and no bytes
+    with pytest.raises(TransportError, match=r"disabled: it could not load libhccl\.so"):
+        require_working(silent)
+
+    def on_member(group: Any) -> str:
+        with pytest.raises(TransportError) as caught:
+            transport("vllm_hccl", group)
+        return str(caught.value)
+
+    for told in run_members(on_member, 2):
+        assert "PyHcclCommunicator is disabled" in told
+
+
+@pytest.mark.usefixtures("vllm_ascend")
+def test_a_communicator_that_works_carries_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unique id travels as bytes: nothing is pickled."""
+    monkeypatch.setenv("HCCL_SO_PATH", str(DOUBLE / "vllm" / "__init__.py"))  # any file: the double loads nothing
+
+    def on_member(group: Any) -> list[bool]:
+        import pickle
+
+        monkeypatch.setattr(pickle, "loads", None)
+        monkeypatch.setattr(pickle, "load", None)
+        try:
+            return buckets("vllm_hccl", group)
+        finally:
+            monkeypatch.undo()
+
+    assert run_members(on_member, 2) == [[True] * 6] * 2
+
+
+def test_without_vllm_ascend_it_says_so() -> None:
+    def on_member(group: Any) -> str:
+        with pytest.raises(TransportError) as caught:
+            transport("vllm_hccl", group)
+        return str(caught.value)
+
+    assert all("vllm-ascend is not installed here" in told for told in run_members(on_member, 2))

@@ -1,0 +1,196 @@
+"""Updates that nobody has planned: every tensor comes whole, and what does not fit is refused before it is handed out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_members import run_members
+
+from weightwire.errors import DigestError, ManifestError, PeerLostError, TransportError, VersionError, WireError
+from weightwire.manifest import Manifest, TensorSpec
+from weightwire.stream import Header, Part, StreamReceiver, StreamSender
+from weightwire.transports import Setup, make_transport
+
+CPU, TIMEOUT_S, BUCKET = torch.device("cpu"), 20.0, 5000
+SPECS = [
+    ("large", (300, 70), torch.bfloat16),
+    ("empty", (0, 3), torch.float32),
+    ("odd", (7,), torch.int8),
+    ("scalar", (), torch.float64),
+    ("last", (1000,), torch.float32),
+]
+
+
+def weights() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(name, (torch.randn(shape, generator=generator) * 9).to(dtype)) for name, shape, dtype in SPECS]
+
+
+def member(group: Any, version: int | None = 3, **changed: Any) -> tuple[Any, Any]:
+    """(transport, the stream's end of this member)."""
+    manifest = Manifest(0, (TensorSpec("bucket", "uint8", (BUCKET,)),), BUCKET)
+    medium = make_transport("gloo", Setup(group, manifest, CPU, TIMEOUT_S))
+    arguments = {"bucket_bytes": BUCKET, "version": 3 if group.rank == 0 else version, "timeout_s": TIMEOUT_S} | changed
+    return medium, (StreamSender if group.rank == 0 else StreamReceiver)(medium, group, CPU, **arguments)
+
+
+def send_all(sender: StreamSender) -> None:
+    for name, tensor in weights():
+        sender.add(name, tensor)
+        tensor.zero_()  # what was added may be changed
+    sender.finish()
+
+
+@pytest.mark.parametrize("version", [3, None])
+def test_every_receiver_gets_every_tensor(version: int | None) -> None:
+    def on_member(group: Any) -> list[bool]:
+        medium, end = member(group, version)
+        if group.rank == 0:
+            return [send_all(end) is None]
+        got = list(end)
+        medium.close()
+        return [
+            name == want and tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+            for (name, tensor), (want, expected) in zip(got, weights(), strict=True)
+        ]
+
+    assert run_members(on_member, 3) == [[True], [True] * 5, [True] * 5]
+
+
+def refused(group: Any, medium: Any, end: Any, what: Any = None) -> list[Any]:
+    """The receiver's error, and how many tensors it handed out before; the sender learns of it."""
+    handed_out = 0
+    try:
+        if group.rank == 0:
+            (what or send_all)(end)
+            group.await_receivers("end", 5.0)
+        for _ in end:
+            handed_out += 1
+    except WireError as error:
+        group.fail(str(error))
+        medium.close()
+        return [type(error), handed_out]
+    return []
+
+
+def test_a_flipped_bit_is_found_before_the_tensor_is_handed_out() -> None:
+    class Flipping:
+        """Changes the second bucket of full size."""
+
+        def __init__(self, medium: Any) -> None:
+            self.medium, self.seen = medium, 0
+
+        def receive(self, buffer: torch.Tensor) -> Any:
+            self.medium.receive(buffer).wait(TIMEOUT_S)
+            self.seen += buffer.numel() == BUCKET
+            buffer[17] ^= 4 if self.seen == 9 and buffer.numel() == BUCKET else 0
+            return type("Done", (), {"wait": lambda self, timeout_s: None})()
+
+    def on_member(group: Any) -> list[Any]:
+        medium, end = member(group)
+        if group.rank == 1:
+            end._transport = Flipping(medium)
+        return refused(group, medium, end)
+
+    sender, receiver = run_members(on_member, 2)
+    assert receiver == [DigestError, 3]  # "large" is 42000 bytes, 8.4 buckets
+    assert sender in ([PeerLostError, 0], [])
+
+
+def test_another_version_is_refused() -> None:
+    def on_member(group: Any) -> list[Any]:
+        medium, end = member(group, version=4)
+        return refused(group, medium, end)
+
+    assert run_members(on_member, 2)[1] == [VersionError, 0]
+
+
+@pytest.mark.parametrize("fault", ["twice", "short", "larger bucket"])
+def test_tensors_that_do_not_fit_are_refused(fault: str) -> None:
+    def on_member(group: Any) -> list[Any]:
+        medium, end = member(
+            group, **({"bucket_bytes": BUCKET // 2} if fault == "larger bucket" and group.rank else {})
+        )
+
+        def send(sender: StreamSender) -> None:
+            name, tensor = weights()[0]
+            sender.add(name, tensor)
+            if fault == "twice":
+                sender.add(name, tensor)
+            if fault == "short":
+                sender._parts = sender._parts[:-1]
+                sender._filled = sum(part.length for part in sender._parts)
+            sender.finish()
+
+        return refused(group, medium, end, send)
+
+    kind, handed_out = run_members(on_member, 2)[1]
+    assert kind is ManifestError
+    assert handed_out == (1 if fault == "twice" else 0)
+
+
+def test_what_cannot_travel_is_refused_by_the_sender() -> None:
+    def on_member(group: Any) -> list[Any]:
+        medium, end = member(group)
+        if group.rank:
+            return refused(group, medium, end)
+        with pytest.raises(ManifestError, match="complex64"):
+            end.add("phase", torch.zeros(3, dtype=torch.complex64))
+        group.fail("nothing to send")
+        medium.close()
+        return []
+
+    kind, handed_out = run_members(on_member, 2)[1]
+    assert issubclass(kind, TransportError)
+    assert handed_out == 0
+
+
+PART = Part(TensorSpec("a", "float32", (4,)), 4, 12)
+HEADER = Header(3, 2, False, "0123", (PART,))
+
+
+def test_a_header_survives_json() -> None:
+    assert Header.from_bytes(HEADER.to_bytes()) == HEADER
+    assert HEADER.nbytes == 12
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    where=st.sampled_from(["version", "index", "last", "digest", "parts", "part", "missing", "extra"]),
+    value=st.one_of(st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.lists(st.integers(), max_size=6)),
+    place=st.integers(0, 4),
+)
+def test_a_malformed_header_is_refused(where: str, value: Any, place: int) -> None:
+    fields = json.loads(HEADER.to_bytes())
+    if where == "part":
+        fields["parts"][0][place] = value
+    elif where == "missing":
+        del fields[sorted(fields)[place]]
+    else:
+        fields[where] = value
+    text = json.dumps(fields).encode()
+    try:
+        header = Header.from_bytes(text)
+    except ManifestError:
+        return
+    assert json.loads(header.to_bytes()) == fields  # the value happened to be one that fits
+    assert all(type(kind) is str for kind in (header.digest, *(part.tensor.name for part in header.parts)))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b"null", b'"a"'])
+def test_what_is_no_header_is_refused(text: bytes) -> None:
+    with pytest.raises(ManifestError):
+        Header.from_bytes(text)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 4), (0, -4), (8, 12), (0, 17)])
+def test_parts_outside_of_their_tensor_are_refused(offset: int, length: int) -> None:
+    fields = json.loads(HEADER.to_bytes())
+    fields["parts"][0][3:] = [offset, length]
+    with pytest.raises(ManifestError, match="no bytes"):
+        Header.from_bytes(json.dumps(fields).encode())
