@@ -13,9 +13,11 @@ old weights or, where these could not be restored, refuses to generate; it is ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from weightwire.offer import Offer, Seal
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class InferenceEngine(Protocol):
         EngineError: the engine refused; the message has its name and what it answered.
         EngineLostError: it cannot be reached, or was gone before it had answered.
         EngineTimeoutError: it did not answer within the deadline.
+        weightwire.errors.WireError: what it has found wrong with an update, an owner or a version.
     """
 
     name: str
@@ -86,12 +89,12 @@ class InferenceEngine(Protocol):
         """How many members of an update's group this engine is."""
         ...
 
-    async def begin_update(self, offer: Mapping[str, Any]) -> None:
-        """Start to receive what the trainer offers (:class:`weightwire.offer.Offer`, as JSON); returns without waiting for it."""
+    async def begin_update(self, offer: Offer) -> None:
+        """Start to receive what the trainer offers; returns without waiting for it. The offer's owner claims the engine by it."""
         ...
 
-    async def verify(self, seal: Mapping[str, Any], timeout_s: float) -> None:
-        """Wait until everything has arrived, and hold it against what was sent (:class:`weightwire.offer.Seal`, as JSON)."""
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        """Wait until everything has arrived, and hold it against what was sent. An update that fails is dropped."""
         ...
 
     async def commit(self, update: str) -> None:
@@ -114,8 +117,8 @@ class InferenceEngine(Protocol):
         """Load a LoRA adapter from a directory in peft's format that the engine can read, or replace the one of that name."""
         ...
 
-    async def version(self) -> int:
-        """Of the weights in force."""
+    async def version(self, target: str = "model") -> int:
+        """Of the weights in force: the model's, or those of ``adapter NAME``; 0 before the first update."""
         ...
 
     async def close(self) -> None:

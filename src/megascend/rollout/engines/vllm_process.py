@@ -1,0 +1,137 @@
+"""Starts vLLM's server in an environment of its own, and ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+from megascend.errors import ConfigError, EngineError, EngineLostError
+
+MODULE = "weightwire.vllm"
+ON_A_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""What a vLLM for the CPU needs beside other processes: one thread, on no particular core, and 1 GiB of cache."""
+PORT_TAKEN = "Address already in use"
+TAIL = 3000
+"""Characters of its log that an error shows."""
+
+
+class VllmProcess:
+    """A server of vLLM on this machine, with processes of its own that end with it. A context manager.
+
+    Args:
+        python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` makes one).
+        model: a Hugging Face checkpoint directory.
+        key_file: of the job's key, mode 0600.
+        log: file that its output goes to.
+        options: further options of vLLM.
+        environment: further variables.
+        port: default: a free one.
+
+    Raises:
+        ConfigError: there is no such interpreter.
+    """
+
+    def __init__(
+        self,
+        python: str | Path,
+        model: str | Path,
+        *,
+        key_file: str | Path,
+        log: str | Path,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        if not os.access(python, os.X_OK):
+            raise ConfigError(f"no interpreter at {python}: bash scripts/vllm_env.sh makes vLLM's environment")
+        self._log, self._port = Path(log), port
+        self._command = [str(python), "-m", MODULE, "--model", str(model), *options]
+        self._variables = {**os.environ, **ON_A_CPU, **(environment or {}), "WEIGHTWIRE_KEY_FILE": str(key_file)}
+        self._variables.pop("WEIGHTWIRE_KEY", None)
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.port = self._port or _free_port()
+        with self._log.open("wb") as output:
+            return subprocess.Popen(
+                [*self._command, "--port", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._variables,
+                start_new_session=True,  # its workers can then be ended with it
+            )
+
+    @property
+    def address(self) -> str:
+        """``http://127.0.0.1:PORT``; settled when it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the server, which leads a process group of its own."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raises EngineLostError if the server has ended, with the end of its log."""
+        if (code := self._process.poll()) is not None:
+            tail = self._log.read_text(errors="replace")[-TAIL:]
+            raise EngineLostError(f"vLLM has ended with code {code}; the end of {self._log}:\n{tail}")
+
+    def wait_until_listening(self, timeout_s: float) -> None:
+        """Return when the server takes connections: its model is loaded then. If its port was taken meanwhile, it gets another.
+
+        Raises:
+            EngineLostError: it has ended.
+            EngineError: it does not listen after ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                self.check()
+            except EngineLostError:
+                if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace"):
+                    raise
+                self._process = self._start()  # somebody was faster
+            with socket.socket() as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.2)
+        raise EngineError(f"vLLM does not listen at {self.address} after {timeout_s:g} s; its log: {self._log}")
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """End the server and all its processes; those that do not end are killed. May be called twice."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _free_port() -> int:
+    """A port that nothing listened on a moment ago: vLLM cannot tell which one the system gave it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,64 @@
+"""What tensors the engine's model consists of: those of the checkpoint that it was started from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from weightwire.errors import ManifestError
+from weightwire.manifest import Manifest, TensorSpec
+
+log = logging.getLogger(__name__)
+
+MOST_HEADER_BYTES = 2**28
+NOT_LOADED = ("rotary_emb.inv_freq",)
+"""Endings of names that old checkpoints have and nobody reads."""
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a directory's safetensors files, out of their headers; empty if there are none."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MOST_HEADER_BYTES:
+                raise ManifestError(f"{path}: a header of {size} bytes")
+            header = json.loads(file.read(size))
+        found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return found
+
+
+class Expected:
+    """Holds manifests against the checkpoint that an engine was started from.
+
+    Args:
+        model: its directory. If there is none here (a name on a hub), manifests are not checked before the commit, where vLLM's
+            loaders and the layers left without weights still tell.
+        config: the model's Hugging Face configuration.
+    """
+
+    def __init__(self, model: str, config: Any) -> None:
+        directory = Path(model)
+        self._shapes = shapes(directory) if directory.is_dir() else {}
+        self._tied = bool(getattr(config, "tie_word_embeddings", False))
+        if not self._shapes:
+            log.warning(
+                "no safetensors files at %s: what is offered is held against the model at the commit only", model
+            )
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises ManifestError unless the manifest has the checkpoint's tensors; dtypes are the trainer's choice."""
+        if manifest.adapter is not None or not self._shapes:
+            return
+        offered = {spec.name: spec for spec in manifest.tensors}
+        shapes = {name: shape for name, shape in self._shapes.items() if not name.endswith(NOT_LOADED)}
+        if self._tied:  # the head may be there a second time, on either side
+            shapes.pop("lm_head.weight", None)
+            if "lm_head.weight" in offered:
+                shapes["lm_head.weight"] = offered["lm_head.weight"].shape
+        manifest.expect(
+            TensorSpec(name, offered[name].dtype if name in offered else "float32", shape)
+            for name, shape in shapes.items()
+        )

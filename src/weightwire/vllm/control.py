@@ -1,0 +1,369 @@
+"""The whole engine, in the process that serves its routes: who owns it, pauses that lapse, and updates over all workers.
+
+Whatever is begun here ends here: a pause has a lease, a commit resumes in ``finally``, and neither needs that whoever asked
+for it lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightwire.errors import (
+    CommitError,
+    DeadlineError,
+    NotServingError,
+    OwnerError,
+    UpdateError,
+    VersionError,
+    WireError,
+    from_json,
+)
+from weightwire.offer import Offer, Seal
+from weightwire.vllm import contract
+from weightwire.vllm.generation import Adapter
+
+log = logging.getLogger(__name__)
+
+LONGEST_LEASE_S = 3600.0
+RPC_S = 60.0
+"""Deadline of a call to the workers that waits for nobody, in seconds."""
+COMMIT_S = 600.0
+POLL_S = 0.02
+
+
+@dataclass
+class Owner:
+    """Who may change the engine, until when (``time.monotonic()``)."""
+
+    name: str
+    until: float
+    lease_s: float
+
+
+class Control:
+    """One engine.
+
+    Args:
+        engine: vLLM's engine client (``AsyncLLM``).
+    """
+
+    def __init__(self, engine: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._owner: Owner | None = None
+        self._last_owner = ""
+        self._update: Offer | None = None
+        self._ended: tuple[str, WireError | None] = ("", None)
+        """The last update that has ended, and what has ended it, for who asks again; None: it is in force."""
+        self._versions = {"model": 0}
+        self._newest: dict[str, int] = {}
+        """Versions in force that the owner has put there: newer ones must follow."""
+        self._paused_until: float | None = None
+        self._lapse: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        self.adapters: dict[str, Adapter] = {}
+        self._adapters_loaded = 0
+        self.not_serving: str | None = None
+        """Why the engine must not answer; None if it may."""
+
+    def version(self, target: str = "model") -> int:
+        """Of the weights in force; 0 before the first update."""
+        return self._versions.get(target, 0)
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter in force of that name; None for None.
+
+        Raises:
+            WireError: there is none.
+        """
+        if name is None:
+            return None
+        if name not in self.adapters:
+            raise WireError(f"there is no adapter {name!r:.80}; loaded: {', '.join(sorted(self.adapters)) or 'none'}")
+        return self.adapters[name]
+
+    async def info(self) -> dict[str, Any]:
+        """What there is; changes nothing."""
+        owner, update, now = self._current_owner(), self._update, self._clock()
+        return {
+            "versions": dict(self._versions),
+            "receivers": contract.worker_count(self._engine.vllm_config),
+            "owner": None if owner is None else {"name": owner.name, "lapses_in_s": owner.until - now},
+            "updating": None if update is None else {"update": update.update, "version": update.manifest.version},
+            "paused": bool(await self._engine.is_paused()),
+            "not_serving": self.not_serving,
+        }
+
+    # --- the owner ---
+
+    async def claim(self, name: str, lease_s: float, take_over: bool = False) -> None:
+        """Become the owner, or renew that. A new owner's versions begin anew, with any number.
+
+        Args:
+            name: ``TRAINER#INSTANCE``: a trainer that was started again takes its own engine over.
+            lease_s: seconds after the owner's last call when another one may claim.
+            take_over: also if there is another owner, whose update is dropped.
+
+        Raises:
+            OwnerError: there is another owner; the message names it.
+        """
+        lease_s = _lease(lease_s)
+        owner = self._current_owner()
+        if owner is not None and _trainer(owner.name) != _trainer(name) and not take_over:
+            raise OwnerError(
+                f"the engine is owned by {owner.name}, which may be silent for another {owner.until - self._clock():.0f} s; "
+                f"{name} can have it then, or take it over"
+            )
+        self._owner = Owner(name, self._clock() + lease_s, lease_s)
+        if name != self._last_owner:
+            log.info("%s owns the engine now", name)
+            self._last_owner = name
+            async with self._changing:
+                await self._drop(f"{name} has taken the engine over")
+                for target in self._versions:
+                    await self._workers("weightwire_forget", target)
+                self._newest = {}
+
+    def _require(self, name: str) -> None:
+        """Renew the lease of the owner, which ``name`` must be."""
+        owner = self._current_owner()
+        if owner is None or owner.name != name:
+            whose = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.name}"
+            raise OwnerError(f"{name} does not own the engine: {whose}")
+        owner.until = self._clock() + owner.lease_s
+
+    def release(self, name: str) -> None:
+        """Give the engine up; nothing happens if ``name`` does not own it."""
+        if self._owner is not None and self._owner.name == name:
+            self._owner = None
+
+    def _current_owner(self) -> Owner | None:
+        if self._owner is not None and self._owner.until <= self._clock():
+            log.warning(
+                "the owner %s was silent for %.0f s: its claim has lapsed", self._owner.name, self._owner.lease_s
+            )
+            self._owner = None
+        return self._owner
+
+    # --- the update ---
+
+    async def begin(self, owner: str, offer: Offer) -> None:
+        """Have all workers receive what is offered, on threads. The same offer again does nothing.
+
+        Raises:
+            OwnerError: it is another's offer.
+            UpdateError: another update is under way.
+            VersionError: the offered version is not newer than the owner's last one.
+            WireError: a worker cannot take it; none receives then.
+        """
+        async with self._changing:
+            self._require(owner)
+            if offer.owner != owner:
+                raise OwnerError(f"{owner} offers an update of {offer.owner}")
+            if self._update is not None and self._update.update == offer.update:
+                return
+            if self._update is not None:
+                raise UpdateError(f"{_described(self._update)} is under way: commit it or drop it before the next one")
+            self._require_newer(offer)
+            self._update = offer
+            try:
+                await self._workers("weightwire_begin", offer.to_json())
+            except BaseException as error:
+                await self._drop(str(error))
+                raise
+
+    def _require_newer(self, offer: Offer) -> None:
+        target, version = offer.manifest.target, offer.manifest.version
+        newest = self._newest.get(target)
+        if newest is not None and version <= newest:
+            raise VersionError(f"version {version} of {target} is offered, and version {newest} is in force")
+
+    async def verify(self, owner: str, seal: Seal, timeout_s: float) -> None:
+        """Return when all workers have everything, and it is what was sent. An update that fails is dropped.
+
+        Raises:
+            WireError: what a worker has found; it is named.
+        """
+        async with self._changing:
+            self._require(owner)
+            self._require_update(seal.update)
+            deadline = self._clock() + min(timeout_s, LONGEST_LEASE_S)
+            try:
+                while not await self._verified(seal.to_json()):
+                    self._require(owner)  # another one may have taken over
+                    if self._clock() > deadline:
+                        raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
+                    await asyncio.sleep(POLL_S)
+            except BaseException as error:
+                await self._drop(str(error))
+                raise
+
+    async def _verified(self, seal: dict[str, Any]) -> bool:
+        """Whether all workers are done; a look that does not wait, since workers answer nobody else meanwhile."""
+        return all(answer["verified"] for answer in await self._workers("weightwire_verify", seal))
+
+    async def commit(self, owner: str, update: str) -> None:
+        """Put verified weights in force in all workers, between two steps of the engine. Repeated it does nothing.
+
+        Raises:
+            CommitError: it failed; the weights from before are in force.
+            NotServingError: it failed, and they could not be restored. The engine answers no request until a commit succeeds.
+        """
+        async with self._changing:
+            self._require(owner)
+            if self._ended == (update, None):
+                return
+            offer = self._require_update(update)
+            try:
+                if offer.manifest.adapter is None:
+                    await self._commit_model(offer)
+                else:
+                    await self._commit_adapter(offer)
+            except BaseException as error:
+                await self._drop(str(error))
+                raise
+            self._update, self._ended = None, (update, None)
+            target, version = offer.manifest.target, offer.manifest.version
+            self._versions[target] = self._newest[target] = version
+            await self._workers("weightwire_settle", update)
+
+    async def _commit_model(self, offer: Offer) -> None:
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        try:
+            try:
+                await self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S)
+            except Exception as error:
+                await self._revert(offer, error)
+                raise
+            await contract.stamp(self._engine, offer.manifest.version)
+            self._versions["model"] = offer.manifest.version
+            self.not_serving = None
+        finally:
+            if self._paused_until is None:
+                await self._engine.resume_generation()
+
+    async def _revert(self, offer: Offer, cause: Exception) -> None:
+        """Go back on all workers, on those too where the commit has succeeded."""
+        try:
+            await self._workers("weightwire_revert", offer.update, str(cause), timeout_s=COMMIT_S)
+        except Exception as error:
+            self.not_serving = f"a commit failed ({cause}), and the weights from before could not be restored ({error})"
+            log.critical("the engine stops serving: %s", self.not_serving)
+            await self._engine.pause_generation(mode="abort", clear_cache=True)
+            raise NotServingError(self.not_serving) from error
+
+    async def _commit_adapter(self, offer: Offer) -> None:
+        """Responses that are being generated end with the adapter that they began with; new ones get the new one."""
+        assert offer.manifest.adapter is not None
+        paths = await self._workers("weightwire_write_adapter", offer.update, timeout_s=COMMIT_S)
+        try:
+            await self._put_adapter(offer.manifest.adapter.name, offer.manifest.version, str(paths[0]["path"]))
+        except CommitError as error:
+            await self._workers("weightwire_revert", offer.update, str(error))
+            raise
+
+    async def load_adapter(self, owner: str, name: str, path: str, version: int | None) -> None:
+        """Load an adapter from a directory that the engine can read, in the place of the one of that name."""
+        async with self._changing:
+            self._require(owner)
+            if not name or not name.isprintable() or len(name) > 128:
+                raise WireError(f"{name!r:.80} is not the name of an adapter")
+            if not (Path(path) / "adapter_config.json").is_file():
+                raise WireError(
+                    f"there is no adapter at {path!r:.200}: no adapter_config.json that the engine can read"
+                )
+            target = f"adapter {name}"
+            await self._put_adapter(name, self.version(target) + 1 if version is None else version, path)
+            self._versions[target] = self._newest[target] = self.adapters[name].version
+
+    async def _put_adapter(self, name: str, version: int, path: str) -> None:
+        self._adapters_loaded += 1
+        adapter = Adapter(name, version, self._adapters_loaded, path)
+        try:
+            await self._engine.add_lora(adapter.request())
+        except Exception as error:
+            raise CommitError(f"adapter {name}, version {version}: {error}; the one from before is in force") from error
+        self.adapters[name] = adapter
+
+    async def drop(self, owner: str, update: str) -> None:
+        """Give an update up; nothing happens unless it is the one that is under way."""
+        async with self._changing:
+            self._require(owner)
+            if self._update is not None and self._update.update == update:
+                await self._drop(f"{owner} dropped it")
+
+    async def _drop(self, reason: str) -> None:
+        if self._update is not None:
+            offer, self._update = self._update, None
+            self._ended = offer.update, UpdateError(f"{_described(offer)} was dropped: {reason}")
+            await self._workers("weightwire_drop", offer.update)
+
+    def _require_update(self, update: str) -> Offer:
+        if self._update is not None and self._update.update == update:
+            return self._update
+        name, problem = self._ended
+        if name == update and problem is not None:
+            raise problem
+        there = "none is" if self._update is None else f"{_described(self._update)} is"
+        raise UpdateError(f"{update:.120} is not under way: {there}")
+
+    async def _workers(self, method: str, *arguments: Any, timeout_s: float = RPC_S) -> list[dict[str, Any]]:
+        """Call all workers. Each answers with a mapping, which says what went wrong if something did."""
+        answers = await self._engine.collective_rpc(method, timeout=timeout_s, args=arguments)
+        for number, answer in enumerate(answers):
+            if "error" in answer:
+                raise from_json(answer, f"worker {number}")
+        return answers
+
+    # --- pauses ---
+
+    async def pause(self, owner: str, lease_s: float) -> None:
+        """Stop sampling, for ``lease_s`` seconds at most; another call renews that."""
+        async with self._changing:
+            self._require(owner)
+            self._paused_until = self._clock() + _lease(lease_s)
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            if self._lapse is None or self._lapse.done():
+                self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
+
+    async def resume(self, owner: str) -> None:
+        """End a pause, if there is one."""
+        async with self._changing:
+            self._require(owner)
+            await self._resume()
+
+    async def _resume(self) -> None:
+        if self._paused_until is not None:
+            self._paused_until = None
+            await self._engine.resume_generation()
+
+    async def _resume_when_lapsed(self) -> None:
+        while self._paused_until is not None:
+            left = self._paused_until - self._clock()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            async with self._changing:
+                if self._paused_until is not None and self._paused_until <= self._clock():
+                    log.warning("a pause was not renewed in time: resuming")
+                    await self._resume()
+
+
+def _described(offer: Offer) -> str:
+    return f"{offer.update} (version {offer.manifest.version} of {offer.manifest.target})"
+
+
+def _trainer(owner: str) -> str:
+    return owner.rpartition("#")[0] or owner
+
+
+def _lease(seconds: float) -> float:
+    if not 0 < seconds <= LONGEST_LEASE_S:
+        raise WireError(f"a lease of {seconds!r:.20} s; it must be more than 0 and at most {LONGEST_LEASE_S:g}")
+    return float(seconds)

@@ -1,0 +1,108 @@
+"""weightwire as one of vLLM's weight transfer engines, for who drives vLLM's own HTTP routes (``VLLM_SERVER_DEV_MODE=1``).
+
+``/init_weight_transfer_engine {}``, ``/start_weight_update``, ``/update_weights {"phase": "receive", "offer": ...}``,
+``/update_weights {"phase": "verify", "seal": ..., "timeout_s": ...}``, ``/pause?mode=keep``, ``/finish_weight_update``,
+``/resume``. Nothing of the model is touched before the last but one. Our own routes (:mod:`weightwire.vllm.guard`) do so with
+an owner, a pause that ends by itself, and all workers or none; here a commit that fails on one of several
+workers stays done on the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from weightwire.errors import UpdateError
+from weightwire.offer import Offer, Seal
+from weightwire.vllm.updates import WorkerUpdates
+
+
+@dataclass
+class InitInfo:
+    """Nothing: each update brings the address of its group."""
+
+
+@dataclass
+class UpdateInfo:
+    """One call of ``update_weights``.
+
+    Attributes:
+        phase: ``receive``, which returns at once, or ``verify``, which waits.
+        offer: of ``receive``: :meth:`weightwire.offer.Offer.to_json`.
+        seal: of ``verify``: :meth:`weightwire.offer.Seal.to_json`.
+        timeout_s: of ``verify``; the engine generates nothing while it waits.
+    """
+
+    phase: str
+    offer: dict[str, Any] | None = None
+    seal: dict[str, Any] | None = None
+    timeout_s: float = 60.0
+
+
+class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[type-var]
+    """Receives beside the model, verifies, and loads in ``finish_weight_update``."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.updates = WorkerUpdates(lambda: self.model, vllm_config, vllm_config.parallel_config.rank)
+        self._update: str | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Forget an update that was not finished."""
+        self._drop()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See :class:`UpdateInfo`. An error ends vLLM's session: begin again with ``start_weight_update``.
+
+        Raises:
+            WireError: it cannot be received, or is not what was sent.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """One phase of an update."""
+        if update_info.phase == "receive":
+            offer = Offer.from_json(update_info.offer)
+            self.updates.begin(offer)
+            self._update = offer.update
+        elif update_info.phase == "verify":
+            try:
+                self.updates.verify(Seal.from_json(update_info.seal), update_info.timeout_s)
+            except BaseException:
+                self._drop()
+                raise
+        else:
+            raise UpdateError(f"update_weights: phase {update_info.phase!r:.40}; there are receive and verify")
+
+    def finish_weight_update(self) -> None:
+        """Put the verified update in force.
+
+        Raises:
+            CommitError: it failed; the weights from before are in force. vLLM's session stays open: any ``update_weights`` that
+                raises closes it.
+        """
+        if self._update is None:
+            raise UpdateError("finish_weight_update: nothing was received")
+        update, self._update = self._update, None
+        self.updates.commit(update)
+        self.updates.settle(update)
+
+    def shutdown(self) -> None:
+        """Drop what is open."""
+        self._update = None
+        self.updates.close()
+
+    def _drop(self) -> None:
+        if self._update is not None:
+            update, self._update = self._update, None
+            self.updates.drop(update)

@@ -1,0 +1,206 @@
+"""Updates in one vLLM worker: received beside the model, put in force between two of its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightwire.errors import NotServingError, UpdateError, WireError
+from weightwire.offer import Offer, Seal
+from weightwire.receiver import COMMITTED, RECEIVING, Receiver
+from weightwire.vllm import contract
+from weightwire.vllm.checkpoint import Expected
+from weightwire.vllm.model import Snapshot, load
+
+log = logging.getLogger(__name__)
+
+STAGING = "WEIGHTWIRE_STAGING"
+"""The variable that names the device where weights wait for their commit; default: the type of the model's own."""
+KEPT_ADAPTERS = 8
+"""Versions of each adapter whose files are kept: requests that began with an older one may need them again."""
+
+
+class WorkerUpdates:
+    """What one worker receives, and how it gets into the worker's model.
+
+    Args:
+        model: the worker's model, when it is needed.
+        vllm_config: the worker's.
+        rank: of the worker in its engine.
+    """
+
+    def __init__(self, model: Callable[[], torch.nn.Module], vllm_config: Any, rank: int) -> None:
+        self._model, self._vllm_config = model, vllm_config
+        self._number = contract.worker_number(vllm_config, rank)
+        config = vllm_config.model_config
+        device = os.environ.get(STAGING) or next(model().parameters()).device
+        name = f"worker {self._number} of {config.model}"
+        self.receiver = Receiver(name, device=device, check=Expected(config.model, config.hf_config).check)
+        self._offer: Offer | None = None
+        self._copy: _Copy | None = None
+        self._adapters: dict[str, list[Path]] = {}
+
+    def begin(self, offer: Offer) -> None:
+        """Receive what is offered, on a thread. Another one copies the weights in force, to go back to.
+
+        Raises:
+            WireError: this worker cannot take it.
+        """
+        self.receiver.open(offer, self._number)
+        self._offer = offer
+        if offer.manifest.adapter is None and self._copy is None:
+            self._copy = _Copy(self._model())
+
+    def arrived(self) -> bool:
+        """Whether a verification would not wait."""
+        update = self.receiver.status()["update"]
+        receiving = update is not None and update["state"] == RECEIVING
+        return not receiving and (self._copy is None or not self._copy.is_alive())
+
+    def verify(self, seal: Seal, timeout_s: float) -> None:
+        """Hold what has arrived against the seal; if it is something else, the update is dropped.
+
+        Raises:
+            WireError: it has not arrived, or is not what was sent.
+        """
+        try:
+            self.receiver.verify(seal, timeout_s)
+        except WireError:
+            self._copy = None
+            raise
+
+    def commit(self, update: str) -> None:
+        """Put it in force. The worker must not compute meanwhile.
+
+        Raises:
+            CommitError: it failed; the weights from before are in force.
+            NotServingError: it failed, and they could not be restored.
+        """
+        snapshot = None
+        if self._copy is not None:
+            self._copy.join()
+            snapshot = self._copy.snapshot
+        if snapshot is not None:
+            snapshot.mark()
+        self.receiver.commit(update, self._load, None if snapshot is None else snapshot.restore)
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._vllm_config):
+            load(self._model(), self._vllm_config.model_config, tensors)
+
+    def write_adapter(self, update: str) -> str:
+        """Write a verified adapter into a directory in peft's format, which has the same name for all workers.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CommitError: it cannot be written.
+        """
+        if self._offer is None or self._offer.manifest.adapter is None:
+            raise UpdateError(f"{update} is not an update of an adapter")
+        adapter = self._offer.manifest.adapter
+        directory = _adapters_directory() / hashlib.sha256(update.encode()).hexdigest()[:32]
+
+        def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            from safetensors.torch import save_file
+
+            part = Path(tempfile.mkdtemp(prefix="part-", dir=directory.parent))
+            try:
+                contents = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+                save_file(contents, part / "adapter_model.safetensors")
+                (part / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
+                with contextlib.suppress(FileExistsError):  # another worker of this machine was here first
+                    _rename(part, directory)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+
+        self.receiver.commit(update, write, lambda: None)
+        kept = self._adapters.setdefault(adapter.name, [])
+        kept.append(directory)
+        while len(kept) > KEPT_ADAPTERS:
+            shutil.rmtree(kept.pop(0), ignore_errors=True)
+        return str(directory)
+
+    def revert(self, update: str, reason: str) -> None:
+        """Undo a commit that has succeeded here, because it failed elsewhere. Nothing happens where it has failed.
+
+        Raises:
+            NotServingError: it cannot be undone.
+        """
+        found = self.receiver.status()["update"]
+        if found is not None and found["update"] == update and found["state"] == COMMITTED:
+            self.receiver.revert(update, reason)
+        elif not self.receiver.serving:
+            raise NotServingError(f"{self.receiver.name}: {found['problem'] if found else 'not serving'}")
+        self.receiver.drop(update, reason)
+        self._copy = None
+
+    def settle(self, update: str) -> None:
+        """The commit has succeeded everywhere: let go of what was kept to undo it."""
+        self.receiver.settle(update)
+        self._copy = None
+
+    def drop(self, update: str) -> None:
+        """Give an update up; nothing happens if it is in force."""
+        self.receiver.drop(update)
+        self._copy = None
+
+    def close(self) -> None:
+        """Drop what is open, and remove the adapters' files."""
+        self.receiver.close()
+        self._copy = None
+        for directory in (directory for kept in self._adapters.values() for directory in kept):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Copy(threading.Thread):
+    """Copies the weights in force while the model computes with them.
+
+    Attributes:
+        snapshot: when it has ended; None if there was no memory for it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(name="weightwire-snapshot", daemon=True)
+        self.snapshot: Snapshot | None = None
+        self._model = model
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.snapshot = Snapshot(self._model)
+        except (RuntimeError, MemoryError):
+            log.exception(
+                "no copy of the weights in force: if the commit of this update fails, the engine stops serving"
+            )
+
+
+def _adapters_directory() -> Path:
+    directory = Path(tempfile.gettempdir()) / f"weightwire-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise UpdateError(f"{directory} belongs to another user")
+    return directory
+
+
+def _rename(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError as error:
+        if target.is_dir():
+            raise FileExistsError(target) from error
+        raise

@@ -1,0 +1,99 @@
+"""What the server can ask of each worker: ``--worker-extension-cls weightwire.vllm.worker.WorkerExtension``.
+
+A call keeps the worker from computing, so none of them waits. Each answers with plain data: an error as
+:func:`weightwire.errors.to_json` has it, since of an exception only the first worker's text would arrive.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from weightwire.errors import WireError, to_json
+from weightwire.offer import Offer, Seal
+from weightwire.vllm import contract
+
+if TYPE_CHECKING:
+    from weightwire.vllm.updates import WorkerUpdates
+
+log = logging.getLogger(__name__)
+
+AT_ONCE_S = 5.0
+"""For what is there already, in seconds."""
+
+
+def _answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(method)
+    def answer(self: Any, *arguments: Any) -> dict[str, Any]:
+        try:
+            return method(self, *arguments) or {}
+        except WireError as error:
+            return to_json(error)
+        except Exception as error:
+            log.exception("%s failed", method.__name__)
+            return to_json(WireError(f"{method.__name__}: {type(error).__name__}: {error}"))
+
+    return answer
+
+
+class WorkerExtension:
+    """Becomes a base class of vLLM's worker; names begin with ``weightwire_`` so that they meet none of its own."""
+
+    def weightwire_updates(self: Any) -> WorkerUpdates:
+        """This worker's updates: those of its weight transfer engine, if that is ours."""
+        from weightwire.vllm.updates import WorkerUpdates
+
+        engine = getattr(self, "weight_transfer_engine", None)
+        updates = getattr(engine, "updates", None) or vars(self).get("_weightwire_updates")
+        if updates is None:
+            updates = WorkerUpdates(self.model_runner.get_model, self.vllm_config, self.rank)
+            self._weightwire_updates = updates
+        return updates
+
+    @_answering
+    def weightwire_begin(self, offer: dict[str, Any]) -> None:
+        """Start to receive."""
+        self.weightwire_updates().begin(Offer.from_json(offer))
+
+    @_answering
+    def weightwire_verify(self, seal: dict[str, Any]) -> dict[str, Any]:
+        """``{"verified": False}`` while something is still to come."""
+        updates = self.weightwire_updates()
+        if not updates.arrived():
+            return {"verified": False}
+        updates.verify(Seal.from_json(seal), AT_ONCE_S)
+        return {"verified": True}
+
+    @_answering
+    def weightwire_commit(self, update: str) -> None:
+        """Put verified weights in force."""
+        self.weightwire_updates().commit(update)
+        contract.after_base_change(self.model_runner)  # type: ignore[attr-defined]
+
+    @_answering
+    def weightwire_write_adapter(self, update: str) -> dict[str, Any]:
+        """``{"path": directory}`` of a verified adapter."""
+        return {"path": self.weightwire_updates().write_adapter(update)}
+
+    @_answering
+    def weightwire_revert(self, update: str, reason: str) -> None:
+        """Go back to the weights from before a commit, whether it has succeeded here or not."""
+        self.weightwire_updates().revert(update, reason)
+        contract.after_base_change(self.model_runner)  # type: ignore[attr-defined]
+
+    @_answering
+    def weightwire_settle(self, update: str) -> None:
+        """The commit has succeeded on all workers."""
+        self.weightwire_updates().settle(update)
+
+    @_answering
+    def weightwire_drop(self, update: str) -> None:
+        """Give an update up."""
+        self.weightwire_updates().drop(update)
+
+    @_answering
+    def weightwire_forget(self, target: str) -> None:
+        """Let a new owner begin with any version."""
+        self.weightwire_updates().receiver.forget(target)

@@ -1,0 +1,164 @@
+"""What tests of the real vLLM share: its environment, a server with its key, an update by hand, and references."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascend.rollout.engines.vllm import VllmEngine
+from megascend.rollout.engines.vllm_process import VllmProcess
+from weightwire.group import Listener, join
+from weightwire.keys import Key, read_key, write_key
+from weightwire.manifest import Manifest
+from weightwire.offer import Offer, Seal
+from weightwire.sender import Sender, spec_of
+from weightwire.transports import Setup, make_transport
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).parent / "faults"
+BUCKET_BYTES = 50_000
+OPTIONS = [
+    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "64"),
+    *("--skip-tokenizer-init", "--disable-uvicorn-access-log"),
+]
+START_S = 600.0
+"""A server that starts on a busy machine."""
+TOKENS = [(7 * place + place * place // 3) % 290 + 3 for place in range(48)]
+
+Weights = dict[str, torch.Tensor]
+
+
+def vllm_python() -> Path:
+    """The interpreter of vLLM's environment; the test is skipped where there is none."""
+    python = Path(os.environ.get("MEGASCEND_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    if not python.is_file():
+        pytest.skip(f"no vLLM: {python} is missing (bash scripts/vllm_env.sh; MEGASCEND_VLLM_PYTHON names another one)")
+    return python
+
+
+class Server:
+    """A real vLLM with the tests' faults, ready."""
+
+    def __init__(self, checkpoint: Path, folder: Path, *options: str, fault: Path | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoint, self.fault = checkpoint, fault or folder / "fault"
+        self.key_file = folder / "key"
+        self.key: Key = write_key(self.key_file)
+        paths = [str(FAULTS), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "WEIGHTWIRE_FAULT": str(self.fault),
+            "VLLM_SERVER_DEV_MODE": "1",  # routes that must be guarded
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.process = VllmProcess(
+            vllm_python(),
+            checkpoint,
+            key_file=self.key_file,
+            log=folder / "vllm.log",
+            options=[*OPTIONS, *options],
+            environment=environment,
+        )
+        try:
+            self.process.wait_until_listening(START_S)
+            asyncio.run(self.engine().wait_until_ready(START_S))
+        except BaseException:
+            self.process.close()
+            raise
+
+    def engine(self, owner: str = "test", **options: Any) -> VllmEngine:
+        """A client."""
+        return VllmEngine(self.process.address, key=read_key(self.key_file), owner=owner, **options)
+
+
+def offered(engine: VllmEngine, listener: Listener, manifest: Manifest, receivers: int, **changes: Any) -> Offer:
+    """A new group, in an offer."""
+    name = listener.new_group(["trainer", *(f"{engine.name}, worker {worker}" for worker in range(receivers))])
+    fields = {"transport": "gloo", "timeout_s": 20.0, "lease_s": 60.0} | changes
+    return Offer(
+        update=name,
+        owner=engine.owner,
+        host=listener.host,
+        port=listener.port,
+        first=1,
+        workers=receivers,
+        manifest=manifest,
+        **fields,
+    )
+
+
+def manifest_of(weights: Weights, version: int) -> Manifest:
+    """Of a model."""
+    return Manifest(
+        version, tuple(spec_of(name, tensor) for name, tensor in weights.items()), bucket_bytes=BUCKET_BYTES
+    )
+
+
+def send(offer: Offer, weights: Weights, wrap: Callable[[Any], Any] = lambda transport: transport) -> Seal:
+    """The trainer's side of an offer; ``wrap`` may put something around the transport."""
+    group = join(offer.host, offer.port, offer.update, 0, 20.0)
+    transport = wrap(make_transport("gloo", Setup(group, offer.manifest, torch.device("cpu"), 20.0)))
+    try:
+        sender = Sender(offer.manifest, group, transport, device=torch.device("cpu"), timeout_s=20.0)
+        return sender.send(iter(weights.items()))
+    finally:
+        transport.close()
+        group.close()
+
+
+async def push(
+    engine: VllmEngine,
+    listener: Listener,
+    weights: Weights,
+    version: int,
+    wrap: Callable[[Any], Any] = lambda transport: transport,
+    manifest: Manifest | None = None,
+) -> None:
+    """One whole update."""
+    offer = offered(engine, listener, manifest or manifest_of(weights, version), await engine.receivers())
+    await engine.begin_update(offer)
+    try:
+        seal = await asyncio.to_thread(send, offer, weights, wrap)
+        await engine.verify(seal, 30.0)
+        await engine.commit(offer.update)
+    except BaseException:
+        await engine.drop(offer.update)
+        raise
+
+
+class Reference:
+    """transformers' log-probabilities for any weights of a checkpoint's architecture, in float32."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(checkpoint)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def logprobs(self, weights: Weights, tokens: Sequence[int], begin: int = 1) -> list[float]:
+        """log p(token | those before it) of the tokens from ``begin`` on."""
+        missing, extra = self._model.load_state_dict(weights, strict=False)
+        assert not extra
+        assert not [name for name in missing if name != "lm_head.weight"]
+        with torch.no_grad():
+            logs = self._model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+        return [logs[place - 1, tokens[place]].item() for place in range(begin, len(tokens))]
+
+
+def changed(weights: Weights, seed: int, scale: float = 0.05) -> Weights:
+    """Weights that are a step away."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
+
+
+def far(left: Sequence[float], right: Sequence[float]) -> float:
+    """Largest absolute difference."""
+    assert len(left) == len(right)
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))

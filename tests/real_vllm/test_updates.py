@@ -1,0 +1,609 @@
+"""Against a real vLLM on the CPU: what is in force after updates, what is in force after faults, and who may cause either."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from driving import (
+    ROOT,
+    TOKENS,
+    Reference,
+    Server,
+    changed,
+    far,
+    manifest_of,
+    offered,
+    push,
+    send,
+    vllm_python,
+)
+from safetensors.torch import load_file
+
+from megascend import Adam, Adapters, Batching, Lora, Parallel, Sample
+from megascend.errors import EngineError, EngineLostError
+from megascend.rollout.engines.base import Sampling
+from megascend.rollout.engines.vllm import VllmEngine
+from megascend.testing import run_distributed
+from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.tiny_models import write_tiny_checkpoint
+from weightwire.errors import (
+    CommitError,
+    DigestError,
+    ManifestError,
+    NotServingError,
+    OwnerError,
+    UpdateError,
+    VersionError,
+    WireError,
+)
+from weightwire.group import Listener
+from weightwire.manifest import AdapterInfo, Manifest
+from weightwire.sender import spec_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+BOUND = 1e-5
+LORA_BOUND = 1e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vllm_python()
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(
+        checkpoint, tmp_path_factory.mktemp("vllm"), "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"
+    )
+    yield found
+    found.process.close()
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def listener() -> Listener:
+    return Listener()
+
+
+def with_engine(server: Server, act: Callable[[VllmEngine], Awaitable[Any]], **options: Any) -> Any:
+    """Run a coroutine with a client, which gives the engine up afterwards."""
+
+    async def run() -> Any:
+        engine = server.engine(**options)
+        try:
+            return await act(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 300))
+
+
+async def assert_in_force(engine: VllmEngine, expected: list[float], version: int) -> None:
+    """The engine computes with these weights, says so, and is not paused."""
+    info = await engine.info()
+    assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
+    assert far(await engine.logprobs(TOKENS), expected) < BOUND
+
+
+def test_an_update_is_in_force_and_responses_tell_their_version(server, weights, reference, listener):
+    new = changed(weights, seed=1)
+    old_values, new_values = reference.logprobs(weights, TOKENS), reference.logprobs(new, TOKENS)
+    assert far(old_values, new_values) > 0.1
+
+    async def act(engine):
+        await assert_in_force(engine, old_values, 0)
+        await push(engine, listener, new, 1)
+        await assert_in_force(engine, new_values, 1)
+        sampling = Sampling(max_tokens=16, stop_token_ids=(299,), seed=3)
+        for completion in await engine.generate(TOKENS[:12], sampling, n=3):
+            assert (completion.first_version, completion.last_version) == (1, 1)
+            whole = [*TOKENS[:12], *completion.tokens]
+            assert far(completion.logprobs, reference.logprobs(new, whole, begin=12)) < BOUND
+        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is in force"):
+            await push(engine, listener, weights, 1)
+        await assert_in_force(engine, new_values, 1)
+        await push(engine, listener, weights, 2)
+        await assert_in_force(engine, old_values, 2)
+
+    with_engine(server, act)
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(server, weights, reference, listener):
+    async def act(engine):
+        await push(engine, listener, weights, 1)
+        return (await engine.generate(TOKENS[:8], Sampling(max_tokens=1, temperature=0.5, seed=1)))[0]
+
+    completion = with_engine(server, act)
+    logs = torch.tensor([reference.logprobs(weights, [*TOKENS[:8], token], begin=8)[0] for token in range(320)])
+    expected = (logs / 0.5).log_softmax(0)[completion.tokens[0]].item()
+    assert abs(completion.logprobs[0] - expected) < BOUND
+
+
+def test_a_response_that_an_update_meets_has_tokens_of_both_versions(server, weights, reference, listener):
+    new = changed(weights, seed=2)
+
+    async def act(engine):
+        await push(engine, listener, weights, 1)
+        running = [
+            asyncio.create_task(engine.generate(TOKENS[: 6 + place], Sampling(max_tokens=300, seed=place)))
+            for place in range(4)
+        ]
+        await asyncio.sleep(0.3)
+        await push(engine, listener, new, 2)
+        return [(await task)[0] for task in running]
+
+    completions = with_engine(server, act)
+    assert any(completion.first_version < completion.last_version for completion in completions)
+    for place, completion in enumerate(completions):
+        whole = [*TOKENS[: 6 + place], *completion.tokens]
+        old_values, new_values = (reference.logprobs(one, whole, begin=6 + place) for one in (weights, new))
+        from_old = [abs(a - b) < BOUND for a, b in zip(completion.logprobs, old_values, strict=True)]
+        from_new = [abs(a - b) < BOUND for a, b in zip(completion.logprobs, new_values, strict=True)]
+        cuts = [cut for cut in range(301) if all(from_old[:cut]) and all(from_new[cut:])]
+        assert cuts, f"response {place} is of neither"
+        assert completion.first_version == (1 if cuts[-1] > 0 else 2)
+        assert completion.last_version == (2 if cuts[0] < 300 else 1)
+
+
+LAYOUTS = {"single": (1, None), "TP2": (2, Parallel(tensor=2)), "PP2": (2, Parallel(pipeline=2))}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("trained", ["model", "merged", "adapter"])
+@pytest.mark.usefixtures("megatron_imported")
+def test_the_engine_computes_what_the_trainer_does(server, checkpoint, layout, trained):
+    """From each layout: the trained model, the base merged with an adapter, and the adapter alone."""
+    world_size, parallel = LAYOUTS[layout]
+    sample = Sample(TOKENS[:-1], TOKENS[1:], [1.0] * (len(TOKENS) - 1))
+
+    def on_rank():
+        from megascend.backends import MegatronBackend
+
+        lora = trained != "model"
+        backend = MegatronBackend(
+            checkpoint,
+            parallel,
+            precision="fp32",
+            timeout_s=120,
+            batching=Batching(micro_batch_tokens=64),
+            **({"adapters": Adapters()} if lora else {"optimizer": Adam(lr=5e-3)}),
+        )
+        name = "policy" if lora else None
+        if lora:
+            backend.add_adapter("policy", Lora(rank=4, alpha=8.0, optimizer=Adam(lr=2e-2)))
+        for _ in range(2):
+            backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter=name)
+            backend.optimizer_step()
+        values = backend.forward([sample], adapter=name).logprobs[0].tolist()
+        alone = trained == "adapter"
+        tensors = dict(backend.named_weights(name, alone=alone, receivers={0}, device="cpu"))
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": 4,
+            "lora_alpha": 8.0,
+            "target_modules": "all-linear",
+        }
+
+        async def act(engine):
+            copied = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            specs = tuple(spec_of(name, tensor) for name, tensor in copied.items())
+            info = AdapterInfo("policy", config) if alone else None
+            await push(engine, Listener(), copied, 1, manifest=Manifest(1, specs, 50_000, adapter=info))
+            found = await engine.logprobs(TOKENS, adapter="policy" if alone else None)
+            sampled = (await engine.generate(TOKENS[:9], Sampling(4), adapter="policy" if alone else None))[0]
+            return found, (sampled.first_version, sampled.last_version)
+
+        return values, (with_engine(server, act) if backend.rank == 0 else None)
+
+    (values, (found, versions)), *_ = run_distributed(on_rank, world_size, init=False, timeout_s=300)
+    assert versions == (1, 1)
+    assert far(values, found) < (LORA_BOUND if trained == "adapter" else BOUND)
+
+
+# --- faults ---
+
+
+@pytest.fixture
+def known(server, weights, reference, listener) -> list[float]:
+    """The checkpoint's own weights are in force, as version 1; their log-probabilities."""
+
+    async def act(engine):
+        await push(engine, listener, weights, 1)
+
+    with_engine(server, act)
+    return reference.logprobs(weights, TOKENS)
+
+
+def assert_unharmed(server, weights, reference, listener, known) -> None:
+    """The weights from before are in force, and the next update works."""
+    new = changed(weights, seed=9)
+
+    async def act(engine):
+        await assert_in_force(engine, known, 1)
+        await push(engine, listener, new, 2)
+        await assert_in_force(engine, reference.logprobs(new, TOKENS), 2)
+
+    with_engine(server, act)
+
+
+class Flipping:
+    """A transport that changes one byte of the second bucket on its way."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport, self._sent = transport, 0
+
+    def send(self, buffer: torch.Tensor) -> Any:
+        self._sent += 1
+        if self._sent == 2:
+            buffer[1234] ^= 1
+        return self._transport.send(buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def test_a_flipped_byte_is_found(server, weights, reference, listener, known):
+    async def act(engine):
+        with pytest.raises(DigestError, match=r"worker 0.*1 of \d+ buckets differ.*the first is bucket 2"):
+            await push(engine, listener, changed(weights, 3), 2, wrap=Flipping)
+
+    with_engine(server, act)
+    assert_unharmed(server, weights, reference, listener, known)
+
+
+@pytest.mark.parametrize("fault", ["shape", "missing", "extra"])
+def test_tensors_of_another_model_are_refused_before_they_travel(server, weights, reference, listener, known, fault):
+    other = changed(weights, 3)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "shape":
+        other[name] = other[name][:-1].contiguous()
+    elif fault == "missing":
+        del other[name]
+    else:
+        other["model.layers.4.mlp.up_proj.weight"] = other[name].clone()
+
+    async def act(engine):
+        with pytest.raises(ManifestError, match=r"model\.layers\.[14]\.mlp\.up_proj\.weight"):
+            await push(engine, listener, other, 2)
+
+    with_engine(server, act)
+    assert_unharmed(server, weights, reference, listener, known)
+
+
+def test_a_commit_that_fails_restores_the_weights_from_before(server, weights, reference, listener, known):
+    async def act(engine):
+        running = asyncio.create_task(engine.generate(TOKENS[:7], Sampling(max_tokens=200, seed=1)))
+        await asyncio.sleep(0.2)
+        server.fault.write_text("load")
+        try:
+            with pytest.raises(
+                CommitError, match=r"no sixth tensor.*The weights from before it are in force"
+            ) as caught:
+                await push(engine, listener, changed(weights, 4), 2)
+            assert not isinstance(caught.value, NotServingError)
+        finally:
+            server.fault.unlink()
+        completion = (await running)[0]
+        whole = [*TOKENS[:7], *completion.tokens]
+        assert far(completion.logprobs, reference.logprobs(weights, whole, begin=7)) < BOUND
+        assert (completion.first_version, completion.last_version) == (1, 1)
+
+    with_engine(server, act)
+    assert_unharmed(server, weights, reference, listener, known)
+
+
+def test_an_engine_that_cannot_go_back_stops_serving_until_a_commit_succeeds(
+    server, weights, reference, listener, known
+):
+    new = changed(weights, 5)
+
+    async def act(engine):
+        running = asyncio.create_task(engine.generate(TOKENS[:7], Sampling(max_tokens=400, seed=1)))
+        await asyncio.sleep(0.2)
+        server.fault.write_text("load restore")
+        try:
+            with pytest.raises(NotServingError, match="no way back"):
+                await push(engine, listener, changed(weights, 4), 2)
+        finally:
+            server.fault.unlink()
+        with pytest.raises(NotServingError):
+            await running
+        with pytest.raises(NotServingError):
+            await engine.logprobs(TOKENS)
+        assert status(server, "/v1/models") == status(server, "/health") == 503
+        await push(engine, listener, new, 3)
+        await assert_in_force(engine, reference.logprobs(new, TOKENS), 3)
+        assert status(server, "/v1/models") == status(server, "/health") == 200
+
+    with_engine(server, act)
+
+
+class Dying:
+    """A transport whose process is killed at the second bucket."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport, self._sent = transport, 0
+
+    def send(self, buffer: torch.Tensor) -> Any:
+        self._sent += 1
+        if self._sent == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._transport.send(buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+@pytest.mark.parametrize("moment", ["offered", "sending", "sent", "verified", "committing", "paused"])
+def test_a_trainer_may_be_killed_at_any_moment(server, weights, reference, listener, known, moment):
+    new = changed(weights, 6)
+
+    async def die(engine: VllmEngine) -> None:
+        def now() -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if moment == "paused":
+            await engine.pause(2.0)
+            now()
+        offer = offered(engine, Listener(), manifest_of(new, 2), await engine.receivers())
+        await engine.begin_update(offer)
+        if moment == "offered":
+            now()
+        seal = await asyncio.to_thread(send, offer, new, Dying if moment == "sending" else lambda transport: transport)
+        if moment == "sent":
+            now()
+        await engine.verify(seal, 30.0)
+        if moment == "verified":
+            now()
+        server.fault.write_text("slow")
+        asyncio.get_running_loop().call_later(0.5, now)
+        await engine.commit(offer.update)
+
+    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(die(server.engine())))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    if moment == "paused":
+        assert asyncio.run(server.engine().info())["paused"]
+    if moment != "committing":
+        asyncio.run(until_running(server))
+        assert_unharmed(server, weights, reference, listener, known)
+        return
+    server.fault.unlink()  # the engine finishes what it was told to do
+    asyncio.run(until_running(server))
+
+    async def act(engine):
+        await assert_in_force(engine, reference.logprobs(new, TOKENS), 2)
+
+    with_engine(server, act)
+
+
+async def until_running(server: Server) -> None:
+    """Wait for the end of a pause."""
+    deadline = time.monotonic() + 60
+    engine = server.engine()
+    while (await engine.info())["paused"]:
+        assert time.monotonic() < deadline, "still paused"
+        await asyncio.sleep(0.1)
+
+
+def test_one_owner_at_a_time(server, weights, reference, listener, known):
+    async def act(engine):
+        await engine.claim()
+        other = server.engine(owner="another run")
+        with pytest.raises(OwnerError, match=r"another run#.* can have it then") as caught:
+            await push(other, listener, weights, 7)
+        assert engine.owner in str(caught.value)
+        with pytest.raises(OwnerError, match=r"another run#.* does not own the engine"):
+            await other.resume()
+        await assert_in_force(engine, known, 1)
+        taking_over = server.engine(owner="another run", take_over=True)
+        await push(taking_over, listener, weights, 1)  # versions begin anew with a new owner
+        with pytest.raises(OwnerError, match="its owner is another run#"):
+            await engine.drop("update-0")
+        await taking_over.close()
+
+    with_engine(server, act)
+    assert_unharmed(server, weights, reference, listener, known)
+
+
+def test_what_is_not_under_way_is_not_committed(server, weights, reference, listener, known):
+    async def act(engine):
+        await engine.claim()
+        with pytest.raises(UpdateError, match="update-x is not under way: none is"):
+            await engine.commit("update-x")
+        offer = offered(engine, listener, manifest_of(weights, 2), 1, timeout_s=60.0)
+        await engine.begin_update(offer)
+        await engine.begin_update(offer)  # a repeated call
+        with pytest.raises(WireError, match=r"receiving, not verified"):
+            await engine.commit(offer.update)
+        second = offered(engine, listener, manifest_of(weights, 2), 1)
+        await engine.drop(offer.update)
+        with pytest.raises(UpdateError, match="was dropped"):
+            await engine.commit(offer.update)
+        await engine.begin_update(second)
+        await engine.drop(second.update)
+
+    with_engine(server, act)
+    assert_unharmed(server, weights, reference, listener, known)
+
+
+def test_a_pause_ends_with_its_lease(server, known):
+    async def act(engine):
+        await engine.pause(1.5)
+        running = asyncio.create_task(engine.generate(TOKENS[:5], Sampling(max_tokens=2)))
+        await asyncio.sleep(0.5)
+        assert not running.done()
+        assert (await engine.info())["paused"]
+        await asyncio.wait_for(running, 60)
+        assert not (await engine.info())["paused"]
+        await engine.pause(600)
+        await engine.resume()
+        assert not (await engine.info())["paused"]
+
+    with_engine(server, act)
+
+
+# --- the guard ---
+
+
+def status(server: Server, path: str, method: str = "GET", token: str | None = None, body: bytes | None = None) -> int:
+    request = urllib.request.Request(server.process.address + path, method=method, data=body)
+    request.add_header("Content-Type", "application/json")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+CONTROL = ["/pause", "/resume", "/abort_requests", "/update_weights", "/finish_weight_update", "/weight_checker"]
+CONTROL += [
+    "/init_weight_transfer_engine",
+    "/update_weight_version",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/sleep",
+]
+CONTROL += [
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/weightwire/info",
+    "/weightwire/commit",
+    "/scale_elastic_ep",
+]
+
+
+def test_no_route_but_inference_and_health_answers_a_stranger(server):
+    for path in CONTROL:
+        assert status(server, path, "POST", body=b"{}") == 401, path
+        assert status(server, path, "POST", token="0" * 64, body=b"{}") == 401, path
+    for path in ("/openapi.json", "/docs", "/is_paused", "/get_world_size", "/server_info", "//pause", "/weight_info"):
+        assert status(server, path) == 401, path
+    assert status(server, "/health") == status(server, "/v1/models") == 200
+    token = server.key.bearer_token("vllm control")
+    assert status(server, "/is_paused", token=token) == 200
+    assert status(server, "/weightwire/info", "POST", token=token) == 200
+    assert status(server, "/weightwire/nothing", "POST", token=token) == 400
+    assert status(server, "/weightwire/pause", "POST", token=token, body=b"[" * 100_000) == 400
+
+
+def test_vllms_own_answers_tell_versions_too(server, known):
+    body = json.dumps({"model": str(server.checkpoint), "prompt": TOKENS[:5], "max_tokens": 2}).encode()
+    request = urllib.request.Request(server.process.address + "/v1/completions", data=body)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert (answer.headers["X-Weight-Version-First"], answer.headers["X-Weight-Version-Last"]) == ("1", "1")
+
+
+def test_bad_requests_are_refused_with_a_reason(server, known):
+    async def act(engine):
+        with pytest.raises(EngineError, match="max_tokens is 0"):
+            await engine.generate(TOKENS[:5], Sampling(max_tokens=0))
+        with pytest.raises(EngineError, match="there is no adapter 'nobody'"):
+            await engine.generate(TOKENS[:5], Sampling(max_tokens=1), adapter="nobody")
+        with pytest.raises(EngineError, match="generate"):
+            await engine.generate([5] * 600, Sampling(max_tokens=1))
+        with pytest.raises(WireError, match=r"no adapter_config\.json"):
+            await engine.load_adapter("x", "/nowhere")
+
+    with_engine(server, act)
+
+
+def test_the_engines_side_imports_neither_megatron_nor_megascend():
+    program = """
+import sys, pkgutil, importlib, weightwire
+for found in pkgutil.walk_packages(weightwire.__path__, "weightwire."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"megascend", "megatron", "mcore_bridge", "peft"}))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([vllm_python(), "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr
+
+
+# --- many ---
+
+
+def memory(server: Server) -> int:
+    """Bytes that the server and its workers have to themselves."""
+    leader = psutil.Process(server.process.pid)
+    return sum(one.memory_full_info().uss for one in (leader, *leader.children(recursive=True)))
+
+
+def test_a_hundred_updates_lose_no_request_and_leave_memory_flat(server, weights, reference, listener, known):
+    versions = [weights, changed(weights, 7)]
+    sizes: list[int] = []
+
+    async def act(engine):
+        going, answered, done = True, [], 0
+
+        async def ask(number: int) -> None:
+            nonlocal done
+            while going:
+                prompt = TOKENS[: 4 + number % 8]
+                answered.append((await engine.generate(prompt, Sampling(max_tokens=24, seed=done)))[0])
+                done += 1
+
+        requests = [asyncio.create_task(ask(number)) for number in range(32)]
+        for number in range(2, 102):
+            await push(engine, listener, versions[number % 2], number)
+            if number in (22, 101):
+                sizes.append(memory(server))
+        going = False
+        await asyncio.gather(*requests)
+        await assert_in_force(engine, reference.logprobs(versions[101 % 2], TOKENS), 101)
+        assert len(answered) == done >= 32
+        assert all(len(one.tokens) == 24 for one in answered)
+        assert all(1 <= one.first_version <= one.last_version <= 101 for one in answered)
+        assert any(one.first_version < one.last_version for one in answered)
+
+    with_engine(server, act)
+    assert sizes[1] - sizes[0] < 40 * 2**20, sizes
+
+
+def test_an_engine_that_is_killed_is_named(server, weights, listener):
+    """The last test of this module: it ends the server."""
+
+    async def act() -> None:
+        engine = server.engine()
+        manifest = manifest_of(weights, 1000)
+        offer = offered(engine, listener, manifest, 1)
+        await engine.begin_update(offer)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        with pytest.raises(WireError, match=f"receiver 1 .*{engine.name}, worker 0"):
+            await asyncio.to_thread(send, offer, weights)
+        with pytest.raises(EngineLostError, match=engine.name):
+            await engine.version()
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(act(), 120))
