@@ -90,3 +90,38 @@ class EngineLostError(EngineError, ConnectionError):
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """An inference engine did not answer within the deadline."""
+
+
+class ControllerError(MegascendError, RuntimeError):
+    """A rollout controller refused, or failed at, what it was asked for."""
+
+
+class MessageError(ControllerError, ValueError):
+    """What a rollout controller was sent is malformed, of another version, or was said before with other words."""
+
+
+class EngineOwnedError(ControllerError):
+    """An engine belongs to another owner, whom the message names."""
+
+
+class LeaseLapsedError(ControllerError, TimeoutError):
+    """A claim on engines was not renewed in time, or was released; its engines have been continued."""
+
+
+class ControllerBusyError(ControllerError):
+    """A bound of the rollout controller is reached; what was asked for has not been done and may be asked for again."""
+
+
+class ControllerLostError(ControllerError, ConnectionError):
+    """A rollout controller cannot be reached, is closing, or was gone before it had answered."""
+
+
+class ControllerRestartedError(ControllerLostError):
+    """The rollout controller is another one than before, and knows no claims and tasks of before.
+
+    It has not done what was asked; the former one may have.
+    """
+
+
+class RolloutTaskError(ControllerError):
+    """A rollout has failed where it was made, is not expected (any more), or was not completed in time; the message names it."""

@@ -1,0 +1,185 @@
+"""What callers and the controller say to each other: JSON, with a version. Pure.
+
+A call has the fields ``version`` (1), ``instance`` (of the controller that the caller knows), ``id`` (the same in every attempt
+to say it), ``caller`` and ``arguments``; an answer has ``version``, ``instance`` and either ``result`` or ``error``, which has
+``kind`` and ``message``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megascend.errors import (
+    ControllerBusyError,
+    ControllerError,
+    ControllerLostError,
+    ControllerRestartedError,
+    EngineError,
+    EngineLostError,
+    EngineOwnedError,
+    EngineTimeoutError,
+    LeaseLapsedError,
+    MegascendError,
+    MessageError,
+    RolloutTaskError,
+)
+
+VERSION = 1
+AUDIENCE = "megascend rollout controller"
+"""What callers sign as the receiver of their requests."""
+BEARER = "rollout controller"
+"""The purpose of bearer tokens that are taken where the server is told to: ``key.bearer_token(BEARER)``."""
+_ID = re.compile(r"([0-9]{13})-[0-9a-f]{16,64}")
+_INSTANCE = re.compile(r"[0-9a-f]{16}")
+_KINDS: dict[str, tuple[int, type[MegascendError]]] = {
+    "malformed": (400, MessageError),
+    "not_expected": (404, RolloutTaskError),
+    "owned": (409, EngineOwnedError),
+    "lapsed": (409, LeaseLapsedError),
+    "restarted": (409, ControllerRestartedError),
+    "busy": (503, ControllerBusyError),
+    "closing": (503, ControllerLostError),
+    "refused": (409, ControllerError),
+    "engine_lost": (502, EngineLostError),
+    "engine_timeout": (504, EngineTimeoutError),
+    "engine": (502, EngineError),
+    "internal": (500, ControllerError),
+}
+"""Kind -> HTTP status and class, the more special class first."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, as far as it is the same for all routes.
+
+    Attributes:
+        made: when the caller first wrote it, in seconds since 1970 by its clock; part of the id.
+    """
+
+    instance: str
+    id: str
+    made: float
+    caller: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status and body of an HTTP response."""
+
+    status: int
+    body: bytes
+
+
+def new_id(clock: Callable[[], float] = time.time) -> str:
+    """The id of a new call."""
+    return f"{int(clock() * 1000):013d}-{secrets.token_hex(16)}"
+
+
+def write_call(instance: str, call_id: str, caller: str, arguments: Mapping[str, Any]) -> bytes:
+    """The body of a call. ``instance`` is empty in the first call, which asks for it.
+
+    Raises:
+        MessageError: the arguments are not JSON.
+    """
+    return _dump(
+        {"version": VERSION, "instance": instance, "id": call_id, "caller": caller, "arguments": dict(arguments)}
+    )
+
+
+def read_call(body: bytes) -> Call:
+    """A call from its body.
+
+    Raises:
+        MessageError: not JSON, not of this form, or of another version.
+    """
+    data = _load(body)
+    _check_version(data)
+    if set(data) != {"version", "instance", "id", "caller", "arguments"}:
+        raise MessageError("a call has the fields version, instance, id, caller and arguments, and no others")
+    match = _ID.fullmatch(data["id"]) if isinstance(data["id"], str) else None
+    if match is None:
+        raise MessageError("a call's id is 13 digits (milliseconds since 1970), '-', and 16 to 64 hexadecimal digits")
+    instance, caller, arguments = data["instance"], data["caller"], data["arguments"]
+    if not isinstance(instance, str) or not (instance == "" or _INSTANCE.fullmatch(instance)):
+        raise MessageError("a call's instance is 16 hexadecimal digits, or empty")
+    if not isinstance(caller, str) or not 1 <= len(caller) <= 200 or not caller.isprintable():
+        raise MessageError("a call's caller is a printable text of 1 to 200 characters")
+    if not isinstance(arguments, dict):
+        raise MessageError("a call's arguments are an object")
+    return Call(instance, data["id"], int(match[1]) / 1000, caller, arguments)
+
+
+def write_result(instance: str, result: Mapping[str, Any]) -> Answer:
+    """The answer to a call that was carried out."""
+    return Answer(200, _dump({"version": VERSION, "instance": instance, "result": dict(result)}))
+
+
+def write_error(instance: str, error: Exception) -> Answer:
+    """The answer to a call that was refused or has failed."""
+    kind = next((kind for kind, (_, of) in _KINDS.items() if isinstance(error, of)), "internal")
+    status, _ = _KINDS[kind]
+    told = str(error) if isinstance(error, MegascendError) else f"{type(error).__name__}: {error}"
+    message = {"kind": kind, "message": told[:4000]}
+    return Answer(status, _dump({"version": VERSION, "instance": instance, "error": message}))
+
+
+def read_answer(answer: Answer) -> tuple[str, dict[str, Any] | MegascendError]:
+    """The instance that has answered, and its result or the error that it tells of.
+
+    Raises:
+        MessageError: not JSON, not of this form, or of another version.
+    """
+    data = _load(answer.body)
+    _check_version(data)
+    instance = data.get("instance")
+    if not isinstance(instance, str):
+        raise MessageError("the answer names no instance")
+    result, error = data.get("result"), data.get("error")
+    if answer.status == 200 and isinstance(result, dict) and error is None:
+        return instance, result
+    if answer.status == 200 or not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        raise MessageError(f"an answer (status {answer.status}) with neither result nor error")
+    _, kind = _KINDS.get(str(error.get("kind")), (500, ControllerError))
+    return instance, kind(error["message"])
+
+
+def _check_version(data: Mapping[str, Any]) -> None:
+    if type(data.get("version")) is not int or data["version"] != VERSION:
+        raise MessageError(f"version {data.get('version')!r} of the messages; this side speaks version {VERSION}")
+
+
+def _dump(data: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MessageError(f"cannot be said in JSON: {error}") from error
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, MessageError):
+            raise
+        raise MessageError(f"not JSON: {type(error).__name__}: {str(error)[:200]}") from None
+    if not isinstance(data, dict):
+        raise MessageError("not a JSON object")
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise MessageError("a JSON object has a field twice")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise MessageError(f"{name} is not JSON")

@@ -1,0 +1,216 @@
+"""Rollouts in flight: futures that a callback completes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.errors import ControllerBusyError, ControllerLostError, MessageError, RolloutTaskError
+from megascend.rollout.controller.clock import Clock, Timer
+
+FORGOTTEN = 65536
+"""Tasks that are over of which a late callback is told so by name."""
+
+
+@dataclass
+class _Task:
+    future: asyncio.Future[Any]
+    timer: Timer
+    keep: bool
+    size: int = 0
+
+
+class RolloutTasks:
+    """Futures by name, bounded in number, in time, and in the bytes of results that nobody has fetched yet.
+
+    Belongs to one event loop; nothing here waits but :meth:`wait`.
+
+    Args:
+        max_tasks: most that are expected, or kept, at a time.
+        max_kept_bytes: most bytes of results that are kept for :meth:`wait`.
+    """
+
+    def __init__(self, clock: Clock, max_tasks: int, max_kept_bytes: int) -> None:
+        self._clock = clock
+        self._max_tasks = max_tasks
+        self._max_kept_bytes = max_kept_bytes
+        self._tasks: dict[str, _Task] = {}
+        self._over: OrderedDict[str, str] = OrderedDict()
+        self._kept_bytes = 0
+        self._closed = ""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def expect(self, name: str, deadline_s: float, *, keep: bool = False) -> asyncio.Future[Any]:
+        """The future of a rollout that is about to be asked for.
+
+        Args:
+            deadline_s: after this the future raises, and a completion is too late.
+            keep: the result waits for :meth:`wait` until :meth:`forget`, or as long as :meth:`complete` says; otherwise
+                only the future has it.
+
+        Returns:
+            A future with the result, or a RolloutTaskError.
+
+        Raises:
+            MessageError: the name is or was in use.
+            ControllerBusyError: there are too many.
+            ControllerLostError: closed.
+        """
+        self._check_new(name)
+        if len(self._tasks) >= self._max_tasks:
+            raise self._full()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(_seen)
+        message = f"rollout {name!r} was not completed within {deadline_s:g} s"
+        timer = self._clock.call_at(
+            self._clock.now() + deadline_s,
+            lambda: self._settle(name, RolloutTaskError(message), message, 0, deadline_s),
+        )
+        self._tasks[name] = _Task(future, timer, keep)
+        if not keep:  # a caller that gave up cancels the future
+            future.add_done_callback(
+                lambda done: done.cancelled() and self._remove(name, f"rollout {name!r} was cancelled")
+            )
+        return future
+
+    def expect_all(self, names: Sequence[str], deadline_s: float) -> None:
+        """Expect several, all or none, and keep their results for :meth:`wait`. Raises as :meth:`expect` does."""
+        if len(set(names)) < len(names):
+            raise MessageError("a rollout is named twice")
+        if len(self._tasks) + len(names) > self._max_tasks:
+            raise self._full()
+        for name in names:
+            self._check_new(name)
+        for name in names:
+            self.expect(name, deadline_s, keep=True)
+
+    def complete(self, name: str, result: Any, *, size: int = 0, keep_s: float = 600.0) -> None:
+        """Give a future its result.
+
+        Args:
+            size: bytes of the result, as far as anybody counts.
+            keep_s: how long a kept result waits to be fetched.
+
+        Raises:
+            RolloutTaskError: nobody waits for it (any more); the message says why.
+            ControllerBusyError: results that nobody has fetched fill the memory they may; try again.
+        """
+        self._check_expected(name)
+        if self._tasks[name].keep and self._kept_bytes + size > self._max_kept_bytes:
+            raise ControllerBusyError(
+                f"{self._kept_bytes} bytes of results have not been fetched; no more are taken before some are"
+            )
+        self._settle(name, result, f"rollout {name!r} is completed", size, keep_s)
+
+    def fail(self, name: str, reason: str, *, keep_s: float = 600.0) -> None:
+        """Have a future raise :class:`RolloutTaskError`. Raises as :meth:`complete` does."""
+        self._check_expected(name)
+        error = RolloutTaskError(f"rollout {name!r} failed: {reason}")
+        self._settle(name, error, f"rollout {name!r} is over: it failed", len(reason), keep_s)
+
+    async def wait(self, names: Iterable[str], timeout_s: float, max_bytes: int = 2**62) -> dict[str, Any]:
+        """Results of those that are over, as soon as one is; none if the time passes before. They stay until :meth:`forget`.
+
+        Args:
+            max_bytes: no further results than these, once there is one.
+
+        Returns:
+            Name -> result, or the RolloutTaskError it ended in.
+
+        Raises:
+            RolloutTaskError: one of them is not expected.
+        """
+        futures: dict[asyncio.Future[Any], str] = {}
+        for name in names:
+            if name not in self._tasks:
+                raise RolloutTaskError(self._over.get(name, f"rollout {name!r} is not expected here"))
+            futures[self._tasks[name].future] = name
+        if not futures:
+            return {}
+        done, _ = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        results: dict[str, Any] = {}
+        for name in (futures[future] for future in done if not future.cancelled()):
+            if name in self._tasks:  # not forgotten meanwhile
+                max_bytes -= self._tasks[name].size
+                if results and max_bytes < 0:
+                    break
+                future = self._tasks[name].future
+                results[name] = future.exception() or future.result()
+        return results
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Fetched, or not wanted any longer. Those that are unknown stay so."""
+        for name in names:
+            self._remove(name, f"rollout {name!r} is over, and its result was fetched or given up")
+
+    def close(self, why: str) -> None:
+        """All that are in flight raise; no more are taken."""
+        self._closed = why
+        for name, task in list(self._tasks.items()):
+            if not task.future.done():
+                self._settle(name, RolloutTaskError(f"rollout {name!r}: {why}"), why, 0, 0.0)
+            self._remove(name, why)
+
+    def status(self) -> Mapping[str, int]:
+        """Counts: in flight, kept, bytes kept."""
+        kept = sum(task.future.done() for task in self._tasks.values())
+        return {"in_flight": len(self._tasks) - kept, "kept": kept, "kept_bytes": self._kept_bytes}
+
+    def _check_new(self, name: str) -> None:
+        if self._closed:
+            raise ControllerLostError(self._closed)
+        if name in self._tasks or name in self._over:
+            raise MessageError(f"rollout {name!r} is expected already, or was; each needs a name of its own")
+
+    def _full(self) -> ControllerBusyError:
+        return ControllerBusyError(
+            f"{len(self._tasks)} rollouts are in flight or not fetched, of at most {self._max_tasks}; fetch some first"
+        )
+
+    def _check_expected(self, name: str) -> None:
+        if name not in self._tasks or self._tasks[name].future.done():
+            why = (
+                self._over.get(name)
+                or f"rollout {name!r} is {'completed' if name in self._tasks else 'not expected here'}"
+            )
+            raise RolloutTaskError(why)
+
+    def _settle(self, name: str, result: Any, why: str, size: int, keep_s: float) -> None:
+        """Give a future that waits its result; then keep it for a while, or let go of it."""
+        task = self._tasks[name]
+        task.timer.cancel()
+        if task.keep:
+            task.size = size
+            self._kept_bytes += size
+            lost = f"rollout {name!r} is over; nobody fetched its result within {keep_s:g} s"
+            task.timer = self._clock.call_at(self._clock.now() + keep_s, lambda: self._remove(name, lost))
+        if not task.future.done():
+            if isinstance(result, Exception):
+                task.future.set_exception(result)
+            else:
+                task.future.set_result(result)
+        if not task.keep:
+            self._remove(name, why)
+
+    def _remove(self, name: str, why: str) -> None:
+        task = self._tasks.pop(name, None)
+        if task is None:
+            return
+        task.timer.cancel()
+        self._kept_bytes -= task.size
+        if not task.future.done():
+            task.future.cancel()
+        self._over[name] = why
+        while len(self._over) > FORGOTTEN:
+            self._over.popitem(last=False)
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """An exception that nobody asks for is no news: who waited has gone."""
+    if not future.cancelled():
+        future.exception()

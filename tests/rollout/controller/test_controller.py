@@ -1,0 +1,319 @@
+"""What is done to engines, and that all of it is undone: on failure, when leases lapse, and on close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from controller_doubles import ManualClock, NotingEngine, settle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascend.errors import (
+    ControllerError,
+    ControllerLostError,
+    EngineError,
+    EngineOwnedError,
+    EngineTimeoutError,
+    LeaseLapsedError,
+)
+from megascend.rollout.controller.controller import RESUME_AGAIN_S, RESUME_ATTEMPTS, Controller, Limits
+
+OFFER = {"version": 1}
+
+
+class World:
+    """A controller of two engines on a clock of the test's."""
+
+    def __init__(self, **limits: float) -> None:
+        self.clock = ManualClock()
+        self.one, self.two = NotingEngine("one"), NotingEngine("two", receivers=2)
+        self.controller = Controller([self.one, self.two], limits=Limits(**limits), clock=self.clock)  # type: ignore[arg-type]
+
+    @property
+    def engines(self) -> tuple[NotingEngine, NotingEngine]:
+        return self.one, self.two
+
+
+def with_world(test: Callable[[World], Coroutine[Any, Any, None]], **limits: float) -> None:
+    async def run() -> None:
+        world = World(**limits)
+        try:
+            await asyncio.wait_for(test(world), 60)
+        finally:
+            await world.controller.close()
+            assert not any(engine.paused for engine in world.engines)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_an_update_is_committed_when_all_have_verified_it() -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=60)
+        assert await world.controller.init_group(claim.id) == {"one": 1, "two": 2}
+        await world.controller.update(claim.id, OFFER, timeout_s=60)
+        assert [engine.in_force for engine in world.engines] == [1, 1]
+        assert world.one.calls == ["receivers", "begin 1", "verify 1", "commit 1"]
+        await world.controller.begin_update(claim.id, {"version": 2})
+        with pytest.raises(ControllerError, match="has not had it verified"):
+            await world.controller.commit(claim.id, 2)
+        with pytest.raises(ControllerError, match="no update to version 3: version 2 is open"):
+            await world.controller.verify(claim.id, 3, timeout_s=1)
+        await world.controller.verify(claim.id, 2, timeout_s=1)
+        await world.controller.commit(claim.id, 2)
+        assert [engine.in_force for engine in world.engines] == [2, 2]
+
+    with_world(test)
+
+
+@pytest.mark.parametrize("what", ["begin", "verify", "commit"])
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how: str) -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=60)
+        await world.controller.pause(claim.id, lease_s=30)
+        getattr(world.two, how).add(what)
+        kind = EngineError if how == "fails" else EngineTimeoutError
+        with pytest.raises(kind, match="engine 'two'"):
+            await world.controller.update(claim.id, OFFER, timeout_s=0.05)
+        assert [engine.open for engine in world.engines] == [None, None]
+        assert [engine.paused for engine in world.engines] == [False, False]
+        assert world.two.in_force == 0
+        assert world.one.in_force == (1 if what == "commit" else 0)
+        getattr(world.two, how).clear()
+        await world.controller.update(claim.id, {"version": 2}, timeout_s=60)
+        assert [engine.in_force for engine in world.engines] == [2, 2]
+
+    with_world(test, engine_timeout_s=0.05 if how == "hangs" else 60)
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_pause_that_fails_on_one_engine_leaves_none_paused(how: str) -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=60)
+        getattr(world.two, how).add("pause")
+        with pytest.raises(EngineError, match=r"pause failed: engine 'two'.*\(done by one\)"):
+            await world.controller.pause(claim.id, lease_s=30)
+        assert [engine.paused for engine in world.engines] == [False, False]
+
+    with_world(test, engine_timeout_s=0.05 if how == "hangs" else 60)
+
+
+def test_a_pause_lapses_without_anybody_calling() -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=600)
+        await world.controller.pause(claim.id, lease_s=30)
+        await world.clock.advance(29)
+        assert [engine.paused for engine in world.engines] == [True, True]
+        await world.controller.pause(claim.id, lease_s=30)  # renewed
+        await world.clock.advance(29)
+        assert [engine.paused for engine in world.engines] == [True, True]
+        await world.clock.advance(1)
+        assert [engine.paused for engine in world.engines] == [False, False]
+        assert world.one.calls == ["pause 30", "pause 30", "resume"]
+        assert world.controller.status()["engines"]["one"]["owner"] == "trainer"
+
+    with_world(test)
+
+
+def test_an_engine_that_cannot_be_continued_is_tried_again_a_few_times() -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=600)
+        await world.controller.pause(claim.id, lease_s=30)
+        world.two.fails.add("resume")
+        await world.clock.advance(30 + 2 * RESUME_AGAIN_S)
+        assert world.one.calls.count("resume") == 1
+        assert world.two.calls.count("resume") == 3
+        world.two.fails.clear()
+        await world.clock.advance(RESUME_AGAIN_S)
+        assert not world.two.paused
+        await world.clock.advance(100)
+        assert world.two.calls.count("resume") == 4
+        await world.controller.pause(claim.id, lease_s=30)
+        world.two.fails.add("resume")
+        await world.clock.advance(500)
+        assert world.two.calls.count("resume") == 4 + RESUME_ATTEMPTS
+        world.two.paused = False  # as its own lease has it
+
+    with_world(test)
+
+
+def test_a_claim_that_lapses_undoes_everything_and_frees_the_engines() -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("first", lease_s=60)
+        await world.controller.begin_update(claim.id, OFFER)
+        await world.controller.pause(claim.id, lease_s=600)
+        await world.clock.advance(59)
+        with pytest.raises(EngineOwnedError, match="'one' belongs to 'first', since 59.0 s ago, for another 1.0 s"):
+            await world.controller.claim("second", lease_s=60)
+        await world.clock.advance(1)
+        assert [engine.calls[-2:] for engine in world.engines] == [["drop 1", "resume"]] * 2
+        assert (await world.controller.claim("second", lease_s=60)).owner == "second"
+        with pytest.raises(LeaseLapsedError, match=r"the lease of 'first' on one, two lapsed; claim the engines again"):
+            await world.controller.commit(claim.id, 1)
+        with pytest.raises(LeaseLapsedError, match="lapsed"):
+            world.controller.renew(claim.id, 60)
+
+    with_world(test)
+
+
+def test_calls_and_renewals_keep_a_claim() -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=60)
+        for _ in range(3):
+            await world.clock.advance(50)
+            world.controller.renew(claim.id, 60)
+        for _ in range(3):
+            await world.clock.advance(50)
+            await world.controller.init_group(claim.id)
+        world.one.hangs.add("receivers")
+        running = asyncio.ensure_future(world.controller.init_group(claim.id))
+        await settle()
+        await world.clock.advance(500)  # not while a call of the owner runs
+        assert world.controller.status()["engines"]["one"]["owner"] == "trainer"
+        running.cancel()
+        await settle()
+        await world.clock.advance(60)
+        assert world.controller.status()["engines"]["one"]["owner"] is None
+
+    with_world(test)
+
+
+def test_of_two_owners_one_is_refused_or_waits() -> None:
+    async def test(world: World) -> None:
+        first = await world.controller.claim("first", ["one"], lease_s=60)
+        await world.controller.claim("beside", ["two"], lease_s=600)
+        with pytest.raises(EngineOwnedError, match="belongs to 'first'.*'second' cannot"):
+            await world.controller.claim("second", ["one", "two"], lease_s=60)
+        waiting = asyncio.ensure_future(world.controller.claim("second", ["one"], lease_s=60, wait_s=30))
+        too_short = asyncio.ensure_future(world.controller.claim("third", ["one"], lease_s=60, wait_s=10))
+        await world.clock.advance(15)
+        assert not waiting.done()
+        with pytest.raises(EngineOwnedError, match="'third' cannot"):
+            await too_short
+        await world.controller.release(first.id)
+        assert (await waiting).owner == "second"
+        with pytest.raises(LeaseLapsedError, match="'first' on one was released"):
+            await world.controller.pause(first.id, lease_s=1)
+        with pytest.raises(ControllerError, match="no such claim"):
+            await world.controller.pause("0" * 32, lease_s=1)
+        with pytest.raises(ControllerError, match="no engine 'three'; there are one, two"):
+            await world.controller.claim("x", ["three"], lease_s=1)
+        for lease in (0, -1, 601, float("nan"), float("inf")):
+            with pytest.raises(ControllerError, match="a lease of"):
+                await world.controller.pause((await waiting).id, lease_s=lease)
+
+    with_world(test)
+
+
+def test_a_cancelled_call_is_undone() -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=60)
+        await world.controller.pause(claim.id, lease_s=60)
+        world.one.hangs.add("verify")
+        running = asyncio.ensure_future(world.controller.update(claim.id, OFFER, timeout_s=60))
+        await settle()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await settle()
+        assert [(engine.open, engine.paused) for engine in world.engines] == [(None, False)] * 2
+
+    with_world(test)
+
+
+def test_close_ends_what_runs_and_continues_what_is_paused() -> None:
+    async def test(world: World) -> None:
+        claim = await world.controller.claim("trainer", lease_s=60)
+        await world.controller.pause(claim.id, lease_s=60)
+        world.two.hangs.add("verify")
+        running = asyncio.ensure_future(world.controller.update(claim.id, OFFER, timeout_s=60))
+        waiting = asyncio.ensure_future(world.controller.claim("second", lease_s=60, wait_s=60))
+        rollout = world.controller.tasks.expect("r", deadline_s=60)
+        await settle()
+        await asyncio.gather(world.controller.close("the end"), world.controller.close("again"))
+        for ended in (running, waiting):
+            with pytest.raises(ControllerLostError, match="closing"):
+                await ended
+        with pytest.raises(ControllerError, match="rollout 'r': the end"):
+            await rollout
+        assert [(engine.open, engine.paused) for engine in world.engines] == [(None, False)] * 2
+        with pytest.raises(ControllerLostError, match="closing"):
+            await world.controller.claim("x", lease_s=1)
+
+    with_world(test)
+
+
+def test_close_names_the_engines_that_it_could_not_continue() -> None:
+    async def run() -> None:
+        world = World()
+        claim = await world.controller.claim("trainer", lease_s=60)
+        await world.controller.pause(claim.id, lease_s=60)
+        world.two.fails.add("resume")
+        with pytest.raises(EngineError, match=r"resume failed: engine 'two'"):
+            await world.controller.close()
+        assert not world.one.paused
+
+    asyncio.run(run())
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["claim", "renew", "release", "begin", "verify", "commit", "drop", "pause", "resume", "time"]),
+        st.sampled_from(["a", "b"]),
+        st.integers(1, 3),
+        st.sampled_from(["", "", "", "one", "two"]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_whatever_owners_do_nothing_stays_paused_or_open(steps: list[tuple[str, str, int, str]]) -> None:
+    """Two owners in any order, engines that fail at any call: one owner at a time, and afterwards all is as before."""
+
+    async def test(world: World) -> None:
+        claims: dict[str, str] = {}
+        control = world.controller
+        for what, owner, number, failing in steps:
+            for engine in world.engines:
+                engine.fails = {"begin", "verify", "commit", "pause"} if engine.name == failing else set()
+            held = claims.get(owner, "0" * 32)
+            before = {engine.name: control.status()["engines"][engine.name]["owner"] for engine in world.engines}
+            calls = [len(engine.calls) for engine in world.engines]
+            try:
+                if what == "claim":
+                    claims[owner] = (await control.claim(owner, lease_s=10.0 * number)).id
+                    assert set(before.values()) == {None}
+                elif what == "renew":
+                    control.renew(held, 10.0 * number)
+                elif what == "release":
+                    await control.release(held)
+                elif what == "time":
+                    await world.clock.advance(7.0 * number)
+                elif what == "begin":
+                    await control.begin_update(held, {"version": number})
+                elif what == "verify":
+                    await control.verify(held, number, timeout_s=60)
+                elif what == "pause":
+                    await control.pause(held, lease_s=5.0 * number)
+                elif what == "resume":
+                    await control.resume(held)
+                else:
+                    await getattr(control, what)(held, number)
+            except ControllerError:
+                assert [len(engine.calls) for engine in world.engines] == calls, "refused, and yet engines were called"
+            except EngineError:
+                assert failing
+                assert not any(engine.paused for engine in world.engines)
+            if what not in ("claim", "time") and owner not in before.values():
+                assert [len(engine.calls) for engine in world.engines] == calls, "acted for who owns nothing"
+        await world.clock.advance(100)
+        assert [(engine.paused, engine.open) for engine in world.engines] == [(False, None)] * 2
+        assert world.controller.status()["engines"]["one"]["owner"] is None
+
+    with_world(test)
