@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weightwire.errors import AuthError
+from weightwire.errors import AuthBusyError, AuthError
 from weightwire.keys import Key
 
 SCHEME = "Weightwire1"
@@ -148,7 +148,8 @@ class Verifier:
             authorization: the value of the header Authorization; None if there is none.
 
         Raises:
-            AuthError: not signed with our key, too old, seen before, or too many of them.
+            AuthError: not signed with our key, too old, or seen before.
+            AuthBusyError: too many of them; later there will be room.
         """
         if authorization is None:
             raise AuthError("the request is not signed: it has no header Authorization")
@@ -204,7 +205,7 @@ class _Nonces:
             if expires <= self._forgotten_until:  # our clock was set back: it may be one that was forgotten
                 raise AuthError("signed before a time of which requests were forgotten: our clock was set back")
             if len(self._known) >= self.limit:
-                raise AuthError(f"{self.limit} requests came within the window; come back later")
+                raise AuthBusyError(f"{self.limit} requests came within the window; come back later")
             self._known.add(nonce)
             heapq.heappush(self._heap, (expires, nonce))
 

@@ -66,6 +66,10 @@ class AuthError(WireError, PermissionError):
     """A request or an answer was not signed with our key, is too old, or has been seen before."""
 
 
+class AuthBusyError(AuthError):
+    """More signed requests came than are remembered; nothing is wrong with this one, which may be sent again later."""
+
+
 _CLASSES = {
     found.__name__: found
     for found in (
@@ -83,6 +87,7 @@ _CLASSES = {
         NotServingError,
         SecretKeyError,
         AuthError,
+        AuthBusyError,
     )
 }
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 from megascend.errors import EngineError
+from megascend.rollout.controller.client import ControllerClient, LoopThread
 from megascend.rollout.controller.clock import Timer
+from megascend.rollout.controller.controller import Controller, Limits
+from megascend.rollout.controller.messages import AUDIENCE, new_id, write_call
+from megascend.rollout.controller.server import ControllerServer
+from weightwire.auth import sign
+from weightwire.keys import Key
 
 KEY = "0123456789abcdef" * 2
 
@@ -64,6 +74,7 @@ class NotingEngine:
         calls: what it was asked for, in order.
         fails: names of methods that raise.
         hangs: names of methods that do not return until cancelled.
+        holds: names of methods that return when the name is gone from here.
     """
 
     stages = True
@@ -73,6 +84,7 @@ class NotingEngine:
         self.calls: list[str] = []
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
+        self.holds: set[str] = set()
         self.paused = False
         self.open: int | None = None
         self.in_force = 0
@@ -82,6 +94,8 @@ class NotingEngine:
         self.calls.append(f"{what} {told}".strip())
         if what in self.hangs:
             await asyncio.Event().wait()
+        while what in self.holds:
+            await asyncio.sleep(0.01)
         if what in self.fails:
             raise EngineError(f"{self.name} cannot {what}")
 
@@ -112,3 +126,104 @@ class NotingEngine:
     async def resume(self) -> None:
         await self._called("resume")
         self.paused = False
+
+
+class Served:
+    """A controller served on a thread, with everything that a test looks at."""
+
+    def __init__(self, clock: ManualClock | None = None, controller: Limits | None = None, **options: Any) -> None:
+        self.thread = LoopThread("served controller")
+        self.engines = [NotingEngine("one"), NotingEngine("two")]
+        self.key = Key(KEY)
+
+        async def start() -> tuple[Controller, ControllerServer]:
+            control = Controller(self.engines, limits=controller, clock=clock)
+            server = ControllerServer(control, self.key, **options)
+            await server.start()
+            return control, server
+
+        try:
+            self.controller, self.server = self.thread.run(start())
+        except BaseException:
+            self.thread.close()
+            raise
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.thread.run(self.server.close())
+        self.thread.close()
+        assert not any(engine.paused for engine in self.engines)
+
+    @property
+    def where(self) -> str:
+        return str(self.server.address)
+
+    def client(self, **options: Any) -> ControllerClient:
+        return ControllerClient(self.where, self.key, caller="test", **{"timeout_s": 30.0, **options})
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((self.server.address.host, self.server.address.port), timeout=30)
+
+    def state(self) -> Any:
+        """All that a call could have changed."""
+
+        async def look() -> Any:
+            owners = [claim.owner for claim in self.controller._ownership.claims()]
+            calls = [list(engine.calls) for engine in self.engines]
+            return owners, calls, dict(self.controller.tasks.status()), len(self.server._replies)
+
+        return self.thread.run(look())
+
+    def idle(self) -> bool:
+        """Whether nobody is being served."""
+
+        async def look() -> bool:
+            http = self.server._http
+            return not http._tasks and not http._unknown and http._known == http._buffered == 0
+
+        return self.thread.run(look())
+
+    def call(self, route: str, **arguments: Any) -> bytes:
+        """The body of a new call."""
+        return write_call(self.controller.instance, new_id(), "test", arguments)
+
+    def request(self, route: str, body: bytes, key: Key | None = None) -> bytes:
+        """A whole request, signed now."""
+        signed = sign(key or self.key, "POST", route, body, audience=AUDIENCE)
+        return self.head(route, len(body), signed.headers) + body
+
+    @staticmethod
+    def head(route: str, length: object, headers: dict[str, str]) -> bytes:
+        fields = {"Host": "x", "Content-Length": str(length), **headers}
+        return (f"POST {route} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in fields.items()) + "\r\n").encode(
+            "latin-1"
+        )
+
+    def send(self, data: bytes, *, end: bool = True) -> tuple[int, Any]:
+        """Send bytes; the answer's status (0 if there is none) and JSON."""
+        with self.connect() as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+                if end:
+                    connection.shutdown(socket.SHUT_WR)
+            return read_response(connection)
+
+
+def read_response(connection: socket.socket) -> tuple[int, Any]:
+    """Status and JSON of what comes until the connection ends; 0 and None if nothing does."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(2**16):
+            received += data
+    head, _, body = received.partition(b"\r\n\r\n")
+    return (int(head.split(b" ")[1]), json.loads(body)) if head else (0, None)
+
+
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for something that comes by itself; the time is a deadline, not a measurement."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)

@@ -147,7 +147,7 @@ def test_a_claim_that_lapses_undoes_everything_and_frees_the_engines() -> None:
         await world.controller.begin_update(claim.id, OFFER)
         await world.controller.pause(claim.id, lease_s=600)
         await world.clock.advance(59)
-        with pytest.raises(EngineOwnedError, match="'one' belongs to 'first', since 59.0 s ago, for another 1.0 s"):
+        with pytest.raises(EngineOwnedError, match=r"'one' belongs to 'first', since 59.0 s ago, for another 1.0 s"):
             await world.controller.claim("second", lease_s=60)
         await world.clock.advance(1)
         assert [engine.calls[-2:] for engine in world.engines] == [["drop 1", "resume"]] * 2
@@ -186,7 +186,7 @@ def test_of_two_owners_one_is_refused_or_waits() -> None:
     async def test(world: World) -> None:
         first = await world.controller.claim("first", ["one"], lease_s=60)
         await world.controller.claim("beside", ["two"], lease_s=600)
-        with pytest.raises(EngineOwnedError, match="belongs to 'first'.*'second' cannot"):
+        with pytest.raises(EngineOwnedError, match=r"belongs to 'first'.*'second' cannot"):
             await world.controller.claim("second", ["one", "two"], lease_s=60)
         waiting = asyncio.ensure_future(world.controller.claim("second", ["one"], lease_s=60, wait_s=30))
         too_short = asyncio.ensure_future(world.controller.claim("third", ["one"], lease_s=60, wait_s=10))

@@ -42,9 +42,10 @@ class PublishedAddress:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._descriptor)
+            where = ""
             with contextlib.suppress(ControllerError):
-                raise ControllerError(f"{path} is held by another controller, at {read_address(path)}") from None
-            raise ControllerError(f"{path} is held by another controller") from None
+                where = f", at {read_address(path)}"
+            raise ControllerError(f"{path} is held by another controller{where}") from None
 
     def publish(self, address: Address) -> None:
         """Write it; whoever reads sees the former one or this one, whole."""

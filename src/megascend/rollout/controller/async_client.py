@@ -139,17 +139,19 @@ class AsyncControllerClient:
             AuthError: it refuses our signature, or what answers does not have the key.
             MegascendError: it refused, or an engine did; the class is that of the error there.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout_s + takes_s
         if not self._instance and route != "/v1/hello":
             async with self._hello:
                 if not self._instance:
-                    await self._deliver("/v1/hello", write_call("", new_id(), self._caller, {}), deadline)
-        return await self._deliver(route, write_call(self._instance, new_id(), self._caller, arguments or {}), deadline)
+                    await self._deliver("/v1/hello", write_call("", new_id(), self._caller, {}))
+        return await self._deliver(route, write_call(self._instance, new_id(), self._caller, arguments or {}), takes_s)
 
-    async def _deliver(self, route: str, body: bytes, deadline: float) -> dict[str, Any]:
-        """Say one call until it is answered."""
+    async def _deliver(self, route: str, body: bytes, takes_s: float = 0.0) -> dict[str, Any]:
+        """Say one call until it is answered.
+
+        An attempt has ``takes_s`` more than the client's time; once one has failed, the others together have the client's time.
+        """
         loop = asyncio.get_running_loop()
-        delay = FIRST_DELAY_S
+        delay, deadline, failed = FIRST_DELAY_S, loop.time() + self._timeout_s + takes_s, False
         while True:
             try:
                 attempt = self._attempt(read_address(self._where), route, body)
@@ -164,6 +166,8 @@ class AsyncControllerClient:
                 if not isinstance(result, ControllerBusyError):
                     raise result
                 problem = result
+            if not failed:
+                failed, deadline = True, min(deadline, loop.time() + self._timeout_s)
             pause = delay * random.uniform(0.5, 1.0)
             if loop.time() + pause >= deadline:
                 kind = ControllerBusyError if isinstance(problem, ControllerBusyError) else ControllerLostError
@@ -186,6 +190,8 @@ class AsyncControllerClient:
         signature = headers.get(ANSWER_HEADER.lower())
         if answer.status == 401 and signature is None:
             raise AuthError(f"{address} refuses our signature: {_told(answer)}")
+        if answer.status == 503 and signature is None:  # whoever says so, another attempt does no harm
+            return ControllerBusyError(_told(answer))
         try:
             check_answer(self._key, signed.nonce, answer.status, answer.body, signature)
         except AuthError as error:

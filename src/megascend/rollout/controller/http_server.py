@@ -120,7 +120,9 @@ class HttpServer(Generic[C]):
         writer.transport.set_write_buffer_limits(high=0)  # drain() then means: taken by the system
         self._unknown[writer] = None
         if len(self._unknown) > self._limits.max_unknown:
-            next(iter(self._unknown)).transport.abort()
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.transport.abort()
         try:
             await _Connection(self, reader, writer).serve()
         except (OSError, EOFError, asyncio.TimeoutError, h11.ProtocolError) as error:

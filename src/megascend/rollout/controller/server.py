@@ -25,7 +25,7 @@ from megascend.rollout.controller.messages import AUDIENCE, BEARER, Answer, Call
 from megascend.rollout.controller.replies import Replies
 from megascend.rollout.controller.routes import ROUTES, Route
 from weightwire.auth import Grant, Verifier, sign_answer
-from weightwire.errors import AuthError
+from weightwire.errors import AuthBusyError, AuthError
 from weightwire.keys import Key
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ControllerServer:
         self._publish = publish
         self._published: PublishedAddress | None = None
         self._verifier = verifier or Verifier(
-            key, audience=AUDIENCE, bearer=BEARER if bearer else None, max_nonces=2 * max_replies
+            key, audience=AUDIENCE, bearer=BEARER if bearer else None, max_nonces=max(2**16, 2 * max_replies)
         )
         self._replies = Replies(keep_s=keep_s, max_replies=max_replies)
         self._http: HttpServer[Grant] = HttpServer(self, limits)
@@ -137,7 +137,7 @@ class ControllerServer:
         try:
             return self._verifier.check_head(method, target, authorization)
         except AuthError as error:
-            raise Refusal(401, str(error)) from None
+            raise Refusal(503 if isinstance(error, AuthBusyError) else 401, str(error)) from None
 
     async def answer(self, caller: Grant, method: str, target: str, body: bytes) -> Answer:
         """Carry out a call, or say why not. Bodies are looked at when they are what was signed, and not before."""

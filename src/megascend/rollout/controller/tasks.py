@@ -125,21 +125,20 @@ class RolloutTasks:
         Raises:
             RolloutTaskError: one of them is not expected.
         """
-        futures: dict[asyncio.Future[Any], str] = {}
+        waiting: dict[asyncio.Future[Any], tuple[str, _Task]] = {}
         for name in names:
             if name not in self._tasks:
                 raise RolloutTaskError(self._over.get(name, f"rollout {name!r} is not expected here"))
-            futures[self._tasks[name].future] = name
-        if not futures:
+            waiting[self._tasks[name].future] = name, self._tasks[name]
+        if not waiting:
             return {}
-        done, _ = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         results: dict[str, Any] = {}
-        for name in (futures[future] for future in done if not future.cancelled()):
-            if name in self._tasks:  # not forgotten meanwhile
-                max_bytes -= self._tasks[name].size
+        for future, (name, task) in waiting.items():
+            if future.done() and not future.cancelled():
+                max_bytes -= task.size
                 if results and max_bytes < 0:
                     break
-                future = self._tasks[name].future
                 results[name] = future.exception() or future.result()
         return results
 

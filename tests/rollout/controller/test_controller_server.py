@@ -1,0 +1,451 @@
+"""The controller on real sockets: calls and their repetition, bounds, slow and dead callers, what waiting costs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from controller_doubles import KEY, ManualClock, Served, read_response, until
+
+from megascend.errors import (
+    ConfigError,
+    ControllerBusyError,
+    ControllerError,
+    ControllerLostError,
+    ControllerRestartedError,
+    EngineError,
+    EngineOwnedError,
+    LeaseLapsedError,
+    MessageError,
+    RolloutTaskError,
+)
+from megascend.rollout.controller.async_client import AsyncControllerClient
+from megascend.rollout.controller.client import ControllerClient, LoopThread
+from megascend.rollout.controller.controller import Controller, Limits
+from megascend.rollout.controller.http_server import HttpLimits
+from megascend.rollout.controller.messages import BEARER, new_id, write_call
+from megascend.rollout.controller.server import ControllerServer
+from weightwire.auth import sign
+from weightwire.errors import AuthError
+from weightwire.keys import Key
+
+OTHER = Key("f" * 32)
+
+
+def test_a_trainer_owns_engines_updates_and_pauses_them() -> None:
+    with Served() as served, served.client() as client:
+        one, two = served.engines
+        with client.claim("trainer", lease_s=60) as claim:
+            assert claim.engines == ("one", "two")
+            assert list(claim.init_group().items()) == [("one", 1), ("two", 1)]
+            claim.update({"version": 3}, timeout_s=60)
+            assert one.in_force == two.in_force == 3
+            with claim.paused(lease_s=60):
+                assert [one.paused, two.paused] == [True, True]
+                assert client.status()["engines"]["one"]["paused_s"] > 0
+            assert [one.paused, two.paused] == [False, False]
+            with (
+                served.client() as rival,
+                pytest.raises(EngineOwnedError, match="belongs to 'trainer'"),
+                rival.claim("rival"),
+            ):
+                pass
+            two.fails.add("verify")
+            with pytest.raises(EngineError, match=r"verify failed: engine 'two'.*cannot verify"):
+                claim.update({"version": 4}, timeout_s=60)
+            with pytest.raises(ValueError, match="within a block"), claim.paused(lease_s=60):
+                raise ValueError("within a block")
+            assert not one.paused
+        assert client.status()["engines"]["one"]["owner"] is None
+        with pytest.raises(LeaseLapsedError, match="'trainer' on one, two was released"):
+            claim.pause(lease_s=1)
+
+
+def test_a_claim_is_renewed_while_its_block_runs_and_lost_when_it_lapses() -> None:
+    clock = ManualClock()
+    with Served(clock=clock) as served, served.client() as client, client.claim("trainer", lease_s=0.3) as claim:
+        renewals = served.thread.run(_count_renewals(served))
+        until(lambda: len(renewals) >= 3)
+        claim.pause(lease_s=100)
+        served.thread.run(clock.advance(101))
+        assert not served.engines[0].paused
+        with pytest.raises(LeaseLapsedError):
+            claim.pause(lease_s=1)
+        until(lambda: claim._claim._lost is not None)
+        with pytest.raises(LeaseLapsedError, match=r"one, two are not ours any more: .*lapsed"):
+            claim.resume()
+
+
+async def _count_renewals(served: Served) -> list[str]:
+    renewals, renew = [], served.controller.renew
+
+    def counting(claim_id: str, lease_s: float):
+        renewals.append(claim_id)
+        return renew(claim_id, lease_s)
+
+    served.controller.renew = counting  # type: ignore[method-assign]
+    return renewals
+
+
+def test_five_hundred_completions_each_said_twice() -> None:
+    """Futures in the controller's process; every worker says every completion twice, and has the same answer both times."""
+    with Served() as served:
+
+        async def expect() -> list[asyncio.Future]:
+            return [served.controller.tasks.expect(f"r{number}", 600) for number in range(500)]
+
+        async def wait(futures: list[asyncio.Future]) -> list[dict]:
+            return await asyncio.wait_for(asyncio.gather(*futures), 120)
+
+        async def work() -> None:
+            client = AsyncControllerClient(served.where, served.key, caller="worker")
+            await client.status()
+            places = asyncio.Semaphore(32)
+
+            async def one(number: int) -> None:
+                body = served.call("/v1/rollouts/complete", rollout=f"r{number}", result={"number": number})
+                async with places:
+                    first, second = await asyncio.gather(
+                        *(client._deliver("/v1/rollouts/complete", body) for _ in range(2))
+                    )
+                    assert first == second == {}
+
+            await asyncio.gather(*(one(number) for number in range(500)))
+
+        futures = served.thread.run(expect())
+        asyncio.run(work())
+        assert [result["number"] for result in served.thread.run(wait(futures))] == list(range(500))
+        assert served.controller.tasks.status() == {"in_flight": 0, "kept": 0, "kept_bytes": 0}
+
+
+def test_results_come_to_a_remote_trainer_as_they_are_completed() -> None:
+    with Served() as served, served.client() as trainer, served.client() as worker:
+        trainer.expect(["a", "b", "c"], deadline_s=600)
+        results = trainer.results(["a", "b", "c"])
+        worker.complete("b", {"tokens": [1, 2], "logprobs": [-0.5, None]})
+        assert next(results) == ("b", {"tokens": [1, 2], "logprobs": [-0.5, None]})
+        worker.fail("a", "out of memory")
+        name, error = next(results)
+        assert name == "a"
+        assert isinstance(error, RolloutTaskError)
+        assert "'a' failed: out of memory" in str(error)
+        threading.Timer(0.1, lambda: worker.complete("c", {})).start()
+        assert list(results) == [("c", {})]
+        with pytest.raises(RolloutTaskError, match="fetched or given up"):
+            worker.complete("b", {})
+        assert served.controller.tasks.status() == {"in_flight": 0, "kept": 0, "kept_bytes": 0}
+
+
+def test_waiting_costs_no_processor_time() -> None:
+    """Forty requests wait for results that do not come, and forty futures in the process: nothing runs meanwhile."""
+    with Served() as served:
+
+        async def wait() -> float:
+            client = AsyncControllerClient(served.where, served.key, caller="trainer")
+            names = [f"r{number}" for number in range(40)]
+            await client.expect(names, deadline_s=600)
+            waiting = [asyncio.ensure_future(anext(client.results([name]))) for name in names]
+            while served.server._http._known < 40:
+                await asyncio.sleep(0.01)
+            before = time.process_time()
+            await asyncio.sleep(1.0)
+            spent = time.process_time() - before
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return spent
+
+        assert asyncio.run(wait()) < 0.1  # of this process, both sides, in the second that they waited
+
+
+def test_a_repeated_call_has_its_first_answer_and_no_effect() -> None:
+    with Served() as served:
+        body = served.call("/v1/claim", owner="trainer", lease_s=60.0)
+        first = served.send(served.request("/v1/claim", body))
+        assert first[0] == 200
+        assert served.send(served.request("/v1/claim", body)) == first
+        pause = served.call("/v1/pause", claim=first[1]["result"]["claim"], lease_s=60.0)
+        for _ in range(3):
+            assert served.send(served.request("/v1/pause", pause))[0] == 200
+        assert served.engines[0].calls == ["pause 60"]
+        refused = served.call("/v1/claim", owner="rival", lease_s=60.0)
+        answers = [served.send(served.request("/v1/claim", refused)) for _ in range(2)]
+        assert answers[0] == answers[1]
+        assert answers[0][1]["error"]["kind"] == "owned"
+        # The same id with other words, and elsewhere.
+        for route, other in (
+            ("/v1/pause", pause.replace(b"60.0", b"61.0")),
+            ("/v1/renew", pause),
+            ("/v1/continue", pause),
+        ):
+            status, answer = served.send(served.request(route, other))
+            if route == "/v1/renew":  # has no effect that could be repeated: it is answered anew
+                assert status == 200
+            else:
+                assert (status, answer["error"]["kind"]) == (400, "malformed")
+        assert served.engines[0].calls == ["pause 60"]
+
+
+def test_a_call_whose_caller_goes_is_finished_and_its_answer_kept() -> None:
+    with Served() as served:
+        one = served.engines[0]
+        one.holds.add("pause")
+        claim = served.call("/v1/claim", owner="t", engines=["one"], lease_s=60.0)
+        _, claimed = served.send(served.request("/v1/claim", claim))
+        body = served.call("/v1/pause", claim=claimed["result"]["claim"], lease_s=60.0)
+        with served.connect() as connection:
+            connection.sendall(served.request("/v1/pause", body))
+            until(lambda: one.calls == ["pause 60"])
+        with served.connect() as again:  # the first is gone
+            again.sendall(served.request("/v1/pause", body))
+            one.holds.clear()
+            assert read_response(again)[0] == 200
+        assert one.calls == ["pause 60"]
+        assert one.paused
+
+
+@pytest.mark.parametrize("what", ["old", "ahead"])
+def test_a_call_that_is_too_old_is_not_carried_out(what: str) -> None:
+    with Served() as served:
+        made = time.time() + (-121 if what == "old" else 200)
+        body = write_call(served.controller.instance, new_id(lambda: made), "test", {"owner": "t", "lease_s": 60.0})
+        status, answer = served.send(served.request("/v1/claim", body))
+        assert (status, answer["error"]["kind"]) == (400, "malformed")
+        assert ("after 120 s" if what == "old" else "clocks differ") in answer["error"]["message"]
+        assert served.state()[0] == []
+
+
+def test_sizes_are_bounded() -> None:
+    limits = HttpLimits(max_body_bytes=2000, max_head_bytes=4000, max_buffered_bytes=3000)
+    with Served(limits=limits) as served:
+
+        def signed(body: bytes) -> dict[str, str]:
+            return sign(served.key, "POST", "/v1/status", body, audience="megascend rollout controller").headers
+
+        def status(data: bytes) -> tuple[int, str]:
+            code, answer = served.send(data)
+            return code, answer["error"]["message"] if answer and "error" in answer else ""
+
+        large = served.call("/v1/status", padding="x" * 2000)
+        assert status(served.request("/v1/status", large)) == (
+            413,
+            f"a body of {len(large)} bytes; at most 2000 are taken",
+        )
+        assert status(served.head("/v1/status", 10**15, signed(b"")))[0] == 413
+        assert status(served.head("/v1/status", "9" * 3000, signed(b"")))[0] == 400
+        chunked = served.head("/v1/status", 0, signed(b"")).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        assert status(chunked + b"0\r\n\r\n")[0] == 411
+        assert status(b"POST /v1/status HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 5000)[0] == 431
+        assert status(b"POST /" + b"y" * 5000)[0] == 431
+        twice = signed(b"")["Authorization"]
+        assert (
+            status(f"POST / HTTP/1.1\r\nHost: x\r\nAuthorization: {twice}\r\nAuthorization: {twice}\r\n\r\n".encode())[
+                0
+            ]
+            == 400
+        )
+        with served.connect() as half:  # holds room for 1800 bytes
+            half.sendall(served.head("/v1/status", 1800, signed(b"y" * 1800)))
+            until(lambda: served.server._http._buffered == 1800)
+            padded = served.call("/v1/status", padding="x" * 1300)
+            assert status(served.request("/v1/status", padded)) == (
+                503,
+                "too many large requests at once; come back later",
+            )
+        until(served.idle)
+
+
+def test_a_claim_on_too_many_names_and_too_many_calls_are_refused() -> None:
+    with Served(max_replies=3, controller=Limits(max_tasks=2)) as served, served.client(timeout_s=0.3) as client:
+        client.expect(["a", "b"], deadline_s=60)
+        with pytest.raises(ControllerBusyError, match="2 rollouts are in flight"):
+            client.expect(["c"], deadline_s=60)
+        client.complete("a", {})
+        client.complete("b", {})
+        with pytest.raises(ControllerBusyError, match="3 calls came within 120 s"):
+            client.fail("c", "")
+        assert client.status()["rollouts"]["kept"] == 2  # what has no effect is answered still
+
+
+def test_callers_that_send_nothing_do_not_keep_others_out() -> None:
+    """Thirty connections that never finish their head, where eight may be: the oldest are cut off, and every call is answered."""
+    limits = HttpLimits(max_unknown=8, head_timeout_s=600)
+    starts = [b"", b"P", b"POST /v1/status HTTP/1.1", b"POST / HTTP/1.1\r\nHost: x\r\nX: y", b"\r\n", b"x" * 4000]
+    with Served(limits=limits) as served, served.client() as client:
+        slow = []
+        for number in range(30):
+            connection = served.connect()
+            connection.sendall(starts[number % len(starts)])
+            slow.append(connection)
+            if number % 5 == 0:
+                assert client.status()["rollouts"]["in_flight"] == 0
+        assert client.status()["rollouts"]["in_flight"] == 0
+        until(lambda: len(served.server._http._unknown) <= 8)
+        for connection in slow[:20]:
+            assert read_response(connection)[1] is None  # cut off
+        for connection in slow:
+            connection.close()
+        until(served.idle)
+
+
+def test_callers_that_stop_halfway_or_do_not_read_are_cut_off() -> None:
+    limits = HttpLimits(head_timeout_s=0.2, body_timeout_s=0.2, send_timeout_s=0.2)
+    with Served(limits=limits) as served, served.client() as client:
+        with served.connect() as no_head, served.connect() as no_body, socket.socket() as no_reading:
+            no_head.sendall(b"POST /v1/status HTTP/1.1\r\n")
+            no_body.sendall(served.request("/v1/status", served.call("/v1/status"))[:-1])
+            client.expect(["large"], deadline_s=60)
+            client.complete("large", {"text": "x" * 12_000_000})
+            no_reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            no_reading.connect((served.server.address.host, served.server.address.port))
+            body = served.call("/v1/rollouts/wait", rollouts=["large"], timeout_s=60.0)
+            no_reading.sendall(served.request("/v1/rollouts/wait", body))
+            assert client.status()["rollouts"]["kept"] == 1
+            assert read_response(no_head)[0] == read_response(no_body)[0] == 0
+            until(served.idle)
+        assert dict(client.results(["large"]))["large"]["text"] == "x" * 12_000_000  # type: ignore[index]
+
+
+def test_more_requests_at_once_than_may_be_are_told_to_come_back() -> None:
+    with Served(limits=HttpLimits(max_known=2)) as served, served.client(timeout_s=0.3) as client:
+        client.expect(["a"], deadline_s=60)
+        body = [served.call("/v1/rollouts/wait", rollouts=["a"], timeout_s=60.0) for _ in range(2)]
+        waiting = [served.connect(), served.connect()]
+        for connection, call in zip(waiting, body, strict=True):
+            connection.sendall(served.request("/v1/rollouts/wait", call))
+        until(lambda: served.server._http._known == 2)
+        with pytest.raises(ControllerBusyError, match="2 requests are being answered"):
+            client.status()
+        served.thread.run(_complete(served, "a"))
+        for connection in waiting:
+            assert read_response(connection)[1]["result"]["results"] == {"a": {}}
+            connection.close()
+        assert client.status()["rollouts"]["kept"] == 1
+
+
+async def _complete(served: Served, name: str) -> None:
+    served.controller.tasks.complete(name, {})
+
+
+def test_only_who_has_the_key_is_answered() -> None:
+    with Served() as served:
+        with (
+            ControllerClient(served.where, OTHER, caller="x", timeout_s=10) as stranger,
+            pytest.raises(AuthError) as caught,
+        ):
+            stranger.status()
+        assert "refuses our signature: the signature is wrong: another key" in str(caught.value)
+        assert KEY not in str(caught.value)
+        token = {"Authorization": f"Bearer {served.key.bearer_token(BEARER)}"}
+        body = served.call("/v1/status")
+        assert served.send(served.head("/v1/status", len(body), token) + body)[0] == 401
+    with Served(bearer=True) as served:
+        body = served.call("/v1/status")
+        assert served.send(served.head("/v1/status", len(body), token) + body)[0] == 200
+
+
+def test_an_answer_of_somebody_else_is_not_believed() -> None:
+    """Something has taken the port, and answers as the controller would, but for the key."""
+    with Served() as served, ControllerClient(served.where, served.key, caller="x", timeout_s=0.5) as client:
+        client.status()
+
+        async def forget_to_sign() -> None:
+            served.server.sign = lambda caller, answer: {}  # type: ignore[method-assign]
+
+        served.thread.run(forget_to_sign())
+        with pytest.raises(ControllerLostError, match=r"is not our rollout controller: the answer .* is not signed"):
+            client.status()
+
+
+def test_nobody_there_and_a_controller_that_closes() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with (
+            ControllerClient(f"127.0.0.1:{port}", Key(KEY), caller="x", timeout_s=0.3) as client,
+            pytest.raises(ControllerLostError, match=f"127.0.0.1:{port}.*in time"),
+        ):
+            client.status()
+    with Served() as served, served.client(timeout_s=5) as client:
+        client.expect(["a"], deadline_s=60)
+        results = client.results(["a"])
+        waiting = LoopThread("waiting")
+
+        async def first() -> object:
+            return await asyncio.to_thread(next, results)
+
+        found = waiting.submit(first())
+        until(lambda: served.server._http._known == 1)
+        served.thread.run(served.server.close("the run is over"))
+        with pytest.raises(ControllerLostError, match=r"the run is over|in time"):
+            found.result(30)
+        waiting.close()
+
+
+def test_a_port_that_is_taken_is_named_and_a_free_one_published(tmp_path: Path) -> None:
+    with Served(publish=tmp_path / "controller.json") as served:
+        assert served.server.address.port > 0
+        assert served.server.address.host == "127.0.0.1"
+        with ControllerClient(tmp_path / "controller.json", served.key, caller="x") as client:
+            assert client.status()["instance"] == served.controller.instance
+        with pytest.raises(
+            ConfigError, match=f"127.0.0.1:{served.server.address.port}: .*in use.*port 0 takes one that is free"
+        ):
+            Served(port=served.server.address.port)
+        with pytest.raises(ControllerError, match=f"controller.json is held by another controller, at {served.where}"):
+            Served(publish=tmp_path / "controller.json")
+    assert not (tmp_path / "controller.json").exists()
+    with Served(publish=tmp_path / "controller.json"):
+        pass
+
+
+def test_another_instance_is_told_apart() -> None:
+    with Served() as served, served.client() as client:
+        client.status()
+        client._client._instance = "0" * 16
+        with pytest.raises(ControllerRestartedError, match="not 0000000000000000: it was restarted"):
+            client.expect(["a"], deadline_s=60)
+        assert served.controller.tasks.status()["in_flight"] == 0
+        client.expect(["a"], deadline_s=60)  # the caller has been told
+
+
+def test_what_cannot_be_said_in_json_is_the_callers_error() -> None:
+    with Served() as served, served.client() as client:
+        for wrong in ({"x": float("nan")}, {"x": object()}, {"x": b""}):
+            with pytest.raises(MessageError, match="JSON"):
+                client.complete("a", wrong)
+        with pytest.raises(MessageError, match=r"arguments: deadline_s: Input should be greater than 0"):
+            client.expect(["a"], deadline_s=-1)
+        with pytest.raises(MessageError, match="there is no POST /v1/unknown"):
+            client._thread.run(client._client.call("/v1/unknown"))
+        with pytest.raises(ControllerError, match="no engine 'x'; there are one, two"), client.claim("o", ["x"]):
+            pass
+
+
+def test_a_fault_of_ours_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    with Served() as served, served.client() as client:
+
+        def broken() -> dict:
+            raise ZeroDivisionError("of ours")
+
+        served.controller.status = broken  # type: ignore[method-assign]
+        with pytest.raises(ControllerError, match="ZeroDivisionError: of ours"):
+            client.status()
+        assert "a call of 'test' failed" in caplog.text
+        assert KEY not in caplog.text
+
+
+def test_a_server_without_engines_serves_rollouts() -> None:
+    async def run() -> None:
+        async with ControllerServer(Controller(), Key(KEY)) as server:
+            client = AsyncControllerClient(str(server.address), Key(KEY), caller="x")
+            await client.expect(["a"], deadline_s=60)
+            with pytest.raises(ControllerError, match="a claim on no engine"):
+                async with client.claim("o"):
+                    pass
+
+    asyncio.run(run())
