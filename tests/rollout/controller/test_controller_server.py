@@ -274,7 +274,7 @@ def test_a_claim_on_too_many_names_and_too_many_calls_are_refused() -> None:
 def test_callers_that_send_nothing_do_not_keep_others_out() -> None:
     """Thirty connections that never finish their head, where eight may be: the oldest are cut off, and every call is answered."""
     limits = HttpLimits(max_unknown=8, head_timeout_s=600)
-    starts = [b"", b"P", b"POST /v1/status HTTP/1.1", b"POST / HTTP/1.1\r\nHost: x\r\nX: y", b"\r\n", b"x" * 4000]
+    starts = [b"", b"P", b"POST /v1/status HTTP/1.1", b"POST / HTTP/1.1\r\nHost: x\r\nX: y", b"POST /" + b"x" * 4000]
     with Served(limits=limits) as served, served.client() as client:
         slow = []
         for number in range(30):
@@ -370,7 +370,7 @@ def test_nobody_there_and_a_controller_that_closes() -> None:
             pytest.raises(ControllerLostError, match=f"127.0.0.1:{port}.*in time"),
         ):
             client.status()
-    with Served() as served, served.client(timeout_s=5) as client:
+    with Served() as served, served.client(timeout_s=0.5) as client:
         client.expect(["a"], deadline_s=60)
         results = client.results(["a"])
         waiting = LoopThread("waiting")

@@ -32,8 +32,8 @@ from weightwire.keys import Key
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 MAX_ANSWER_BYTES = 64 * 2**20
-MARGIN_S = 5.0
-"""How much longer than the controller itself a caller waits for its answer."""
+RELEASE_S = 10.0
+"""How long the end of a claim's block tries to release it; after that its lease does."""
 
 
 class AsyncControllerClient:
@@ -151,7 +151,8 @@ class AsyncControllerClient:
         An attempt has ``takes_s`` more than the client's time; once one has failed, the others together have the client's time.
         """
         loop = asyncio.get_running_loop()
-        delay, deadline, failed = FIRST_DELAY_S, loop.time() + self._timeout_s + takes_s, False
+        delay, deadline = FIRST_DELAY_S, loop.time() + self._timeout_s + takes_s
+        failed, problem = False, None
         while True:
             try:
                 attempt = self._attempt(read_address(self._where), route, body)
@@ -159,7 +160,8 @@ class AsyncControllerClient:
             except AuthError:
                 raise
             except (OSError, EOFError, h11.RemoteProtocolError, asyncio.TimeoutError) as error:
-                problem: Exception = error
+                if problem is None or not isinstance(error, asyncio.TimeoutError):
+                    problem = error  # the last attempt, cut short, tells nothing new
             else:
                 if not isinstance(result, MegascendError):
                     return result
@@ -286,6 +288,6 @@ class AsyncClaim:
 
     async def _release(self) -> None:
         try:
-            await self._call("/v1/release")
-        except (ControllerError, AuthError) as error:  # its lease ends it
+            await asyncio.wait_for(self._call("/v1/release"), RELEASE_S)
+        except (ControllerError, AuthError, asyncio.TimeoutError) as error:  # its lease ends it
             log.warning("the claim on %s could not be released: %s", ", ".join(self.engines), error)

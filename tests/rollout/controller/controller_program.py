@@ -1,0 +1,63 @@
+"""A controller in a process of its own: ``python controller_program.py PUBLISH ENGINE_PORT``.
+
+Its engine is in the test's process; what it is asked for travels as a line, and comes back as one. The key is in the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from megascend.rollout.controller.controller import Controller
+from megascend.rollout.controller.server import ControllerServer
+from weightwire.keys import load_key
+
+
+class EngineElsewhere:
+    """What the controller calls; each call is a line to the test's process."""
+
+    name = "one"
+    stages = True
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def _ask(self, *words: object) -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            writer.write(" ".join(map(str, words)).encode() + b"\n")
+            return (await reader.readline()).decode().strip()
+        finally:
+            writer.close()
+
+    async def receivers(self) -> int:
+        return 1
+
+    async def begin_update(self, offer: dict[str, Any]) -> None:
+        await self._ask("begin", offer["version"])
+
+    async def verify(self, version: int, timeout_s: float) -> None:
+        await self._ask("verify", version)
+
+    async def commit(self, version: int) -> None:
+        await self._ask("commit", version)
+
+    async def drop(self, version: int) -> None:
+        await self._ask("drop", version)
+
+    async def pause(self, lease_s: float) -> None:
+        await self._ask("pause", f"{lease_s:g}")
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+
+async def main() -> int:
+    controller = Controller([EngineElsewhere(int(sys.argv[2]))])
+    async with ControllerServer(controller, load_key(), publish=sys.argv[1]) as server:
+        return 128 + await server.until_signal()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

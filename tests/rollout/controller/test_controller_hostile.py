@@ -1,0 +1,227 @@
+"""Forged, replayed, oversized, truncated and malformed requests, and plain noise: refused, and nothing has changed."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+from controller_doubles import KEY, Served, read_response, until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megascend.errors import MessageError
+from megascend.rollout.controller.http_server import HttpLimits
+from megascend.rollout.controller.messages import AUDIENCE, Answer, new_id, read_answer, read_call
+from megascend.rollout.controller.routes import ROUTES
+from weightwire.auth import Verifier, sign
+from weightwire.keys import Key
+
+OTHER = Key("f" * 32)
+EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEWER = settings(EXAMPLES, max_examples=60)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One controller, whose every call a test may try to spoil; nobody else calls it."""
+    with Served(
+        limits=HttpLimits(max_body_bytes=20_000, max_head_bytes=4096, head_timeout_s=5, body_timeout_s=5)
+    ) as served:
+        yield served
+        until(served.idle)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_changes(served: Served) -> Iterator[None]:
+    """Whatever a test has sent, the state is what it was, and the next call is answered."""
+    before = served.state()
+    yield
+    assert served.state() == before
+    assert served.send(served.request("/v1/status", served.call("/v1/status")))[0] == 200
+
+
+def claim_call(served: Served) -> bytes:
+    """The body of a call that would change something."""
+    return served.call("/v1/claim", owner="attacker", lease_s=60.0)
+
+
+@EXAMPLES
+@given(noise=st.binary(max_size=600), end=st.booleans())
+def test_noise(served: Served, noise: bytes, end: bool) -> None:
+    with served.connect() as connection:
+        try:
+            connection.sendall(noise)
+            if end:
+                connection.shutdown(socket.SHUT_WR)
+                assert read_response(connection)[0] in (0, 400, 401, 431, 501)
+        except ConnectionError:
+            pass  # cut off
+
+
+HEADERS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["Content-Length", "Transfer-Encoding", "Authorization", "Expect", "Connection", "Upgrade", "X"]
+        ),
+        st.one_of(
+            st.sampled_from(["0", "5", "-1", "1e9", "chunked", "close", "100-continue", ""]), st.text(max_size=30)
+        ),
+    ),
+    max_size=6,
+)
+
+
+@EXAMPLES
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "OPTIONS", "CONNECT", "post", "P\0ST"]),
+    target=st.one_of(st.sampled_from([*ROUTES, "*", "//", "http://x/", "/v1/../v1/claim"]), st.text(max_size=40)),
+    headers=HEADERS,
+    body=st.binary(max_size=100),
+)
+def test_requests_that_look_like_http(served: Served, method: str, target: str, headers: list, body: bytes) -> None:
+    lines = [f"{method} {target} HTTP/1.1", "Host: x", *(f"{name}: {value}" for name, value in headers), "", ""]
+    status, _ = served.send("\r\n".join(lines).encode("utf-8", "replace") + body)
+    assert status in (0, 400, 401, 431, 501)
+
+
+@EXAMPLES
+@given(cut=st.integers(min_value=0))
+def test_truncated(served: Served, cut: int) -> None:
+    """Signed well, and ended early, anywhere."""
+    request = served.request("/v1/claim", claim_call(served))
+    assert served.send(request[: cut % len(request)])[0] in (0, 400, 401)
+
+
+@EXAMPLES
+@given(where=st.integers(min_value=0), bit=st.integers(0, 7))
+def test_one_bit_changed(served: Served, where: int, bit: int) -> None:
+    """What was signed is refused when it is changed; what was not, as the host's name, is of no account."""
+    body = served.call("/v1/status")
+    request = bytearray(served.request("/v1/status", body))
+    value = request.index(b"Weightwire1")
+    first_line, header = range(request.index(b" HTTP")), range(value, request.index(b"\r", value))
+    place = where % len(request)
+    request[place] ^= 1 << bit
+    status, answer = served.send(bytes(request))
+    if place >= len(request) - len(body):
+        assert status == 400
+        assert "not the one that was signed" in answer["error"]["message"]
+    elif place in first_line or place in header:
+        assert status in (0, 400, 401)
+    else:
+        assert status in (0, 200, 400, 401, 411, 413, 431)
+
+
+@FEWER
+@given(
+    route=st.sampled_from(sorted(ROUTES)),
+    how=st.sampled_from(["another key", "another route", "another audience", "longer"]),
+)
+def test_forged(served: Served, route: str, how: str) -> None:
+    body = claim_call(served)
+    key = OTHER if how == "another key" else served.key
+    signed_for = "/v1/other" if how == "another route" else route
+    audience = "an engine" if how == "another audience" else AUDIENCE
+    headers = sign(key, "POST", signed_for, body, audience=audience).headers
+    sent = body + b" " if how == "longer" else body
+    status, answer = served.send(served.head(route, len(sent), headers) + sent)
+    assert (status, answer["error"]["kind"]) == (400 if how == "longer" else 401, "malformed")
+    assert KEY not in str(answer)
+
+
+@FEWER
+@given(route=st.sampled_from(sorted(ROUTES)))
+def test_replayed(served: Served, route: str) -> None:
+    request = served.request(route, b"{}")
+    assert served.send(request)[0] == 400
+    status, answer = served.send(request)
+    assert (status, answer["error"]["message"]) == (401, "this request was seen before")
+
+
+@FEWER
+@given(route=st.sampled_from(sorted(ROUTES)), size=st.integers(20_001, 10**18))
+def test_oversized(served: Served, route: str, size: int) -> None:
+    headers = sign(served.key, "POST", route, b"x", audience=AUDIENCE).headers
+    status, answer = served.send(served.head(route, size, headers) + b"x" * 1000)
+    assert status == 413
+    assert "at most 20000" in answer["error"]["message"]
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(sorted({field for route in ROUTES.values() for field in route.arguments.model_fields}))
+WITHOUT_EFFECT = {"/v1/hello", "/v1/status", "/v1/rollouts/forget"}
+
+
+@EXAMPLES
+@given(
+    route=st.sampled_from(sorted(set(ROUTES) - WITHOUT_EFFECT)),
+    arguments=st.dictionaries(FIELDS, JSON, max_size=4),
+    spoil=st.sampled_from(["", "", "version", "instance", "id", "caller", "arguments", "field"]),
+    value=JSON,
+)
+def test_malformed_calls_of_who_has_the_key(
+    served: Served, route: str, arguments: dict, spoil: str, value: object
+) -> None:
+    call = {"version": 1, "instance": served.controller.instance, "id": new_id(), "caller": "x", "arguments": arguments}
+    if spoil:
+        call[spoil] = value
+    body = json.dumps(call).encode()
+    status, answer = served.send(served.request(route, body))
+    # A claim that nobody has, or rollouts that nobody expects, are refused too; anything else was not understood.
+    assert status in (400, 404, 409)
+    assert answer["error"]["kind"] in ("malformed", "not_expected", "refused", "restarted")
+    for call_id in [call["id"]] if isinstance(call["id"], str) else []:  # an answer that was kept is no change of state
+        served.thread.run(_forget(served, call_id))
+
+
+async def _forget(served: Served, call_id: str) -> None:
+    replies = served.server._replies
+    if replies._replies.pop(call_id, None) is not None:
+        replies._answered.pop()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b"\xff\xfe",
+        b"{}{}",
+        b"[" * 10_000,
+        b'{"a":' * 3_000,
+        b'{"version":1,"version":1}',
+        b'{"version":NaN}',
+        b'{"version":1' + b"0" * 5000 + b"}",
+        b'{"version":true}',
+        b'{"version":2}',
+        b'{"version":1}',
+        b"\xef\xbb\xbf{}",
+    ],
+    ids=lambda body: repr(body[:12]),
+)
+def test_bodies_that_are_no_call(served: Served, body: bytes) -> None:
+    with pytest.raises(MessageError):
+        read_call(body)
+    with pytest.raises(MessageError):
+        read_answer(Answer(200, body))
+    status, answer = served.send(served.request("/v1/claim", body))
+    assert (status, answer["error"]["kind"]) == (400, "malformed")
+
+
+def test_the_verifier_is_asked_before_a_body_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller without the key that announces a large body is answered before it has sent any of it."""
+    asked = []
+    check = Verifier.check_head
+    monkeypatch.setattr(Verifier, "check_head", lambda self, *head: asked.append(head) or check(self, *head))
+    with served.connect() as connection:
+        connection.sendall(served.head("/v1/claim", 19_000, {"Authorization": "Weightwire1 forged"}))
+        assert read_response(connection)[0] == 401
+    assert len(asked) == 1

@@ -1,0 +1,149 @@
+"""A controller in a process of its own that is killed, stopped by signals, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from controller_doubles import KEY, ManualClock, until
+
+from megascend.errors import ControllerError, ControllerRestartedError, LeaseLapsedError, RolloutTaskError
+from megascend.rollout.controller.address import read_address
+from megascend.rollout.controller.client import ControllerClient, LoopThread
+from weightwire.keys import ENVIRONMENT, Key
+
+
+class LeasedEngine:
+    """An engine in the test's process that is told over a socket what to do; its pauses lapse by a clock of the test's."""
+
+    def __init__(self, thread: LoopThread) -> None:
+        self.clock = ManualClock()
+        self.calls: list[str] = []
+        self.holds: set[str] = set()
+        self.paused = False
+        self._thread = thread
+        self._pauses = 0
+        self.port = thread.run(self._listen())
+
+    async def _listen(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        what, *arguments = (await reader.readline()).decode().split()
+        self.calls.append(" ".join([what, *arguments]))
+        while what in self.holds:
+            await asyncio.sleep(0.01)
+        if what == "pause":
+            self.paused = True
+            self._pauses += 1
+            this = self._pauses
+            self.clock.call_at(self.clock.now() + float(arguments[0]), lambda: self._lapse(this))
+        if what == "resume":
+            self.paused = False
+        writer.write(b"done\n")
+        writer.close()
+
+    def _lapse(self, pause: int) -> None:
+        if pause == self._pauses:
+            self.paused = False
+
+    def advance(self, seconds: float) -> None:
+        self._thread.run(self.clock.advance(seconds))
+
+
+class Job:
+    """A controller's process, which can be started again, its engine and its address file."""
+
+    def __init__(self, folder: Path, thread: LoopThread) -> None:
+        self.publish = folder / "controller.json"
+        self.engine = LeasedEngine(thread)
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        program = Path(__file__).with_name("controller_program.py")
+        environment = {**os.environ, ENVIRONMENT: KEY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, str(program), str(self.publish), str(self.engine.port)]
+        former = read_address(self.publish).instance if self.publish.exists() else ""
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        until(lambda: self.publish.exists() and read_address(self.publish).instance != former, 120)
+
+    def kill(self, which: signal.Signals) -> tuple[int, str]:
+        """Send a signal, and wait for the end; returns the exit status and what was written to stderr."""
+        assert self.process is not None
+        self.process.send_signal(which)
+        _, told = self.process.communicate(timeout=60)
+        return self.process.returncode, told
+
+    def client(self, timeout_s: float = 60.0) -> ControllerClient:
+        return ControllerClient(self.publish, Key(KEY), caller="trainer", timeout_s=timeout_s)
+
+
+@contextmanager
+def _job(folder: Path) -> Iterator[Job]:
+    thread = LoopThread("engine")
+    job = Job(folder, thread)
+    try:
+        job.start()
+        yield job
+    finally:
+        if job.process is not None and job.process.poll() is None:
+            job.kill(signal.SIGKILL)
+        thread.close()
+
+
+def test_killed_and_started_again(tmp_path: Path) -> None:
+    """Callers are told, nothing is done twice, the engine continues by its own lease, and the next claim works."""
+    with _job(tmp_path) as job, job.client() as client, job.client() as worker:
+        client.expect(["r1"], deadline_s=600)
+        first = client.instance
+        worker.status()
+        with pytest.raises((LeaseLapsedError, ControllerRestartedError)), client.claim("trainer", lease_s=600) as claim:  # noqa: PT012
+            claim.pause(lease_s=30)
+            job.engine.holds.add("verify")
+            update = client._thread.submit(claim._claim.update({"version": 7}, timeout_s=60))
+            until(lambda: job.engine.calls == ["pause 30", "begin 7", "verify 7"])
+            assert job.kill(signal.SIGKILL)[0] == -signal.SIGKILL
+            assert job.publish.exists()  # it had no time to remove it
+            job.engine.holds.clear()
+            assert job.engine.paused
+            job.engine.advance(30)
+            assert not job.engine.paused
+
+            job.start()
+            with pytest.raises(ControllerRestartedError, match=f"not {first}: it was restarted"):
+                update.result(60)
+            assert job.engine.calls == ["pause 30", "begin 7", "verify 7"]
+            with pytest.raises(ControllerRestartedError, match="restarted"):
+                worker.complete("r1", {})  # of the former one
+            with pytest.raises(RolloutTaskError, match="'r1' is not expected here"):
+                worker.complete("r1", {})
+            with pytest.raises(ControllerError, match="no such claim"):
+                claim.commit(7)
+            raise LeaseLapsedError("the trainer learns that, and claims again")
+        assert client.instance not in ("", first)
+        with client.claim("trainer", lease_s=600) as claim:
+            claim.update({"version": 8}, timeout_s=60)
+        assert job.engine.calls[3:] == ["begin 8", "verify 8", "commit 8"]
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_everything_continued(tmp_path: Path, which: signal.Signals) -> None:
+    with _job(tmp_path) as job, job.client(timeout_s=0.3) as client:
+        with client.claim("trainer", lease_s=600) as claim:
+            claim.pause(lease_s=600)
+            claim.begin_update({"version": 1})
+            assert job.engine.paused
+            status, told = job.kill(which)
+        assert (status, job.engine.paused) == (128 + which, False)
+        assert job.engine.calls == ["pause 600", "begin 1", "drop 1", "resume"]
+        assert not job.publish.exists()
+        assert "Traceback" not in told
+        assert KEY not in told
