@@ -18,8 +18,21 @@ from megascend.rollout.controller.messages import AUDIENCE, new_id, write_call
 from megascend.rollout.controller.server import ControllerServer
 from weightwire.auth import sign
 from weightwire.keys import Key
+from weightwire.manifest import Manifest, TensorSpec
+from weightwire.offer import Offer, Seal
 
 KEY = "0123456789abcdef" * 2
+
+
+def an_offer(update: str, workers: int) -> Offer:
+    """An update of one small tensor."""
+    manifest = Manifest(1, (TensorSpec("w", "float32", (2,)),))
+    return Offer(update, "trainer", "127.0.0.1", 1, 1, workers, "gloo", 60.0, 60.0, manifest)
+
+
+def a_seal(update: str) -> Seal:
+    """What says that the update was sent."""
+    return Seal(update, 1, "0" * 64, ("0",))
 
 
 class ManualClock:
@@ -77,8 +90,6 @@ class NotingEngine:
         holds: names of methods that return when the name is gone from here.
     """
 
-    stages = True
-
     def __init__(self, name: str, receivers: int = 1) -> None:
         self.name = name
         self.calls: list[str] = []
@@ -86,8 +97,8 @@ class NotingEngine:
         self.hangs: set[str] = set()
         self.holds: set[str] = set()
         self.paused = False
-        self.open: int | None = None
-        self.in_force = 0
+        self.open: str | None = None
+        self.in_force = ""
         self._receivers = receivers
 
     async def _called(self, what: str, told: object = "") -> None:
@@ -103,20 +114,20 @@ class NotingEngine:
         await self._called("receivers")
         return self._receivers
 
-    async def begin_update(self, offer: dict[str, Any]) -> None:
-        self.open = offer["version"]
-        await self._called("begin", offer["version"])
+    async def begin_update(self, offer: Offer) -> None:
+        self.open = offer.update
+        await self._called("begin", f"{offer.update} as {offer.first}+{offer.workers}")
 
-    async def verify(self, version: int, timeout_s: float) -> None:
-        await self._called("verify", version)
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await self._called("verify", seal.update)
 
-    async def commit(self, version: int) -> None:
-        await self._called("commit", version)
-        assert self.open == version
-        self.in_force, self.open = version, None
+    async def commit(self, update: str) -> None:
+        await self._called("commit", update)
+        assert self.open == update
+        self.in_force, self.open = update, None
 
-    async def drop(self, version: int) -> None:
-        await self._called("drop", version)
+    async def drop(self, update: str) -> None:
+        await self._called("drop", update)
         self.open = None
 
     async def pause(self, lease_s: float) -> None:

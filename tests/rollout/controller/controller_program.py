@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
 
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from weightwire.keys import load_key
+from weightwire.offer import Offer, Seal
 
 
 class EngineElsewhere:
     """What the controller calls; each call is a line to the test's process."""
 
     name = "one"
-    stages = True
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -34,17 +33,17 @@ class EngineElsewhere:
     async def receivers(self) -> int:
         return 1
 
-    async def begin_update(self, offer: dict[str, Any]) -> None:
-        await self._ask("begin", offer["version"])
+    async def begin_update(self, offer: Offer) -> None:
+        await self._ask("begin", offer.update)
 
-    async def verify(self, version: int, timeout_s: float) -> None:
-        await self._ask("verify", version)
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await self._ask("verify", seal.update)
 
-    async def commit(self, version: int) -> None:
-        await self._ask("commit", version)
+    async def commit(self, update: str) -> None:
+        await self._ask("commit", update)
 
-    async def drop(self, version: int) -> None:
-        await self._ask("drop", version)
+    async def drop(self, update: str) -> None:
+        await self._ask("drop", update)
 
     async def pause(self, lease_s: float) -> None:
         await self._ask("pause", f"{lease_s:g}")

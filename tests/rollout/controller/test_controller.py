@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from controller_doubles import ManualClock, NotingEngine, settle
+from controller_doubles import ManualClock, NotingEngine, a_seal, an_offer, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +18,10 @@ from megascend.errors import (
     EngineOwnedError,
     EngineTimeoutError,
     LeaseLapsedError,
+    MessageError,
 )
 from megascend.rollout.controller.controller import RESUME_AGAIN_S, RESUME_ATTEMPTS, Controller, Limits
-
-OFFER = {"version": 1}
+from megascend.rollout.controller.ownership import Claim
 
 
 class World:
@@ -31,6 +31,11 @@ class World:
         self.clock = ManualClock()
         self.one, self.two = NotingEngine("one"), NotingEngine("two", receivers=2)
         self.controller = Controller([self.one, self.two], limits=Limits(**limits), clock=self.clock)  # type: ignore[arg-type]
+
+    async def update(self, claim: Claim, name: str, timeout_s: float = 60) -> None:
+        """A whole update of all three members."""
+        await self.controller.begin_update(claim.id, an_offer(name, 3))
+        await self.controller.finish_update(claim.id, a_seal(name), timeout_s)
 
     @property
     def engines(self) -> tuple[NotingEngine, NotingEngine]:
@@ -52,19 +57,32 @@ def with_world(test: Callable[[World], Coroutine[Any, Any, None]], **limits: flo
 
 def test_an_update_is_committed_when_all_have_verified_it() -> None:
     async def test(world: World) -> None:
-        claim = await world.controller.claim("trainer", lease_s=60)
-        assert await world.controller.init_group(claim.id) == {"one": 1, "two": 2}
-        await world.controller.update(claim.id, OFFER, timeout_s=60)
-        assert [engine.in_force for engine in world.engines] == [1, 1]
-        assert world.one.calls == ["receivers", "begin 1", "verify 1", "commit 1"]
-        await world.controller.begin_update(claim.id, {"version": 2})
-        with pytest.raises(ControllerError, match="has not had it verified"):
-            await world.controller.commit(claim.id, 2)
-        with pytest.raises(ControllerError, match="no update to version 3: version 2 is open"):
-            await world.controller.verify(claim.id, 3, timeout_s=1)
-        await world.controller.verify(claim.id, 2, timeout_s=1)
-        await world.controller.commit(claim.id, 2)
-        assert [engine.in_force for engine in world.engines] == [2, 2]
+        control = world.controller
+        claim = await control.claim("trainer", lease_s=60)
+        assert await control.init_group(claim.id) == {"one": 1, "two": 2}
+        await world.update(claim, "a")
+        assert [engine.in_force for engine in world.engines] == ["a", "a"]
+        assert world.one.calls == ["receivers", "begin a as 1+1", "verify a", "commit a"]
+        assert world.two.calls == ["receivers", "begin a as 2+2", "verify a", "commit a"]
+        await control.begin_update(claim.id, an_offer("b", 3))
+        with pytest.raises(ControllerError, match="'b' of 'trainer' has not been verified on all engines"):
+            await control.commit(claim.id, "b")
+        with pytest.raises(ControllerError, match="no update 'c': 'b' is open"):
+            await control.verify(claim.id, a_seal("c"), timeout_s=1)
+        with pytest.raises(ControllerError, match="update 'b' of 'trainer' is open"):
+            await control.begin_update(claim.id, an_offer("c", 3))
+        await control.verify(claim.id, a_seal("b"), timeout_s=1)
+        await control.commit(claim.id, "b")
+        assert [engine.in_force for engine in world.engines] == ["b", "b"]
+        with pytest.raises(
+            MessageError, match="the offer is to 2 members from number 1 on; the engines one, two are 3"
+        ):
+            await control.begin_update(claim.id, an_offer("c", 2))
+        await control.begin_update(claim.id, an_offer("c", 3))
+        await control.drop(claim.id, "c")
+        with pytest.raises(ControllerError, match="no update 'c': none is open"):
+            await control.commit(claim.id, "c")
+        assert [engine.open for engine in world.engines] == [None, None]
 
     with_world(test)
 
@@ -78,14 +96,14 @@ def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how
         getattr(world.two, how).add(what)
         kind = EngineError if how == "fails" else EngineTimeoutError
         with pytest.raises(kind, match="engine 'two'"):
-            await world.controller.update(claim.id, OFFER, timeout_s=0.05)
+            await world.update(claim, "a", timeout_s=0.05)
         assert [engine.open for engine in world.engines] == [None, None]
         assert [engine.paused for engine in world.engines] == [False, False]
-        assert world.two.in_force == 0
-        assert world.one.in_force == (1 if what == "commit" else 0)
+        assert world.two.in_force == ""
+        assert world.one.in_force == ("a" if what == "commit" else "")
         getattr(world.two, how).clear()
-        await world.controller.update(claim.id, {"version": 2}, timeout_s=60)
-        assert [engine.in_force for engine in world.engines] == [2, 2]
+        await world.update(claim, "b")
+        assert [engine.in_force for engine in world.engines] == ["b", "b"]
 
     with_world(test, engine_timeout_s=0.05 if how == "hangs" else 60)
 
@@ -144,16 +162,16 @@ def test_an_engine_that_cannot_be_continued_is_tried_again_a_few_times() -> None
 def test_a_claim_that_lapses_undoes_everything_and_frees_the_engines() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("first", lease_s=60)
-        await world.controller.begin_update(claim.id, OFFER)
+        await world.controller.begin_update(claim.id, an_offer("a", 3))
         await world.controller.pause(claim.id, lease_s=600)
         await world.clock.advance(59)
         with pytest.raises(EngineOwnedError, match=r"'one' belongs to 'first', since 59.0 s ago, for another 1.0 s"):
             await world.controller.claim("second", lease_s=60)
         await world.clock.advance(1)
-        assert [engine.calls[-2:] for engine in world.engines] == [["drop 1", "resume"]] * 2
+        assert [engine.calls[-2:] for engine in world.engines] == [["drop a", "resume"]] * 2
         assert (await world.controller.claim("second", lease_s=60)).owner == "second"
         with pytest.raises(LeaseLapsedError, match=r"the lease of 'first' on one, two lapsed; claim the engines again"):
-            await world.controller.commit(claim.id, 1)
+            await world.controller.commit(claim.id, "a")
         with pytest.raises(LeaseLapsedError, match="lapsed"):
             world.controller.renew(claim.id, 60)
 
@@ -214,7 +232,7 @@ def test_a_cancelled_call_is_undone() -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
         await world.controller.pause(claim.id, lease_s=60)
         world.one.hangs.add("verify")
-        running = asyncio.ensure_future(world.controller.update(claim.id, OFFER, timeout_s=60))
+        running = asyncio.ensure_future(world.update(claim, "a"))
         await settle()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -230,7 +248,7 @@ def test_close_ends_what_runs_and_continues_what_is_paused() -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
         await world.controller.pause(claim.id, lease_s=60)
         world.two.hangs.add("verify")
-        running = asyncio.ensure_future(world.controller.update(claim.id, OFFER, timeout_s=60))
+        running = asyncio.ensure_future(world.update(claim, "a"))
         waiting = asyncio.ensure_future(world.controller.claim("second", lease_s=60, wait_s=60))
         rollout = world.controller.tasks.expect("r", deadline_s=60)
         await settle()
@@ -296,15 +314,15 @@ def test_whatever_owners_do_nothing_stays_paused_or_open(steps: list[tuple[str, 
                 elif what == "time":
                     await world.clock.advance(7.0 * number)
                 elif what == "begin":
-                    await control.begin_update(held, {"version": number})
+                    await control.begin_update(held, an_offer(str(number), 3))
                 elif what == "verify":
-                    await control.verify(held, number, timeout_s=60)
+                    await control.verify(held, a_seal(str(number)), timeout_s=60)
                 elif what == "pause":
                     await control.pause(held, lease_s=5.0 * number)
                 elif what == "resume":
                     await control.resume(held)
                 else:
-                    await getattr(control, what)(held, number)
+                    await getattr(control, what)(held, str(number))
             except ControllerError:
                 assert [len(engine.calls) for engine in world.engines] == calls, "refused, and yet engines were called"
             except EngineError:

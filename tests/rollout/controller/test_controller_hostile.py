@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megascend.errors import MessageError
 from megascend.rollout.controller.http_server import HttpLimits
-from megascend.rollout.controller.messages import AUDIENCE, Answer, new_id, read_answer, read_call
+from megascend.rollout.controller.messages import AUDIENCE, new_id, read_answer, read_call
 from megascend.rollout.controller.routes import ROUTES
+from megascend.rollout.http_client import Answer
 from weightwire.auth import Verifier, sign
 from weightwire.keys import Key
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from controller_doubles import KEY, ManualClock, until
+from controller_doubles import KEY, ManualClock, a_seal, an_offer, until
 
 from megascend.errors import ControllerError, ControllerRestartedError, LeaseLapsedError, RolloutTaskError
 from megascend.rollout.controller.address import read_address
@@ -108,8 +108,9 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
         with pytest.raises((LeaseLapsedError, ControllerRestartedError)), client.claim("trainer", lease_s=600) as claim:  # noqa: PT012
             claim.pause(lease_s=30)
             job.engine.holds.add("verify")
-            update = client._thread.submit(claim._claim.update({"version": 7}, timeout_s=60))
-            until(lambda: job.engine.calls == ["pause 30", "begin 7", "verify 7"])
+            claim.begin_update(an_offer("a", 1))
+            update = client._thread.submit(claim._claim.finish_update(a_seal("a"), timeout_s=60))
+            until(lambda: job.engine.calls == ["pause 30", "begin a", "verify a"])
             assert job.kill(signal.SIGKILL)[0] == -signal.SIGKILL
             assert job.publish.exists()  # it had no time to remove it
             job.engine.holds.clear()
@@ -120,18 +121,19 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
             job.start()
             with pytest.raises(ControllerRestartedError, match=f"not {first}: it was restarted"):
                 update.result(60)
-            assert job.engine.calls == ["pause 30", "begin 7", "verify 7"]
+            assert job.engine.calls == ["pause 30", "begin a", "verify a"]
             with pytest.raises(ControllerRestartedError, match="restarted"):
                 worker.complete("r1", {})  # of the former one
             with pytest.raises(RolloutTaskError, match="'r1' is not expected here"):
                 worker.complete("r1", {})
             with pytest.raises(ControllerError, match="no such claim"):
-                claim.commit(7)
+                claim.commit("a")
             raise LeaseLapsedError("the trainer learns that, and claims again")
         assert client.instance not in ("", first)
         with client.claim("trainer", lease_s=600) as claim:
-            claim.update({"version": 8}, timeout_s=60)
-        assert job.engine.calls[3:] == ["begin 8", "verify 8", "commit 8"]
+            claim.begin_update(an_offer("b", 1))
+            claim.finish_update(a_seal("b"), timeout_s=60)
+        assert job.engine.calls[3:] == ["begin b", "verify b", "commit b"]
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
@@ -139,11 +141,11 @@ def test_a_signal_ends_it_with_everything_continued(tmp_path: Path, which: signa
     with _job(tmp_path) as job, job.client(timeout_s=0.3) as client:
         with client.claim("trainer", lease_s=600) as claim:
             claim.pause(lease_s=600)
-            claim.begin_update({"version": 1})
+            claim.begin_update(an_offer("a", 1))
             assert job.engine.paused
             status, told = job.kill(which)
         assert (status, job.engine.paused) == (128 + which, False)
-        assert job.engine.calls == ["pause 600", "begin 1", "drop 1", "resume"]
+        assert job.engine.calls == ["pause 600", "begin a", "drop a", "resume"]
         assert not job.publish.exists()
         assert "Traceback" not in told
         assert KEY not in told

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from controller_doubles import KEY, ManualClock, Served, read_response, until
+from controller_doubles import KEY, ManualClock, Served, a_seal, an_offer, read_response, until
 
 from megascend.errors import (
     ConfigError,
@@ -42,8 +42,10 @@ def test_a_trainer_owns_engines_updates_and_pauses_them() -> None:
         with client.claim("trainer", lease_s=60) as claim:
             assert claim.engines == ("one", "two")
             assert list(claim.init_group().items()) == [("one", 1), ("two", 1)]
-            claim.update({"version": 3}, timeout_s=60)
-            assert one.in_force == two.in_force == 3
+            claim.begin_update(an_offer("a", 2))
+            claim.verify(a_seal("a"), timeout_s=60)
+            claim.commit("a")
+            assert one.in_force == two.in_force == "a"
             with claim.paused(lease_s=60):
                 assert [one.paused, two.paused] == [True, True]
                 assert client.status()["engines"]["one"]["paused_s"] > 0
@@ -55,8 +57,10 @@ def test_a_trainer_owns_engines_updates_and_pauses_them() -> None:
             ):
                 pass
             two.fails.add("verify")
+            claim.begin_update(an_offer("b", 2))
             with pytest.raises(EngineError, match=r"verify failed: engine 'two'.*cannot verify"):
-                claim.update({"version": 4}, timeout_s=60)
+                claim.finish_update(a_seal("b"), timeout_s=60)
+            assert one.calls[-1] == "drop b"
             with pytest.raises(ValueError, match="within a block"), claim.paused(lease_s=60):
                 raise ValueError("within a block")
             assert not one.paused

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from megascend.errors import ControllerBusyError, MessageError
-from megascend.rollout.controller.messages import Answer, Call, new_id
+from megascend.rollout.controller.messages import Call, new_id
 from megascend.rollout.controller.replies import Replies
+from megascend.rollout.http_client import Answer
 
 
 class World:

@@ -23,11 +23,12 @@ from megascend.errors import (
     RolloutTaskError,
 )
 from megascend.rollout.controller.address import Address, read_address
-from megascend.rollout.controller.http_client import exchange
-from megascend.rollout.controller.messages import AUDIENCE, Answer, new_id, read_answer, write_call
+from megascend.rollout.controller.messages import AUDIENCE, new_id, read_answer, write_call
+from megascend.rollout.http_client import Answer, exchange
 from weightwire.auth import ANSWER_HEADER, check_answer, sign
 from weightwire.errors import AuthError
 from weightwire.keys import Key
+from weightwire.offer import Offer, Seal
 
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
@@ -229,25 +230,25 @@ class AsyncClaim:
         answer = await self._call("/v1/init_group")
         return dict(answer["receivers"])
 
-    async def begin_update(self, offer: Mapping[str, Any]) -> None:
-        """Have all engines receive what is offered."""
-        await self._call("/v1/begin_update", offer=dict(offer))
+    async def begin_update(self, offer: Offer) -> None:
+        """Have all engines receive what is offered, as if to one engine of all members: ``first`` 1, ``workers`` their sum."""
+        await self._call("/v1/begin_update", offer=offer.to_json())
 
-    async def verify(self, version: int, timeout_s: float) -> None:
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
         """Wait until all engines have all of it."""
-        await self._call("/v1/verify", timeout_s, version=version, timeout_s=timeout_s)
+        await self._call("/v1/verify", timeout_s, seal=seal.to_json(), timeout_s=timeout_s)
 
-    async def commit(self, version: int) -> None:
+    async def commit(self, update: str) -> None:
         """Put what all engines have verified in force."""
-        await self._call("/v1/commit", version=version)
+        await self._call("/v1/commit", update=update)
 
-    async def drop(self, version: int) -> None:
+    async def finish_update(self, seal: Seal, timeout_s: float) -> None:
+        """Verify on all engines, then commit on all."""
+        await self._call("/v1/finish_update", timeout_s, seal=seal.to_json(), timeout_s=timeout_s)
+
+    async def drop(self, update: str) -> None:
         """Give up an update."""
-        await self._call("/v1/drop", version=version)
-
-    async def update(self, offer: Mapping[str, Any], timeout_s: float) -> None:
-        """Begin, verify and commit in one call."""
-        await self._call("/v1/update", timeout_s, offer=dict(offer), timeout_s=timeout_s)
+        await self._call("/v1/drop", update=update)
 
     async def pause(self, lease_s: float) -> None:
         """Stop sampling for at most ``lease_s``; called again, for that long from then on."""

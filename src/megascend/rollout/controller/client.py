@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from megascend.errors import ControllerError, RolloutTaskError
 from megascend.rollout.controller.async_client import AsyncClaim, AsyncControllerClient
 from weightwire.keys import Key
+from weightwire.offer import Offer, Seal
 
 T = TypeVar("T")
 
@@ -144,25 +145,25 @@ class Claim:
         """Engine -> how many members of an update's group it is; the trainer is member 0, they follow in this order."""
         return self._thread.run(self._claim.init_group())
 
-    def begin_update(self, offer: Mapping[str, Any]) -> None:
-        """Have all engines receive what is offered."""
+    def begin_update(self, offer: Offer) -> None:
+        """Have all engines receive what is offered, as if to one engine of all members: ``first`` 1, ``workers`` their sum."""
         self._thread.run(self._claim.begin_update(offer))
 
-    def verify(self, version: int, timeout_s: float) -> None:
+    def verify(self, seal: Seal, timeout_s: float) -> None:
         """Wait until all engines have all of it."""
-        self._thread.run(self._claim.verify(version, timeout_s))
+        self._thread.run(self._claim.verify(seal, timeout_s))
 
-    def commit(self, version: int) -> None:
+    def commit(self, update: str) -> None:
         """Put what all engines have verified in force."""
-        self._thread.run(self._claim.commit(version))
+        self._thread.run(self._claim.commit(update))
 
-    def drop(self, version: int) -> None:
+    def finish_update(self, seal: Seal, timeout_s: float) -> None:
+        """Verify on all engines, then commit on all."""
+        self._thread.run(self._claim.finish_update(seal, timeout_s))
+
+    def drop(self, update: str) -> None:
         """Give up an update."""
-        self._thread.run(self._claim.drop(version))
-
-    def update(self, offer: Mapping[str, Any], timeout_s: float) -> None:
-        """Begin, verify and commit in one call."""
-        self._thread.run(self._claim.update(offer, timeout_s))
+        self._thread.run(self._claim.drop(update))
 
     def pause(self, lease_s: float) -> None:
         """Stop sampling for at most ``lease_s``; called again, for that long from then on."""

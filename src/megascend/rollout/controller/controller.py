@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
 
 from megascend.errors import (
     ControllerError,
@@ -20,7 +21,7 @@ from megascend.errors import (
 from megascend.rollout.controller.clock import Clock, LoopClock, Timer
 from megascend.rollout.controller.ownership import Claim, Ownership
 from megascend.rollout.controller.tasks import RolloutTasks
-from megascend.rollout.engines.base import InferenceEngine
+from weightwire.offer import Offer, Seal
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -45,6 +46,33 @@ class Limits:
     max_kept_bytes: int = 256 * 2**20
 
 
+class UpdatedEngine(Protocol):
+    """What of an engine (:class:`megascend.rollout.engines.base.InferenceEngine`) the controller calls."""
+
+    name: str
+
+    async def receivers(self) -> int: ...
+    async def begin_update(self, offer: Offer) -> None: ...
+    async def verify(self, seal: Seal, timeout_s: float) -> None: ...
+    async def commit(self, update: str) -> None: ...
+    async def drop(self, update: str) -> None: ...
+    async def pause(self, lease_s: float) -> None: ...
+    async def resume(self) -> None: ...
+
+
+@dataclass
+class _Update:
+    """An update of one owner.
+
+    Attributes:
+        engines: those that may be receiving it, or have it.
+    """
+
+    name: str
+    engines: set[str]
+    verified: bool = False
+
+
 class Controller:
     """Engines that have one owner at a time, who updates and pauses them under leases.
 
@@ -57,7 +85,7 @@ class Controller:
     """
 
     def __init__(
-        self, engines: Sequence[InferenceEngine] = (), *, limits: Limits | None = None, clock: Clock | None = None
+        self, engines: Sequence[UpdatedEngine] = (), *, limits: Limits | None = None, clock: Clock | None = None
     ) -> None:
         self.instance = secrets.token_hex(8)
         """Of this controller alone: one that is started in its place has another."""
@@ -69,8 +97,8 @@ class Controller:
         """Rollouts in flight."""
         self._paused: dict[str, float] = {}  # engine -> when its pause lapses; those that may be paused included
         self._resume_attempts: dict[str, int] = {}
-        self._updates: dict[str, dict[str, int]] = {}  # claim -> engine -> version it may be receiving
-        self._verified: dict[str, int] = {}  # claim -> version that all its engines have
+        self._updates: dict[str, _Update] = {}  # by claim
+        self._members: dict[str, dict[str, int]] = {}  # claim -> engine -> members of a group
         self._claim_locks: dict[str, asyncio.Lock] = {}
         self._pause_locks = {name: asyncio.Lock() for name in self._engines}
         self._waiting: set[asyncio.Future[bool]] = set()
@@ -122,40 +150,38 @@ class Controller:
     # --- what an owner has done to its engines ---
 
     async def init_group(self, claim_id: str) -> dict[str, int]:
-        """Engine -> how many members of an update's group it is, in the order of the claim. The trainer is member 0."""
-        return await self._operation(claim_id, self._receivers)
+        """Engine -> how many members of an update's group it is. The trainer is member 0, they follow in this order."""
+        return await self._operation(claim_id, self._init_group)
 
-    async def begin_update(self, claim_id: str, offer: Mapping[str, Any]) -> None:
+    async def begin_update(self, claim_id: str, offer: Offer) -> None:
         """Have all engines receive what is offered; returns without waiting for it.
 
         Args:
-            offer: as the engines take it, with its ``version``.
+            offer: as if to one engine of all members: ``first`` is 1, ``workers`` the sum of :meth:`init_group`. Each engine is
+                offered its own places.
         """
-        version = _version(offer)
-        await self._operation(claim_id, lambda claim: self._begin(claim, offer, version))
+        await self._operation(claim_id, lambda claim: self._begin(claim, offer))
 
-    async def verify(self, claim_id: str, version: int, timeout_s: float) -> None:
-        """Wait until all engines have everything and have held it against its digests."""
-        await self._operation(claim_id, lambda claim: self._verify(claim, version, timeout_s))
+    async def verify(self, claim_id: str, seal: Seal, timeout_s: float) -> None:
+        """Wait until all engines have everything and have held it against what was sent."""
+        await self._operation(claim_id, lambda claim: self._verify(claim, seal, timeout_s))
 
-    async def commit(self, claim_id: str, version: int) -> None:
+    async def commit(self, claim_id: str, update: str) -> None:
         """Put weights in force that all engines have verified."""
-        await self._operation(claim_id, lambda claim: self._commit(claim, version))
+        await self._operation(claim_id, lambda claim: self._commit(claim, update))
 
-    async def drop(self, claim_id: str, version: int) -> None:
+    async def finish_update(self, claim_id: str, seal: Seal, timeout_s: float) -> None:
+        """Verify on all engines, then commit on all."""
+
+        async def both(claim: Claim) -> None:
+            await self._verify(claim, seal, timeout_s)
+            await self._commit(claim, seal.update)
+
+        await self._operation(claim_id, both)
+
+    async def drop(self, claim_id: str, update: str) -> None:
         """Give up an update on all engines."""
-        await self._operation(claim_id, lambda claim: self._drop(claim, version))
-
-    async def update(self, claim_id: str, offer: Mapping[str, Any], timeout_s: float) -> None:
-        """Begin, verify, commit: no engine commits before all have verified."""
-        version = _version(offer)
-
-        async def whole(claim: Claim) -> None:
-            await self._begin(claim, offer, version)
-            await self._verify(claim, version, timeout_s)
-            await self._commit(claim, version)
-
-        await self._operation(claim_id, whole)
+        await self._operation(claim_id, lambda claim: self._drop(claim, update))
 
     async def pause(self, claim_id: str, lease_s: float) -> None:
         """Stop sampling on all engines for at most ``lease_s``; another call renews the lease."""
@@ -217,42 +243,61 @@ class Controller:
         if self._paused:
             await self._resume(list(self._paused))
 
-    async def _receivers(self, claim: Claim) -> dict[str, int]:
-        return await self._on_each(claim.engines, "receivers", lambda engine: engine.receivers())
+    async def _init_group(self, claim: Claim) -> dict[str, int]:
+        members = await self._on_each(claim.engines, "receivers", lambda engine: engine.receivers())
+        self._members[claim.id] = members
+        return members
 
-    async def _begin(self, claim: Claim, offer: Mapping[str, Any], version: int) -> None:
-        self._verified.pop(claim.id, None)
-        self._updates[claim.id] = dict.fromkeys(claim.engines, version)
-        await self._on_each(claim.engines, "begin_update", lambda engine: engine.begin_update(offer))
-
-    async def _verify(self, claim: Claim, version: int, timeout_s: float) -> None:
-        self._check_update(claim, version)
-        await self._on_each(claim.engines, "verify", lambda engine: engine.verify(version, timeout_s), timeout_s)
-        self._verified[claim.id] = version
-
-    async def _commit(self, claim: Claim, version: int) -> None:
-        self._check_update(claim, version)
-        if self._verified.get(claim.id) != version:
-            raise ControllerError(
-                f"version {version} cannot be committed: {claim.owner!r} has not had it verified on all engines"
+    async def _begin(self, claim: Claim, offer: Offer) -> None:
+        if (open_ := self._updates.get(claim.id)) is not None:
+            raise ControllerError(f"update {open_.name!r} of {claim.owner!r} is open: commit or drop it first")
+        members = self._members.get(claim.id) or await self._init_group(claim)
+        if (offer.first, offer.workers) != (1, sum(members.values())):
+            raise MessageError(
+                f"the offer is to {offer.workers} members from number {offer.first} on; the engines {', '.join(members)} are "
+                f"{sum(members.values())}, from 1 on"
             )
-        open_ = self._updates[claim.id]
+        firsts = dict(zip(members, accumulate(members.values(), initial=1), strict=False))
+        self._updates[claim.id] = _Update(offer.update, set(claim.engines))
+        await self._on_each(
+            claim.engines,
+            "begin_update",
+            lambda engine: engine.begin_update(replace(offer, first=firsts[engine.name], workers=members[engine.name])),
+        )
 
-        async def one(engine: InferenceEngine) -> None:
-            await engine.commit(version)
-            open_.pop(engine.name, None)
+    async def _verify(self, claim: Claim, seal: Seal, timeout_s: float) -> None:
+        update = self._update(claim, seal.update)
+        await self._on_each(claim.engines, "verify", lambda engine: engine.verify(seal, timeout_s), timeout_s)
+        update.verified = True
+
+    async def _commit(self, claim: Claim, name: str) -> None:
+        update = self._update(claim, name)
+        if not update.verified:
+            raise ControllerError(f"update {name!r} of {claim.owner!r} has not been verified on all engines")
+
+        async def one(engine: UpdatedEngine) -> None:
+            await engine.commit(name)
+            update.engines.discard(engine.name)
 
         await self._on_each(claim.engines, "commit", one)
-        self._forget_update(claim)
+        self._updates.pop(claim.id, None)
 
-    async def _drop(self, claim: Claim, version: int) -> None:
-        await self._on_each(claim.engines, "drop", lambda engine: engine.drop(version))
-        self._forget_update(claim)
+    async def _drop(self, claim: Claim, name: str) -> None:
+        await self._on_each(claim.engines, "drop", lambda engine: engine.drop(name))
+        if (update := self._updates.get(claim.id)) is not None and update.name == name:
+            del self._updates[claim.id]
+
+    def _update(self, claim: Claim, name: str) -> _Update:
+        update = self._updates.get(claim.id)
+        if update is None or update.name != name:
+            there = "none is open" if update is None else f"{update.name!r} is open"
+            raise ControllerError(f"{claim.owner!r} has no update {name!r}: {there}")
+        return update
 
     async def _pause(self, claim: Claim, lease_s: float) -> None:
         until = self._clock.now() + lease_s
 
-        async def one(engine: InferenceEngine) -> None:
+        async def one(engine: UpdatedEngine) -> None:
             async with self._pause_locks[engine.name]:
                 self._ownership.get(claim.id)  # still
                 self._paused[engine.name] = until  # before it is: it may be paused when the call fails
@@ -263,7 +308,7 @@ class Controller:
         await self._on_each(claim.engines, "pause", one)
 
     async def _resume(self, names: Iterable[str]) -> None:
-        async def one(engine: InferenceEngine) -> None:
+        async def one(engine: UpdatedEngine) -> None:
             async with self._pause_locks[engine.name]:
                 await engine.resume()
                 self._paused.pop(engine.name, None)
@@ -314,7 +359,7 @@ class Controller:
         self,
         names: Iterable[str],
         what: str,
-        call: Callable[[InferenceEngine], Awaitable[T]],
+        call: Callable[[UpdatedEngine], Awaitable[T]],
         timeout_s: float | None = None,
     ) -> dict[str, T]:
         """Call engines side by side, each with a deadline; wait for all.
@@ -344,14 +389,11 @@ class Controller:
 
     async def _undo(self, claim: Claim) -> None:
         """Drop what a claim's engines are receiving, then continue those that are paused; never raises."""
-        open_ = self._updates.get(claim.id, {})
-        for version in sorted(set(open_.values())):
-            names = [name for name, of in open_.items() if of == version]
+        if (update := self._updates.pop(claim.id, None)) is not None:
             try:
-                await self._on_each(names, "drop", lambda engine, version=version: engine.drop(version))
+                await self._on_each(sorted(update.engines), "drop", lambda engine: engine.drop(update.name))
             except EngineError as error:
-                log.error("an update of %r could not be dropped everywhere: %s", claim.owner, error)
-        self._forget_update(claim)
+                log.error("update %r of %r could not be dropped everywhere: %s", update.name, claim.owner, error)
         if paused := [name for name in claim.engines if name in self._paused]:
             try:
                 await self._resume(paused)
@@ -365,6 +407,7 @@ class Controller:
         async with self._claim_locks[claim.id]:
             await self._undo(claim)
         self._claim_locks.pop(claim.id, None)
+        self._members.pop(claim.id, None)
         self._ownership.end(claim)
         self._wake()
 
@@ -435,26 +478,9 @@ class Controller:
         task.add_done_callback(self._cleanups.discard)
         return task
 
-    def _forget_update(self, claim: Claim) -> None:
-        self._updates.pop(claim.id, None)
-        self._verified.pop(claim.id, None)
-
-    def _check_update(self, claim: Claim, version: int) -> None:
-        there = sorted(set(self._updates.get(claim.id, {}).values()))
-        if there != [version]:
-            what = f"version {there[0]} is open" if there else "none is open"
-            raise ControllerError(f"{claim.owner!r} has no update to version {version}: {what}")
-
     def _check_open(self) -> None:
         if self._closed is not None:
             raise ControllerLostError("the controller is closing")
-
-
-def _version(offer: Mapping[str, Any]) -> int:
-    version = offer.get("version")
-    if not isinstance(version, int) or isinstance(version, bool):
-        raise MessageError(f"an offer must have an integer 'version', not {version!r}")
-    return version
 
 
 async def _within(seconds: float, call: Awaitable[T], what: str) -> T:

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 import h11
 
-from megascend.rollout.controller.messages import Answer
+from megascend.rollout.http_client import Answer
 
 C = TypeVar("C")
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class HttpLimits:
     max_unknown: int = 128
     max_known: int = 1024
     max_head_bytes: int = 16 * 2**10
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 32 * 2**20
     max_buffered_bytes: int = 256 * 2**20
     head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0

@@ -29,6 +29,7 @@ from megascend.errors import (
     MessageError,
     RolloutTaskError,
 )
+from megascend.rollout.http_client import Answer
 
 VERSION = 1
 AUDIENCE = "megascend rollout controller"
@@ -67,14 +68,6 @@ class Call:
     made: float
     caller: str
     arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Status and body of an HTTP response."""
-
-    status: int
-    body: bytes
 
 
 def new_id(clock: Callable[[], float] = time.time) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from megascend.errors import ControllerBusyError, ControllerLostError, MessageError
-from megascend.rollout.controller.messages import Answer, Call
+from megascend.rollout.controller.messages import Call
+from megascend.rollout.http_client import Answer
 
 
 @dataclass

@@ -11,11 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megascend.errors import MessageError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.ownership import Claim
+from weightwire.errors import WireError
+from weightwire.offer import Offer, Seal
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]([ -~]*[!-~])?$")]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 ClaimId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Version = Annotated[int, Field(ge=0, lt=2**63)]
 MAX_NAMES = 8192
 MAX_RESULTS_BYTES = 32 * 2**20
 """Of results in one answer, unless a single one is larger."""
@@ -48,16 +49,13 @@ class Offered(Owned):
     offer: dict[str, Any]
 
 
-class OfferedInTime(Offered):
+class Sealed(Owned):
+    seal: dict[str, Any]
     timeout_s: Seconds
 
 
-class Versioned(Owned):
-    version: Version
-
-
-class VersionedInTime(Versioned):
-    timeout_s: Seconds
+class Named(Owned):
+    update: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Expected(_Arguments):
@@ -84,7 +82,7 @@ class Fetched(_Arguments):
     rollouts: Annotated[list[Name], Field(max_length=MAX_NAMES)]
 
 
-A = TypeVar("A", bound=_Arguments)
+F = TypeVar("F", Offer, Seal)
 Run = Callable[[Controller, Any, int], Awaitable[dict[str, Any]]]
 
 
@@ -148,28 +146,35 @@ async def _init_group(controller: Controller, arguments: Owned, size: int) -> di
 
 
 async def _begin(controller: Controller, arguments: Offered, size: int) -> dict[str, Any]:
-    await controller.begin_update(arguments.claim, arguments.offer)
+    await controller.begin_update(arguments.claim, _read(Offer, arguments.offer))
     return {}
 
 
-async def _verify(controller: Controller, arguments: VersionedInTime, size: int) -> dict[str, Any]:
-    await controller.verify(arguments.claim, arguments.version, arguments.timeout_s)
+async def _verify(controller: Controller, arguments: Sealed, size: int) -> dict[str, Any]:
+    await controller.verify(arguments.claim, _read(Seal, arguments.seal), arguments.timeout_s)
     return {}
 
 
-async def _commit(controller: Controller, arguments: Versioned, size: int) -> dict[str, Any]:
-    await controller.commit(arguments.claim, arguments.version)
+async def _finish(controller: Controller, arguments: Sealed, size: int) -> dict[str, Any]:
+    await controller.finish_update(arguments.claim, _read(Seal, arguments.seal), arguments.timeout_s)
     return {}
 
 
-async def _drop(controller: Controller, arguments: Versioned, size: int) -> dict[str, Any]:
-    await controller.drop(arguments.claim, arguments.version)
+async def _commit(controller: Controller, arguments: Named, size: int) -> dict[str, Any]:
+    await controller.commit(arguments.claim, arguments.update)
     return {}
 
 
-async def _update(controller: Controller, arguments: OfferedInTime, size: int) -> dict[str, Any]:
-    await controller.update(arguments.claim, arguments.offer, arguments.timeout_s)
+async def _drop(controller: Controller, arguments: Named, size: int) -> dict[str, Any]:
+    await controller.drop(arguments.claim, arguments.update)
     return {}
+
+
+def _read(kind: type[F], data: dict[str, Any]) -> F:
+    try:
+        return kind.from_json(data)
+    except WireError as error:
+        raise MessageError(str(error)) from None
 
 
 async def _pause(controller: Controller, arguments: Leased, size: int) -> dict[str, Any]:
@@ -217,10 +222,10 @@ ROUTES = {
     "/v1/release": Route(Owned, _release),
     "/v1/init_group": Route(Owned, _init_group),
     "/v1/begin_update": Route(Offered, _begin),
-    "/v1/verify": Route(VersionedInTime, _verify),
-    "/v1/commit": Route(Versioned, _commit),
-    "/v1/drop": Route(Versioned, _drop),
-    "/v1/update": Route(OfferedInTime, _update),
+    "/v1/verify": Route(Sealed, _verify),
+    "/v1/commit": Route(Named, _commit),
+    "/v1/finish_update": Route(Sealed, _finish),
+    "/v1/drop": Route(Named, _drop),
     "/v1/pause": Route(Leased, _pause),
     "/v1/continue": Route(Owned, _continue),
     "/v1/rollouts/expect": Route(Expected, _expect),

@@ -21,9 +21,10 @@ from megascend.errors import (
 from megascend.rollout.controller.address import Address, PublishedAddress
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.http_server import HttpLimits, HttpServer, Refusal
-from megascend.rollout.controller.messages import AUDIENCE, BEARER, Answer, Call, read_call, write_error, write_result
+from megascend.rollout.controller.messages import AUDIENCE, BEARER, Call, read_call, write_error, write_result
 from megascend.rollout.controller.replies import Replies
 from megascend.rollout.controller.routes import ROUTES, Route
+from megascend.rollout.http_client import Answer
 from weightwire.auth import Grant, Verifier, sign_answer
 from weightwire.errors import AuthBusyError, AuthError
 from weightwire.keys import Key

@@ -1,0 +1,43 @@
+"""docs/controller.md: its program runs, its tests and routes are those that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megascend.rollout.controller.routes import ROUTES
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "controller.md").read_text(encoding="utf-8")
+
+
+def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = [
+        code for code in re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if "asyncio.run" in code
+    ]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "docs/controller.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "{'tokens': [5, 8, 2], 'logprobs': [-0.1, -1.2, -0.3]}\n"
+    assert not (tmp_path / "controller.json").exists()
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)
+    assert len(named) >= 10
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8") if name else (ROOT / file).exists(), (
+            file,
+            name,
+        )
+
+
+def test_every_route_is_listed_with_its_arguments() -> None:
+    rows = [line.split("|")[1:3] for line in PAGE.splitlines() if line.startswith("| `/v1/")]
+    listed = {
+        route: set(re.findall(r"`(\w+)`", cells)) for names, cells in rows for route in re.findall(r"`([^`]+)`", names)
+    }
+    assert listed.keys() == ROUTES.keys()
+    for route, arguments in listed.items():
+        assert set(ROUTES[route].arguments.model_fields) <= arguments, route
