@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megascend.bootstrap.runtime import Runtime, bootstrap
+from megascend.platforms.cpu_products import avoid_broken_amx
 
 ASCEND = ["npu", "simnpu"]
 collect_ignore = [] if os.environ.get("SIMNPU") else ASCEND
@@ -34,15 +35,19 @@ runpy.run_path(str(Path(QUICK_START) / "sitecustomize.py"))
 sys.path.append(str(Path(__file__).with_name("weightwire")))  # members of groups, for tests in other folders too
 
 
+# Before any product of bf16 matrices in this process, or in those that it starts; not all of them call the bootstrap.
+AMX = avoid_broken_amx(os.environ)
+
+
 def pytest_report_header() -> list[str]:
     """Say what is left out, and how to run it."""
     if collect_ignore:
-        return [
+        return AMX + [
             "tests/npu, tests/simnpu: not collected; they need a process on the simulated device "
             "(bash scripts/test.sh STACK npu)"
         ]
     mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or "the double in tests/doubles"
-    return [f"on the simulated Ascend device, with MindSpeed from {mindspeed}"]
+    return AMX + [f"on the simulated Ascend device, with MindSpeed from {mindspeed}"]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,16 @@ TIMEOUT_S = 600.0
 """How long :func:`cached` and :func:`locked` wait for another process, in seconds."""
 
 
+CACHE_VARIABLE = "MEGASCEND_CACHE"
+
+
+def cache_folder() -> Path:
+    """What outlives the process: ``MEGASCEND_CACHE``, else megascend's folder in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend"
+
+
 class Hash(Protocol):
     """What hashlib and xxhash make."""
 

@@ -6,6 +6,7 @@ import os
 from typing import ClassVar
 
 from megascend.platforms.base import MemoryFigures, Platform
+from megascend.platforms.cpu_products import avoid_broken_amx
 
 
 class CpuPlatform(Platform):
@@ -18,13 +19,14 @@ class CpuPlatform(Platform):
 
     def prepare(self) -> list[str]:
         """Processes that share cores and each start a thread per core slow each other down tenfold."""
+        changes = avoid_broken_amx(os.environ)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "OMP_NUM_THREADS" in os.environ:
-            return []
+            return changes
         os.environ["OMP_NUM_THREADS"] = "1"
         import torch
 
         torch.set_num_threads(1)
-        return ["OMP_NUM_THREADS=1, torch.set_num_threads(1)"]
+        return [*changes, "OMP_NUM_THREADS=1, torch.set_num_threads(1)"]
 
     def device(self, local_rank: int):
         import torch

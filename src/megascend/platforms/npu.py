@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
+from megascend.platforms.cpu_products import avoid_broken_amx
 from megascend.platforms.torch_npu import torch_npu_problem
 
 HCCL_PORTS = 64
@@ -33,7 +34,7 @@ class NpuPlatform(Platform):
         return torch_npu_problem()
 
     def prepare(self) -> list[str]:
-        return choose_hccl_port(os.environ) + refuse_objects_on_simulated_hccl(os.environ)
+        return choose_hccl_port(os.environ) + prepare_simulated(os.environ)
 
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return limit_hccl(os.environ, timeout_s)
@@ -69,15 +70,16 @@ def _torch_npu() -> Any:
     return vars(torch)["npu"]
 
 
-def refuse_objects_on_simulated_hccl(environment: Any) -> list[str]:
-    """HCCL carries Python objects; megascend sends them over Gloo only, and the simulated HCCL can hold it to that."""
+def prepare_simulated(environment: Any) -> list[str]:
+    """On the simulated device products are the CPU's; and HCCL, which would carry Python objects, is held to refuse them:
+    megascend sends those over Gloo only."""
     import simnpu
     from simnpu.settings import OBJECTS_VARIABLE
 
     if not simnpu.is_active():
         return []
     environment[OBJECTS_VARIABLE] = "refuse"
-    return [f"{OBJECTS_VARIABLE}=refuse"]
+    return [f"{OBJECTS_VARIABLE}=refuse", *avoid_broken_amx(environment)]
 
 
 def limit_hccl(environment: Any, timeout_s: float) -> list[str]:

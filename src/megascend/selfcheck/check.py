@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +25,6 @@ from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_
 if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
 
-CACHE_VARIABLE = "MEGASCEND_CACHE"
 PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
 UNCONCERNED = ("cli", "testing")
 """Folders of this package whose code cannot change a verdict."""
@@ -186,10 +184,8 @@ def name_the_setting(part: Slice, found: TrialResult) -> tuple[list[Convicted], 
 
 
 def cache_folder() -> Path:
-    """``MEGASCEND_CACHE``, else megascend's folder in ``XDG_CACHE_HOME``, else in ``~/.cache``; there, ``self-check``."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen) / "self-check"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend" / "self-check"
+    """``self-check`` in the folder of :func:`megascend.files.cache_folder`."""
+    return files.cache_folder() / "self-check"
 
 
 def place(part: Slice) -> Path:

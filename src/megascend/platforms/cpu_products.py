@@ -1,0 +1,106 @@
+"""bf16 products on x86 processors that show AMX, where a virtual machine may not run what it shows.
+
+Seen on a virtual machine (Xeon; Linux 6.18 under Firecracker): CPUID and the kernel both offer AMX, so oneDNN takes it for bf16,
+and the process ends with SIGILL or an error ``could not create a primitive``, depending on the shape. No flag tells such a
+machine from a sound one, so products are tried in a process of its own, once for a machine and a version of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import MutableMapping
+from importlib import metadata
+from pathlib import Path
+
+from megascend import files
+from megascend.errors import PlatformError
+
+VARIABLE = "ONEDNN_MAX_CPU_ISA"
+WITHOUT_AMX = "AVX512_CORE_FP16"
+"""The highest of oneDNN's instruction sets below AMX."""
+CPUINFO = Path("/proc/cpuinfo")
+TIMEOUT_S = 300.0
+
+TRIAL = """
+import torch
+torch.manual_seed(0)
+for n in (33, 64, 257):
+    a, b = torch.randn(n, n).bfloat16(), torch.randn(n, n).bfloat16()
+    error = ((a @ b).float() - a.float() @ b.float()).abs().max().item()
+    if not error < 0.02 * n:
+        raise ArithmeticError(f"a product of {n} x {n} bf16 values is off by {error}")
+"""
+"""Rounding to bf16 makes an error of about 0.005 n; not a number fails the comparison too."""
+
+
+def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUINFO) -> list[str]:
+    """Keep oneDNN from AMX where it does not work here. Call it before this process's first product of bf16 matrices.
+
+    Args:
+        environment: the process's; nothing is done where :data:`VARIABLE` is set.
+        cpuinfo: where the kernel tells about the processor.
+
+    Returns:
+        A line for each change.
+
+    Raises:
+        PlatformError: bf16 products fail without AMX too, or do not end.
+    """
+    if VARIABLE in environment or not shows_amx(cpuinfo):
+        return []
+    place = files.cache_folder() / "cpu-products" / f"{_key(cpuinfo)}.json"
+    files.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment))))
+    with_amx, without = json.loads(place.read_text())
+    if not with_amx:
+        return []
+    if without:
+        raise PlatformError(
+            f"products of bf16 matrices fail on this processor, with AMX ({with_amx}) and without ({without})"
+        )
+    environment[VARIABLE] = WITHOUT_AMX
+    return [f"{VARIABLE}={WITHOUT_AMX}: this machine shows AMX, with which bf16 products fail ({with_amx})"]
+
+
+def shows_amx(cpuinfo: Path = CPUINFO) -> bool:
+    """Whether the kernel lists AMX among the processor's features."""
+    try:
+        return "amx_tile" in _flags(cpuinfo)
+    except OSError:  # no Linux
+        return False
+
+
+def _flags(cpuinfo: Path) -> list[str]:
+    for line in cpuinfo.read_text().splitlines():
+        if line.startswith("flags"):
+            return line.split(":", 1)[1].split()
+    return []
+
+
+def _trials(environment: MutableMapping[str, str]) -> tuple[str, str]:
+    """What went wrong with AMX, and if anything did, without; empty where nothing did."""
+    first = _trial(environment)
+    return first, _trial({**environment, VARIABLE: WITHOUT_AMX}) if first else ""
+
+
+def _trial(environment: MutableMapping[str, str]) -> str:
+    command = [sys.executable, "-c", TRIAL]
+    try:
+        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise PlatformError(f"a trial of bf16 products has not ended within {TIMEOUT_S:.0f} s") from None
+    if done.returncode == 0:
+        return ""
+    return (
+        f"signal {-done.returncode}"
+        if done.returncode < 0
+        else (done.stderr.strip().splitlines() or ["no message"])[-1]
+    )
+
+
+def _key(cpuinfo: Path) -> str:
+    decisive = [sorted(_flags(cpuinfo)), platform.release(), platform.node(), metadata.version("torch"), TRIAL]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
