@@ -126,6 +126,11 @@ class Group:
         """Number of members, the sender included."""
         return len(self.members)
 
+    @property
+    def identities(self) -> tuple[Identity, ...]:
+        """The members' processes, by rank."""
+        return tuple(self._identities[rank] for rank in range(self.size))
+
     def member(self, rank: int) -> str:
         """What messages call a member."""
         role = "the sender" if rank == 0 else f"receiver {rank}"

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from wire_members import KEPT, run_meeting, run_members
+from wire_members import next_group, run_meeting, run_members
 
 from megascend.testing import Lost, run_distributed
 from weightwire import digest as module
 from weightwire.digest import digest
 from weightwire.errors import DeadlineError, PeerLostError, TransportError
-from weightwire.group import join
 from weightwire.manifest import Manifest, TensorSpec
-from weightwire.transports import Setup, make_transport
+from weightwire.transports import Setup, make_transport, nccl
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(not GPUS, reason="no GPU")
@@ -135,18 +134,20 @@ def test_a_new_group_works_where_one_was_lost() -> None:
         else:
             time.sleep(4)
         medium.close()
-        group.close()
-        return all_sizes("nccl", False, _second(group))
+        return all_sizes("nccl", False, next_group(group))
 
     assert run_meeting(on_member, 2) == [[True] * 2 * len(SIZES)] * 2
 
 
-def _second(group: Any) -> Any:
-    """Another group at the same listener: the sender makes it, and tells its name through the first one's store."""
-    store = group.store("second", 30.0)
-    if group.rank == 0:
-        store.set("name", KEPT[-1].new_group(["trainer", "engine"]))
-    return join(group.host, group._port, store.get("name").decode(), group.rank, 30.0)
+@TWO
+def test_the_next_update_uses_the_same_communicator() -> None:
+    def on_member(meet: Any) -> list[Any]:
+        first = meet()
+        right = all_sizes("nccl", False, first) + all_sizes("nccl", False, next_group(first))
+        (kept,) = nccl.COMMUNICATORS._kept.values()
+        return [all(right), kept.made_in == first.name]
+
+    assert run_meeting(on_member, 2) == [[True, True]] * 2
 
 
 def test_the_digest_is_the_cpus() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from wire_members import KEPT, publish, run_members, wait_for
+from wire_members import KEPT, next_group, publish, run_meeting, run_members, wait_for
 
 from megascend.testing import Lost, run_distributed, write_tiny_checkpoint
 from weightwire.digest import digest
@@ -24,7 +24,7 @@ from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.sender import Sender, spec_of
-from weightwire.transports import Setup, make_transport
+from weightwire.transports import Setup, hccl, make_transport
 from weightwire.vllm.hccl_transport import require_working
 
 pytestmark = pytest.mark.usefixtures("npu")
@@ -55,6 +55,16 @@ def buckets(name: str, group: Any) -> list[bool]:
 
 def test_buckets_reach_every_receiver() -> None:
     assert run_members(lambda group: buckets("hccl", group), 3) == [[True] * 6] * 3
+
+
+def test_the_next_update_uses_the_same_communicator() -> None:
+    def on_member(meet: Any) -> list[Any]:
+        first = meet()
+        right = buckets("hccl", first) + buckets("hccl", next_group(first))
+        (kept,) = hccl.COMMUNICATORS._kept.values()
+        return [all(right), kept.made_in == first.name]
+
+    assert run_meeting(on_member, 2) == [[True, True]] * 2
 
 
 def test_an_update_from_a_trainer_of_two_ranks_to_an_engine(tmp_path: Path) -> None:

@@ -70,3 +70,11 @@ def wait_for(place: Path) -> Any:
         assert time.monotonic() < until, f"{place} did not appear"
         time.sleep(0.005)
     return json.loads(place.read_text())
+
+
+def next_group(group: Group) -> Group:
+    """Another group of the same processes: the sender makes it, and tells its name through the store of the first one."""
+    store = group.store("next group", TIMEOUT_S)
+    if group.rank == 0:
+        store.set("name", KEPT[-1].new_group(group.members))
+    return join(group.host, group.port, store.get("name").decode(), group.rank, TIMEOUT_S)

@@ -7,6 +7,7 @@ by default).
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 from weightwire.errors import TransportError
 from weightwire.transports.base import Setup
+from weightwire.transports.communicators import Communicator, Communicators
 from weightwire.transports.device_work import DeviceWork, first_line
 
 
 class HcclTransport:
-    """One broadcast for each bucket. Making it makes the communicator.
+    """One broadcast for each bucket. Making it makes a communicator, where there is none of the last update.
 
     Raises:
         TransportError: torch_npu is missing, or HCCL could not connect.
@@ -28,15 +30,18 @@ class HcclTransport:
     def __init__(self, setup: Setup) -> None:
         self._group, self._device = setup.group, setup.device
         self._under_way: list[DeviceWork] = []
+        self._healthy = True
         self._npu: Any = getattr(torch, "npu", None)
         try:
-            self._pg, self._backend = _process_group(setup)
+            self._communicator: Communicator | None = COMMUNICATORS.connect(setup)
         except (ImportError, RuntimeError) as error:
             raise TransportError(f"hccl: no process group could be made: {first_line(error)}") from error
-        first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
-        self._begin(first).wait(setup.timeout_s)
-        if first.tolist() != [1] * 8:
-            raise TransportError("hccl: a broadcast returned, and nothing had been received")
+        try:
+            self._first_broadcast(setup)
+        except TransportError:
+            self.abort()
+            self.close()
+            raise
 
     def send(self, buffer: torch.Tensor) -> DeviceWork:
         """See :class:`weightwire.transports.base.Transport`."""
@@ -46,28 +51,47 @@ class HcclTransport:
         """See :class:`weightwire.transports.base.Transport`."""
         return self._begin(buffer)
 
+    def _first_broadcast(self, setup: Setup) -> None:
+        """Make HCCL connect, and see that bytes arrive."""
+        first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
+        self._npu.current_stream(setup.device).synchronize()
+        self._begin(first).wait(setup.timeout_s)
+        if first.tolist() != [1] * 8:
+            raise TransportError("hccl: the first broadcast has brought nothing")
+
     def _begin(self, buffer: torch.Tensor) -> DeviceWork:
-        if self._pg is None:
+        if self._communicator is None:
             raise TransportError("hccl: closed")
+        self._communicator.broadcasts += 1
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
             with self._npu.device(self._device):
-                work = DeviceWork(self._pg.broadcast([buffer], options), buffer, self._group, "hccl")
+                work = DeviceWork(
+                    self._communicator.handle[0].broadcast([buffer], options), buffer, self._group, "hccl"
+                )
         except RuntimeError as error:
             raise TransportError(f"hccl: {first_line(error)}") from error
         self._under_way = [other for other in self._under_way if not other.ended] + [work]
         return work
 
     def abort(self) -> None:
-        """Give the communicator up."""
-        pg, self._pg = self._pg, None
-        if pg is not None and any(not work.ended for work in self._under_way):
-            pg.abort()
+        """Abort the communicator if a broadcast is under way."""
+        self._healthy = False
+        if self._communicator is not None and any(not work.ended for work in self._under_way):
+            with contextlib.suppress(RuntimeError):
+                self._communicator.handle[0].abort()
 
     def close(self) -> None:
-        """Let go of the communicator."""
-        self._pg, self._backend, self._under_way = None, None, []
+        """Keep the communicator for the next update if all went well, or else let go of it."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+        if self._healthy and all(work.ended for work in self._under_way):
+            COMMUNICATORS.keep(communicator, self._device)
+        else:
+            COMMUNICATORS.discard(communicator)
+        self._under_way = []
 
 
 def _process_group(setup: Setup) -> tuple[Any, Any]:
@@ -84,3 +108,10 @@ def _process_group(setup: Setup) -> tuple[Any, Any]:
         backend._set_sequence_number_for_group()
     group._register_backend(torch.device("npu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
     return group, backend
+
+
+def _end(_handle: Any) -> None:
+    """torch_npu takes a communicator apart when the last reference to it goes."""
+
+
+COMMUNICATORS = Communicators("hccl", _process_group, _end)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from weightwire.errors import TransportError, WireError
 from weightwire.transports.base import Setup
+from weightwire.transports.communicators import Communicator, Communicators
 from weightwire.transports.device_work import DeviceWork, first_line, wait_until
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ _closing: list[threading.Thread] = []
 class NcclTransport:
     """One broadcast for each bucket.
 
-    Making it makes the communicator, with a first broadcast of 8 bytes: a fraction of a second.
+    Making it makes a communicator, where there is none of the last update: a fraction of a second. A first broadcast of 8 bytes
+    shows that it works.
 
     Raises:
         TransportError: this PyTorch has no NCCL, or NCCL could not connect.
@@ -57,12 +59,13 @@ class NcclTransport:
         self._group, self._device = setup.group, setup.device
         self._stream = torch.cuda.Stream(setup.device)
         self._under_way: list[DeviceWork] = []
-        self._pg: Any = None
+        self._communicator: Communicator | None = None
+        self._healthy = True
         failed: list[Exception] = []
 
         def connect() -> None:
             try:
-                self._pg = _process_group(setup)
+                self._communicator = COMMUNICATORS.connect(setup)
                 self._first_broadcast(setup)
             except (RuntimeError, OSError) as error:
                 failed.append(error)
@@ -74,6 +77,8 @@ class NcclTransport:
             lambda: not thread.is_alive(), self._group, setup.timeout_s, "nccl: the communicator has not been made"
         )
         if failed:
+            self.abort()
+            self.close()
             if isinstance(failed[0], WireError):
                 raise failed[0]
             raise TransportError(f"nccl: the members could not connect: {first_line(failed[0])}") from failed[0]
@@ -97,13 +102,14 @@ class NcclTransport:
             raise TransportError("nccl: the first broadcast has brought nothing")
 
     def _begin(self, buffer: torch.Tensor) -> DeviceWork:
-        if self._pg is None:
+        if self._communicator is None:
             raise TransportError("nccl: closed")
+        self._communicator.broadcasts += 1
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                work = DeviceWork(self._pg.broadcast([buffer], options), buffer, self._group, "nccl")
+                work = DeviceWork(self._communicator.handle.broadcast([buffer], options), buffer, self._group, "nccl")
         except RuntimeError as error:
             raise TransportError(f"nccl: {first_line(error)}") from error
         self._under_way = [other for other in self._under_way if not other.ended] + [work]
@@ -111,17 +117,20 @@ class NcclTransport:
 
     def abort(self) -> None:
         """Abort the communicator, so that no kernel of it keeps the device."""
+        self._healthy = False
         for work in self._under_way:
             work.give_up()
 
     def close(self) -> None:
-        """Take the communicator apart, in a thread that nobody waits for but, for a while, the end of the process."""
-        pg, self._pg = self._pg, None
+        """Keep the communicator for the next update if all went well, or else take it apart."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+        if self._healthy and all(work.ended for work in self._under_way):
+            COMMUNICATORS.keep(communicator, self._device)
+        else:
+            COMMUNICATORS.discard(communicator)
         self._under_way = []
-        if pg is not None:
-            thread = threading.Thread(target=_shut_down, args=(pg,), name="weightwire-nccl-close", daemon=True)
-            thread.start()
-            _closing[:] = [other for other in _closing if other.is_alive()] + [thread]
 
 
 def _process_group(setup: Setup) -> Any:
@@ -151,11 +160,11 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-@atexit.register
-def _wait_for_closing() -> None:
-    until = time.monotonic() + CLOSE_S
-    for thread in _closing:
-        thread.join(max(0.0, until - time.monotonic()))
+def _end(pg: Any) -> None:
+    """Take a communicator apart, in a thread that nobody waits for but, for a while, the end of the process."""
+    thread = threading.Thread(target=_shut_down, args=(pg,), name="weightwire-nccl-close", daemon=True)
+    thread.start()
+    _closing[:] = [other for other in _closing if other.is_alive()] + [thread]
 
 
 def _shut_down(pg: Any) -> None:
@@ -163,3 +172,13 @@ def _shut_down(pg: Any) -> None:
         pg.shutdown()
     except RuntimeError as error:
         log.debug("NCCL did not take its communicator apart: %s", error)
+
+
+@atexit.register
+def _wait_for_closing() -> None:
+    until = time.monotonic() + CLOSE_S
+    for thread in _closing:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+COMMUNICATORS = Communicators("nccl", _process_group, _end)

@@ -1,0 +1,66 @@
+"""What was connected for one update serves the next one, if all members can go on with it; otherwise all make a new one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from wire_members import next_group, run_meeting
+
+from weightwire.manifest import Manifest, TensorSpec
+from weightwire.transports import Setup
+from weightwire.transports.communicators import Communicators
+
+MANIFEST = Manifest(1, (TensorSpec("a", "uint8", (1000,)),))
+
+
+class Library:
+    """Counts what is made and ended; a handle is a number."""
+
+    def __init__(self) -> None:
+        self.made, self.ended = 0, []
+        self.kept = Communicators("library", self.make, self.ended.append)
+
+    def make(self, setup: Setup) -> int:
+        self.made += 1
+        return self.made
+
+    def connect(self, group: Any, device: str = "cpu") -> Any:
+        return self.kept.connect(Setup(group, MANIFEST, torch.device(device), 20.0))
+
+
+def test_all_use_the_same_one_again_or_none_does() -> None:
+    def on_member(meet: Any) -> list[Any]:
+        library, group = Library(), meet()
+        told = []
+        for case in ("first", "again", "again", "out of step", "one was lost", "again"):
+            communicator = library.connect(group)
+            told.append((case, communicator.handle))
+            communicator.broadcasts += 5
+            if case == "again" and len(told) == 3 and group.rank == 1:
+                communicator.broadcasts += 1  # one broadcast that the others have not begun
+            if case == "out of step" and group.rank == 2:
+                library.kept.discard(communicator)
+            else:
+                library.kept.keep(communicator, torch.device("cpu"))
+            following = next_group(group)
+            group.close()
+            group = following
+        group.close()
+        return [*told, library.ended]
+
+    cases = [("first", 1), ("again", 1), ("again", 1), ("out of step", 2), ("one was lost", 3), ("again", 3), [1, 2]]
+    assert run_meeting(on_member, 3) == [cases] * 3
+
+
+def test_devices_and_other_processes_have_their_own() -> None:
+    def on_member(meet: Any) -> list[int]:
+        library, group = Library(), meet()
+        first, other = library.connect(group), library.connect(next_group(group), "meta")
+        library.kept.keep(first, torch.device("cpu"))
+        library.kept.keep(other, torch.device("meta"))
+        first.members = ("a process that has ended", *first.members[1:])
+        third = next_group(next_group(group))
+        return [first.handle, other.handle, library.connect(third).handle, *library.ended]
+
+    assert run_meeting(on_member, 2) == [[1, 2, 3, 1]] * 2
