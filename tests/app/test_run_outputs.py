@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megascend.app import plot
-from megascend.app.loop import check_lora, check_packages, clear_output
 from megascend.app.plot import plot_metrics
 from megascend.app.resume import RUN_FILES, check_start
+from megascend.app.run import check_lora, check_packages, clear_output
 from megascend.app.run_log import PlainDisplay, RunLog, StepRecord, clock
 from megascend.config import Data, Lora, RunConfig
 from megascend.distributed.launch import Launch

@@ -72,7 +72,7 @@ def test_in_order_waits_for_the_slow_one() -> None:
     for number in (1, 2, 3):
         buffer.finished(group(number, 0))
     assert buffer.take(0) is None
-    buffer.equal(0)
+    buffer.finished(group(0, 0), equal=True)
     assert [one.number for one in buffer.take(0) or ()] == [1, 2]
     assert buffer.counts.equal == 1
 
@@ -98,7 +98,7 @@ def test_no_group_is_older_than_the_bound_and_every_prompt_is_accounted_for(
                 buffer.failed(number)
                 failures += 1
             elif fate < 0.3:
-                buffer.equal(number)
+                buffer.finished(group(number, since), equal=True)
             else:
                 buffer.finished(group(number, since))
         if draw.random() < 0.1:  # a checkpoint, and a new process that continues from it

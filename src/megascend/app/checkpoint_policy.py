@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.app.resume import CHECKPOINTS
 from megascend.checkpoint.retention import Retention
-from megascend.config import RunConfig
+from megascend.config import TrainerConfig
 from megascend.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointPolicy:
-    """CheckpointPolicy a run's checkpoints by its settings. All ranks call the same methods in the same order.
+    """Takes a run's checkpoints by its settings. All ranks call the same methods in the same order.
 
     Attributes:
         stall_s: seconds that training has stood still for checkpoints so far, on this rank.
@@ -27,7 +27,7 @@ class CheckpointPolicy:
     """
 
     def __init__(
-        self, backend: Backend, config: RunConfig, event_log: EventLog, progress: Callable[[], dict[str, Any]]
+        self, backend: Backend, config: TrainerConfig, event_log: EventLog, progress: Callable[[], dict[str, Any]]
     ) -> None:
         """
         Args:

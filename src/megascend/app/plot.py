@@ -25,31 +25,44 @@ def require_extra(package: str, setting: str) -> None:
         )
 
 
-def plot_metrics(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
-    """Draw ``rows`` (the lines of metrics.jsonl) as a PNG. Steps whose value is None, skipped ones, leave a gap."""
+Panel = tuple[str, str, str]
+"""A key of metrics.jsonl, what is written above its panel, and a colour."""
+
+
+def plot_metrics(
+    rows: Sequence[dict[str, Any]], path: Path, title: str = "", panels: Sequence[Panel] | None = None
+) -> None:
+    """Draw ``rows`` (the lines of metrics.jsonl) as a PNG, three panels a line. Steps whose value is None leave a gap."""
     require_extra("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    shown = PANELS if panels is None else tuple(panels)
+    lines = -(-len(shown) // ACROSS)
+    figure = Figure(figsize=(4 * ACROSS, 3.6 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 3)
+    drawn = figure.subplots(lines, ACROSS, squeeze=False).flatten()
     steps = [row["step"] for row in rows]
-    for axes, (key, label, colour) in zip(panels, PANELS, strict=True):
+    for axes in drawn[len(shown) :]:
+        axes.set_axis_off()
+    for axes, (key, label, colour) in zip(drawn, shown, strict=False):
         values = [float("nan") if row.get(key) is None else row[key] for row in rows]
         axes.plot(steps, values, color=colour, linewidth=1.4, marker="." if len(rows) < 30 else None)
         axes.set_title(label, loc="left", fontsize=11)
         axes.set_xlabel("step")
-        axes.set_ylim(bottom=0)
+        if all(value >= 0 for value in values if value == value):
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    for step in (row["step"] for row in rows if row.get("skipped")):
-        panels[1].axvline(step, color="tab:red", alpha=0.4, linewidth=0.8)
+        if key == "grad_norm":
+            for step in (row["step"] for row in rows if row.get("skipped")):
+                axes.axvline(step, color="tab:red", alpha=0.4, linewidth=0.8)
     figure.suptitle(title, fontsize=11)
     with replacing(path) as fresh:
         figure.savefig(fresh, format="png", dpi=130)
 
 
+ACROSS = 3
 PANELS = (
     ("loss", "loss (mean over trained tokens)", "tab:blue"),
     ("grad_norm", "gradient norm", "tab:orange"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
-from megascend.config import RunConfig, renamed_keys
+from megascend.config import TrainerConfig, renamed_keys
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
 
@@ -160,7 +160,7 @@ def load_first_good(
     raise CheckpointError(f"no checkpoint can be loaded: {' | '.join(refused)}")
 
 
-def differences(saved: dict[str, Any] | None, config: RunConfig) -> list[str]:
+def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str]:
     """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
     before = {"engine": "megatron", "plugins": []} | flattened(renamed_keys(saved)) if saved is not None else now

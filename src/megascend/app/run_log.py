@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from megascend.files import replacing
 
@@ -18,36 +18,25 @@ PLAIN_LINES = 20
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One line of metrics.jsonl. ``loss`` and ``grad_norm`` are null where they are not finite.
+class Record:
+    """One line of metrics.jsonl, whatever the kind of run.
 
     Attributes:
         step: counted from 1.
-        loss: mean over the trained tokens of the step, before the update.
-        grad_norm: global norm before clipping.
-        lr: learning rate of the update.
-        tokens: tokens of the step that carry loss, over all ranks.
-        total_tokens: input tokens of the step, over all ranks.
-        tokens_per_s: ``total_tokens`` over the step's time.
         skipped: True if a non-finite gradient made all ranks skip the update.
-        epoch: how often the data has been gone through after this step.
-        peak_memory_bytes: device memory of rank 0 since the run began; 0 where the platform cannot tell.
         seconds: time since the first step began.
-        mfu: model-FLOPs utilisation, or None where the model's or the device's figure is not known.
     """
 
+    SCALARS: ClassVar[tuple[str, ...]] = ()
+    """What goes to TensorBoard."""
+
     step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    total_tokens: int
-    tokens_per_s: float
     skipped: bool
-    epoch: float
-    peak_memory_bytes: int
     seconds: float
-    mfu: float | None = None
+
+    def summary(self) -> str:
+        """The figures of a step in one short line."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON can hold it: rounded to six digits, null for numbers that are not finite."""
@@ -56,6 +45,40 @@ class StepRecord:
             if isinstance(value, float):
                 values[key] = float(f"{value:.6g}") if math.isfinite(value) else None
         return values
+
+
+@dataclass(frozen=True)
+class StepRecord(Record):
+    """A step of supervised training. ``loss`` and ``grad_norm`` are null where they are not finite.
+
+    Attributes:
+        loss: mean over the trained tokens of the step, before the update.
+        grad_norm: global norm before clipping.
+        lr: learning rate of the update.
+        tokens: tokens of the step that carry loss, over all ranks.
+        total_tokens: input tokens of the step, over all ranks.
+        tokens_per_s: ``total_tokens`` over the step's time.
+        epoch: how often the data has been gone through after this step.
+        peak_memory_bytes: device memory of rank 0 since the run began; 0 where the platform cannot tell.
+        mfu: model-FLOPs utilisation, or None where the model's or the device's figure is not known.
+    """
+
+    SCALARS: ClassVar[tuple[str, ...]] = ("loss", "grad_norm", "lr", "tokens_per_s")
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    total_tokens: int
+    tokens_per_s: float
+    epoch: float
+    peak_memory_bytes: int
+    mfu: float | None = None
+
+    def summary(self) -> str:
+        """The figures of a step in one short line."""
+        skipped = "  SKIPPED" if self.skipped else ""
+        return f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {self.tokens_per_s:,.0f} tokens/s{skipped}"
 
 
 class RunLog:
@@ -91,7 +114,7 @@ class RunLog:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Record one step. The files are created with the first one: a run that fails to start leaves none."""
         if not self._enabled:
             return
@@ -101,7 +124,7 @@ class RunLog:
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         if self._tensorboard is not None:
-            for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
+            for key in record.SCALARS:
                 if row[key] is not None:
                     self._tensorboard.add_scalar(f"train/{key}", row[key], record.step)
         self._display.show(record)
@@ -183,11 +206,11 @@ class PlainDisplay:
     def stop(self) -> None:
         """Nothing to take down."""
 
-    def show(self, record: StepRecord) -> None:
+    def show(self, record: Record) -> None:
         """Print the step if it is the first, the last, skipped, or due."""
         if record.step in (1, self._steps) or record.skipped or record.step % self._every == 0:
             remaining = record.seconds / record.step * (self._steps - record.step)
-            print(f"step {record.step}/{self._steps}  {summary(record)}  ETA {clock(remaining)}", flush=True)
+            print(f"step {record.step}/{self._steps}  {record.summary()}  ETA {clock(remaining)}", flush=True)
 
 
 class BarDisplay:
@@ -215,9 +238,9 @@ class BarDisplay:
         """Leave the bar as it stands and give the terminal back."""
         self._progress.stop()
 
-    def show(self, record: StepRecord) -> None:
+    def show(self, record: Record) -> None:
         """Move the bar to the step."""
-        self._progress.update(self._task, completed=record.step, summary=summary(record))
+        self._progress.update(self._task, completed=record.step, summary=record.summary())
         if record.skipped:
             self._progress.console.print(f"step {record.step}: non-finite gradients, skipped on all ranks", style="red")
 
@@ -225,12 +248,6 @@ class BarDisplay:
 def make_display(steps: int) -> BarDisplay | PlainDisplay:
     """A bar on a terminal, else lines."""
     return BarDisplay(steps) if sys.stdout.isatty() else PlainDisplay(steps)
-
-
-def summary(record: StepRecord) -> str:
-    """The figures of a step in one short line."""
-    skipped = "  SKIPPED" if record.skipped else ""
-    return f"loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  {record.tokens_per_s:,.0f} tokens/s{skipped}"
 
 
 def clock(seconds: float) -> str:

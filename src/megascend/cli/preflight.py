@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megascend.config import RunConfig
+    from megascend.config import RunConfig, TrainerConfig
     from megascend.topology.topology import Topology
 
 
-def check_topology(config: RunConfig, world_size: int) -> Topology:
+def check_topology(config: TrainerConfig, world_size: int) -> Topology:
     """The layout of ``world_size`` ranks for this run's model.
 
     Raises:
@@ -29,8 +29,8 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
         MegascendError: whatever the first rank would have raised a few seconds later.
     """
     from megascend.app.data import read_documents
-    from megascend.app.loop import check_lora, check_packages
     from megascend.app.resume import check_start
+    from megascend.app.run import check_lora, check_packages
     from megascend.config.plugins import check_plugins
     from megascend.distributed.launch import Launch
 

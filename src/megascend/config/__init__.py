@@ -229,8 +229,8 @@ def renamed_keys(values: dict[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
-class RunConfig(Section):
-    """Everything ``megascend train`` reads from its YAML file."""
+class TrainerConfig(Section):
+    """What the run files of ``megascend train`` and ``megascend rl`` have in common."""
 
     @model_validator(mode="before")
     @classmethod
@@ -241,7 +241,6 @@ class RunConfig(Section):
 
     model: Path = Field(description="Hugging Face checkpoint directory")
     output: Path = Field(description="run directory: metrics.jsonl, plot, TensorBoard log, export")
-    data: Data
     steps: Size = Field(100, description="optimizer steps")
     platform: PlatformName = "auto"
     plugins: tuple[ModuleName, ...] = Field(
@@ -290,13 +289,28 @@ class RunConfig(Section):
     )
 
 
+class RunConfig(TrainerConfig):
+    """Everything ``megascend train`` reads from its YAML file."""
+
+    data: Data
+
+
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML run file and apply ``a.b=value`` overrides (values are YAML too).
+    """Read a YAML run file of ``megascend train`` and apply ``a.b=value`` overrides (values are YAML too).
 
     Relative ``model``, ``output`` and ``data.path`` are taken from the directory the command runs in.
 
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
+    """
+    return RunConfig(**read_settings(path, overrides))
+
+
+def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """The settings in a YAML file with ``a.b=value`` overrides applied, not checked.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, or an override is malformed.
     """
     import yaml
 
@@ -311,7 +325,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
     for override in overrides or []:
         apply_override(values, override)
-    return RunConfig(**values)
+    return values
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

@@ -26,12 +26,16 @@ class Counts:
         learned: groups handed to the trainer.
         stale: groups dropped because they were too old.
         equal: groups dropped because all their rewards were equal.
+        responses: graded ones, of all groups.
+        reward: sum of their rewards.
     """
 
     dispatched: int = 0
     learned: int = 0
     stale: int = 0
     equal: int = 0
+    responses: int = 0
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,11 @@ class RolloutBuffer:
         self._again.append(self._landed(number))
         self._again.sort(key=lambda dispatch: dispatch.number)
 
-    def equal(self, number: int) -> None:
-        """Note that this prompt's group was dropped because its rewards were equal."""
-        self._landed(number)
-        self.counts.equal += 1
+    def finished(self, group: Group, *, equal: bool = False) -> None:
+        """Note that this group is graded, and ready for the trainer.
 
-    def finished(self, group: Group) -> None:
-        """Note that this group is ready.
+        Args:
+            equal: it is dropped instead, because all its rewards are equal.
 
         Raises:
             DataError: its version is older than that of its dispatch: the engine serves weights that it should not have any more.
@@ -123,7 +125,12 @@ class RolloutBuffer:
                 f"were said to have version {dispatched}: an engine has missed an update"
             )
         self._landed(group.number)
-        self._ready[group.number] = group
+        self.counts.responses += len(group.responses)
+        self.counts.reward += sum(group.rewards)
+        if equal:
+            self.counts.equal += 1
+        else:
+            self._ready[group.number] = group
 
     def take(self, step: int) -> list[Group] | None:
         """A batch to learn from, the oldest groups first; None while there are too few. Drops what is too old.

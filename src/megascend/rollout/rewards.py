@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megascend.errors import ConfigError, DataError
 
@@ -21,17 +21,29 @@ Called on threads, several at a time; what it raises ends the run.
 """
 
 
-def load_reward(name: str) -> Reward:
-    """The callable that ``name`` says: ``package.module:function``, or ``path/to/file.py:function``.
+def check_name(name: str) -> tuple[str, str]:
+    """Module (or file) and function that ``name`` says. Imports nothing.
 
     Raises:
-        ConfigError: there is no such module, file or function, it cannot be imported, or does not take two arguments.
+        ConfigError: it says neither, or there is no such file.
     """
     where, separator, attribute = name.rpartition(":")
     if not separator or not where or not attribute:
         raise ConfigError(
             f"reward: {name!r} must name a function as package.module:function or path/to/file.py:function"
         )
+    if where.endswith(".py") and not Path(where).is_file():
+        raise ConfigError(f"reward: there is no file {Path(where).resolve()}")
+    return where, attribute
+
+
+def load_reward(name: str) -> Reward:
+    """The callable that ``name`` says: ``package.module:function``, or ``path/to/file.py:function``.
+
+    Raises:
+        ConfigError: there is no such module, file or function, it cannot be imported, or does not take two arguments.
+    """
+    where, attribute = check_name(name)
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     found: Any = getattr(module, attribute, None)
     if not callable(found):
@@ -41,7 +53,7 @@ def load_reward(name: str) -> Reward:
         inspect.signature(found).bind("response", {})
     except TypeError as error:
         raise ConfigError(f"reward: {name} must take (response, example): {error}") from None
-    return found
+    return cast(Reward, found)
 
 
 def checked(reward: Reward, response: str, example: Mapping[str, Any]) -> float:
@@ -71,8 +83,6 @@ def _from_package(name: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"reward: there is no file {path.resolve()}")
     name = f"megascend_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

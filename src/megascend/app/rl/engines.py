@@ -1,0 +1,56 @@
+"""The engines that a run file names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megascend.config.rl import RlConfig
+from megascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megascend.rollout.engines.base import InferenceEngine
+
+
+def make_engines(config: RlConfig) -> list[InferenceEngine]:
+    """One engine for each entry of ``config.engines``.
+
+    Raises:
+        ConfigError: an entry is neither ``local`` nor an address.
+    """
+    return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
+
+
+def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
+    """The engine ``address``, the ``index``-th of the run."""
+    if address == "local":
+        from megascend.rollout.engines.local import LocalEngine
+
+        return LocalEngine(
+            config.model,
+            name=f"local engine {index}",
+            timeout_s=config.rollout.timeout_s,
+            precision=config.precision,
+            seed=config.seed + index,
+        )
+    raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
+
+
+def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:
+    """Token ids that end a response: the end of sequence, and those of ``names``.
+
+    Raises:
+        ConfigError: a name is not exactly one token, or there is none at all.
+    """
+    eos = tokenizer.eos_token_id  # type: ignore[attr-defined]
+    found = [] if eos is None else [eos]
+    for name in names:
+        ids = tokenizer.encode(name, add_special_tokens=False)  # type: ignore[attr-defined]
+        if len(ids) != 1:
+            raise ConfigError(f"rollout.stop: {name!r} is {len(ids)} tokens of the model's tokenizer, not one")
+        found.append(ids[0])
+    if not found:
+        raise ConfigError(
+            "rollout.stop: the tokenizer has no end-of-sequence token, so a token that ends responses must be named"
+        )
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,96 @@
+"""One step's worth of learning: groups to samples, the correction for the engines' log-probabilities, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megascend.batch.sample import Sample
+from megascend.config.rl import Objective
+from megascend.rollout.advantages import advantages
+from megascend.rollout.group import Group
+from megascend.rollout.mismatch import Mismatch, measure, total, truncated_weights
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+    from megascend.batch.results import ForwardBackwardResult
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What learning from a batch gave, the same on every rank.
+
+    Attributes:
+        result: of ``forward_backward``.
+        mismatch: between the engines' log-probabilities and the trainer's before the step, or None where it was not measured. It
+            holds both what kernels compute differently and what the policy has changed since the responses were sampled.
+    """
+
+    result: ForwardBackwardResult
+    mismatch: Mismatch | None
+
+
+def learn(
+    backend: Backend, groups: Sequence[Group], objective: Objective, adapter: str | None = None, measured: bool = True
+) -> Learned:
+    """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.
+
+    Args:
+        measured: with ``objective.correction: none``, measure the mismatch, which costs a forward pass.
+    """
+    samples = [sample for group in groups for sample in group_samples(group, objective)]
+    mine = backend.shard(samples)
+    mismatch = None
+    if objective.correction == "truncated" or measured:
+        trainer = backend.forward(mine, adapter=adapter).logprobs
+        cap = objective.cap
+        parts = []
+        for sample, found in zip(mine, trainer, strict=True):
+            sampled = sample.weights > 0
+            parts.append(measure(sample.old_logprobs[sampled], found.cpu()[sampled], cap))
+        mismatch = total(backend.gather_by_data_rank(total(parts)))
+        if objective.correction == "truncated":
+            mine = [corrected(sample, found.cpu(), cap) for sample, found in zip(mine, trainer, strict=True)]
+    return Learned(backend.forward_backward(mine, loss=objective.loss, adapter=adapter), mismatch)
+
+
+def group_samples(group: Group, objective: Objective) -> list[Sample]:
+    """The responses of a group as samples, with advantages and the engine's own log-probabilities as the old ones.
+
+    A response of n tokens has n targets with a weight: 1 each, or 1 / n where every response counts alike.
+    """
+    prompt = len(group.prompt_tokens)
+    found = []
+    for response, advantage in zip(group.responses, advantages(group.rewards, objective.advantages), strict=True):
+        sample = Sample.causal([*group.prompt_tokens, *response.tokens], prompt_length=prompt)
+        count = len(response.tokens)
+        before = torch.zeros(prompt - 1)  # targets that belong to the prompt
+        sample.old_logprobs = torch.cat([before, torch.tensor(response.logprobs, dtype=torch.float32)])
+        sample.advantages = torch.cat([before, torch.full((count,), advantage)])
+        if objective.average == "responses":
+            sample.weights = sample.weights / count
+        found.append(sample)
+    return found
+
+
+def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
+    """A sample whose old log-probabilities are the trainer's, and whose advantages carry the truncated importance weights.
+
+    ``E_engine[min(pi / mu, c) f] ~ E_trainer[f]``, so that the loss sees samples as if the trainer itself had drawn them; its own
+    ratio then starts at 1 (the decoupled objective of Fu et al. 2025, AReaL, arXiv:2505.24298, with truncated weights).
+
+    Args:
+        trainer: fp32 [length], the trainer's log-probabilities of the targets.
+    """
+    weights = truncated_weights(sample.old_logprobs, trainer, cap)
+    sampled = sample.weights > 0
+    return Sample(
+        sample.input_ids,
+        sample.target_ids,
+        sample.weights,
+        advantages=torch.where(sampled, weights * sample.advantages, 0.0),
+        old_logprobs=torch.where(sampled, trainer, 0.0),
+    )

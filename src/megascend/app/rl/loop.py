@@ -1,0 +1,235 @@
+"""Reinforcement learning from an :class:`RlConfig`: what ``megascend rl`` runs on every rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megascend.app.checkpoint_policy import CheckpointPolicy
+from megascend.app.event_log import EventLog
+from megascend.app.plot import plot_metrics
+from megascend.app.resume import belongs, check_start
+from megascend.app.rl.records import PANELS
+from megascend.app.run import (
+    ADAPTER,
+    begin,
+    check_lora,
+    check_packages,
+    export,
+    load_tokenizer,
+    make_backend,
+    tell_stop,
+    write_config,
+)
+from megascend.app.run_log import RunLog
+from megascend.app.stop_signals import StopSignals
+from megascend.config.rl import RlConfig
+from megascend.distributed.launch import Launch
+from megascend.rollout.prompts import read_prompts
+from megascend.rollout.rewards import load_reward
+
+if TYPE_CHECKING:
+    from megascend.app.rl.steps import Progress
+    from megascend.backend import Backend
+    from megascend.rollout.engines.base import InferenceEngine
+
+EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
+
+
+@dataclass(frozen=True)
+class RlResult:
+    """How a run ended. The same on every rank.
+
+    Attributes:
+        steps: optimizer steps done, skipped ones included.
+        reward_before, reward_after: of the first evaluation and the last one; NaN without ``evaluation``.
+        seconds: from the first step to the last, without start-up and export.
+        output: the run directory.
+        export: directory of the exported model, or of the adapter if one was trained, or None.
+        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
+    """
+
+    steps: int
+    reward_before: float
+    reward_after: float
+    seconds: float
+    output: Path
+    export: Path | None
+    stopped: str | None = None
+
+
+def train_rl(
+    config: RlConfig,
+    *,
+    overwrite: bool = False,
+    resume: str | Path | None = None,
+    engines: EngineFactory | None = None,
+) -> RlResult:
+    """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
+
+    Rank 0 talks to the engines: they sample while the trainer learns, at most ``rollout.max_lag`` steps behind it. What is
+    written to ``config.output``, and how a run is stopped and resumed: as :func:`megascend.app.loop.train`. A resumed run has the
+    prompts, groups and versions of the checkpoint; what was being sampled is sampled again.
+
+    Args:
+        engines: makes the engines on rank 0 in place of those that ``config.engines`` names; the run closes them.
+
+    Raises:
+        ConfigError: the output directory holds a run, the reward function cannot be used, or a setting cannot work.
+        DataError: prompts cannot be read, or the reward function failed on a response.
+        EngineError: an engine refused, is lost, or did not answer in time; on every rank.
+        NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
+        CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
+    """
+    launch = Launch.from_environment()
+    check_start(config.output, overwrite, resume, launch)
+    event_log = EventLog(config.output, launch, active=belongs(config.output, resume, launch))
+    with event_log.keeping_errors(lambda: 0):
+        check_packages(config)
+        check_lora(config)
+        if engines is None:
+            from megascend.app.rl.engines import make_engines
+
+            engines = make_engines
+        try:
+            return run(config, launch, event_log, overwrite, resume, engines)
+        finally:
+            gc.unfreeze()
+
+
+def run(
+    config: RlConfig,
+    launch: Launch,
+    event_log: EventLog,
+    overwrite: bool,
+    resume: str | Path | None,
+    engines: EngineFactory,
+) -> RlResult:
+    """:func:`train_rl`, after what could be refused at once."""
+    # World: the process is made ready before anything imports Megatron.
+    import megascend
+    from megascend.bootstrap.engines import needs
+
+    runtime = megascend.bootstrap(
+        config.platform, config.parallel, config.tf32, config.engine, config.precision, config.provider
+    )
+    from megascend.app.data import Batches
+    from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.rl.set_up import check_lengths, fingerprint, make_collector
+    from megascend.app.rl.steps import Progress, Steps, evaluate
+    from megascend.weightsync import WeightSync
+
+    # What cannot be read is found before the model is built.
+    prompts = read_prompts(config.rollout.prompts)
+    held_out = read_prompts(config.evaluation.prompts) if config.evaluation is not None else []
+    reward = load_reward(config.rollout.reward)
+
+    # Modules stay: garbage collection need not look through them again, between steps least of all.
+    if needs(config.engine).megatron:
+        runtime.load_megatron()
+    gc.collect()
+    gc.freeze()
+
+    # Model: trained itself, or frozen under one adapter
+    tokenizer = load_tokenizer(config.model)
+    adapter = None if config.lora is None else ADAPTER
+    launched = launch.agent_store or launch.world_size > 1
+    with ExitStack() as stack:
+        backend = stack.enter_context(make_backend(config))
+        stack.enter_context(event_log.keeping_errors(lambda: backend.step_count + 1))
+        signals = stack.enter_context(StopSignals(launched=launched))
+        backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
+        main_rank = backend.rank == 0
+        if config.lora is not None:
+            backend.add_adapter(ADAPTER, config.lora)
+        check_lengths(config, backend, tokenizer, [*prompts, *held_out])
+        saved = begin(config, backend, event_log, overwrite, resume, ("rollouts", "rl"))
+        progress = Progress(**saved["rl"]) if saved else Progress()
+        number = done = backend.step_count
+        if main_rank:
+            write_config(config)
+            print(start_line(config, backend, len(prompts)), flush=True)
+
+        # Engines, with the weights that the trainer begins with, whatever they had before
+        stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts))
+        members: list[InferenceEngine] = []
+        backend.from_rank_0(lambda: members.extend(engines(config)))
+        collector = make_collector(config, members, stream, tokenizer, reward) if main_rank else None
+        if collector is not None:
+            stack.callback(collector.close)
+            if saved:
+                collector.load_state_dict(saved["rollouts"])
+        rollouts = SharedRollouts(backend, collector, config.rollout.timeout_s)
+        settings = config.sync
+        sync = stack.enter_context(
+            WeightSync(
+                backend,
+                members,
+                transport=settings.transport,
+                host=settings.host,
+                bucket_bytes=settings.bucket_bytes,
+                timeout_s=settings.timeout_s,
+            )
+        )
+        # Engines count their versions up, and may have lived longer than this process.
+        offset = 1 + rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - done
+        sync.push(version=done + offset, adapter=adapter)
+        if saved is None and config.evaluation is not None:
+            progress.reward_before = progress.reward_after = evaluate(config.evaluation, rollouts, held_out)
+            event_log.event("evaluated", step=0, reward=progress.reward_before)
+        rollouts.on_rank_0(lambda collector: collector.start(done, offset))
+
+        # Loop
+        saves = CheckpointPolicy(
+            backend, config, event_log, lambda: {"rollouts": rollouts.state_dict(), "rl": vars(progress)}
+        )
+        with RunLog(config.output, config.steps, config.tensorboard, enabled=main_rank, done=done) as log:
+            steps = Steps(config, backend, rollouts, sync, offset, adapter, held_out, progress)
+            for number in range(done + 1, config.steps + 1):
+                groups = rollouts.take(number - 1, lambda: signals.received is not None)
+                if groups is None:
+                    number -= 1
+                    saves.after_step(number, True)
+                    break
+                log.write(steps.do(number, groups))
+                if saves.after_step(number, signals.received is not None):
+                    break
+        saves.finish(number)
+
+        # Out
+        stopped = exported = None
+        if number < config.steps:
+            stopped = signals.received.name if signals.received is not None else "a signal on another rank"
+            tell_stop(backend, event_log, number, stopped, saves.problem)
+        else:
+            exported = export(config, backend) if config.export else None
+            if main_rank and config.plot:
+                plot_metrics(log.rows, config.output / "metrics.png", start_line(config, backend, len(prompts)), PANELS)
+            event_log.event("finished", step=number, reward=progress.reward_after)
+            if main_rank:
+                print(end_line(config, number, progress), flush=True)
+    return RlResult(
+        number, progress.reward_before, progress.reward_after, progress.seconds, config.output, exported, stopped
+    )
+
+
+def start_line(config: RlConfig, backend: Backend, prompts: int) -> str:
+    """One line on what is about to happen."""
+    rollout, ranks = config.rollout, backend.world_size
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {backend.platform.name}, engines: {', '.join(config.engines)}"
+    steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
+    return f"{config.model.name}: {prompts} prompts, {steps}; lag {rollout.max_lag}; {config.precision}; {where}"
+
+
+def end_line(config: RlConfig, step: int, progress: Progress) -> str:
+    """One line on what has happened."""
+    evaluated = (
+        f", reward {progress.reward_before:.3f} before and {progress.reward_after:.3f} after"
+        if config.evaluation is not None
+        else ""
+    )
+    return f"{step} steps in {progress.seconds:.0f} s{evaluated}; see {config.output}"

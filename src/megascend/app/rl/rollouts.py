@@ -1,0 +1,98 @@
+"""The rollouts of rank 0 as all ranks see them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megascend.errors import EngineTimeoutError
+from megascend.rollout.buffer import Counts
+from megascend.rollout.group import Group
+from megascend.rollout.prompts import Prompt
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+    from megascend.rollout.collector import RolloutCollector
+
+SLICE_S = 5.0
+"""How long rank 0 waits for an engine at a time. In between, ranks see that all of them are there, and whether one is to stop."""
+
+T = TypeVar("T")
+
+
+class SharedRollouts:
+    """A collector on rank 0, whose groups reach all ranks. Every method is collective."""
+
+    def __init__(self, backend: Backend, collector: RolloutCollector | None, patience_s: float) -> None:
+        """
+        Args:
+            collector: on rank 0; None on all others.
+            patience_s: how long no group at all may arrive before it is an error.
+        """
+        self._backend, self._collector, self._patience_s = backend, collector, patience_s
+        self._slice_s = min(SLICE_S, backend.groups.timeout_s / 4)
+
+    def on_rank_0(self, act: Callable[[RolloutCollector], T]) -> T:
+        """What ``act`` returns or raises on rank 0, on every rank."""
+
+        def produce() -> T:
+            assert self._collector is not None
+            return act(self._collector)
+
+        return self._backend.from_rank_0(produce)
+
+    def take(self, step: int, stop: Callable[[], bool]) -> list[Group] | None:
+        """The groups of the next step, or None once any rank is told to stop.
+
+        Raises:
+            EngineError, DataError: as :meth:`RolloutCollector.take`, on every rank.
+            EngineTimeoutError: not one group has arrived within the patience.
+        """
+        last, since = self.counts().responses, time.monotonic()
+        with self._backend.groups.monitor.phase("rollout"):
+            while True:
+                groups = self.on_rank_0(lambda collector: collector.take(step, self._slice_s))
+                if groups is not None:
+                    return groups
+                arrived = self.counts().responses
+                if arrived > last:
+                    last, since = arrived, time.monotonic()
+                stopping, late = self._backend.any_rank(stop(), time.monotonic() - since > self._patience_s)
+                if stopping:
+                    return None
+                if late:
+                    raise EngineTimeoutError(
+                        f"step {step + 1}: no engine has answered for {self._patience_s:g} s (rollout.timeout_s)"
+                    )
+
+    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> float:
+        """Mean reward of ``n`` responses to each prompt."""
+        running: list[Future[list[Group]]] = []
+
+        def wait(collector: RolloutCollector) -> float | None:
+            if not running:
+                running.append(collector.evaluate(prompts, temperature, n))
+            try:
+                groups = running[0].result(self._slice_s)
+            except NotYet:
+                if running[0].done():
+                    raise
+                return None
+            rewards = [reward for group in groups for reward in group.rewards]
+            return sum(rewards) / len(rewards)
+
+        with self._backend.groups.monitor.phase("evaluation"):
+            while (reward := self.on_rank_0(wait)) is None:
+                pass
+        return reward
+
+    def counts(self) -> Counts:
+        """What became of the prompts so far."""
+        return self.on_rank_0(lambda collector: collector.counts())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`RolloutCollector.state_dict`, on rank 0; empty on all others. Not collective."""
+        return {} if self._collector is None else self._collector.state_dict()

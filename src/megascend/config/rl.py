@@ -1,0 +1,116 @@
+"""Settings of ``megascend rl``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megascend.config import Count, Section, Size, TrainerConfig, read_settings
+
+
+class Rollout(Section):
+    """What engines sample, and how far they may lag behind."""
+
+    prompts: Path = Field(description="JSONL with prompt or messages, and what the reward function looks at")
+    reward: str = Field(
+        description="function (response, example) -> float, as package.module:function or path/to/file.py:function"
+    )
+    prompts_per_step: Size = Field(16, description="groups that one optimizer step learns from")
+    group_size: int = Field(8, ge=2, description="responses to one prompt")
+    max_tokens: Size = Field(256, description="longest response")
+    max_lag: Count = Field(
+        1,
+        description="steps that the weights which sampled a response may be behind those that learn from it; 0: engines and "
+        "trainer take turns",
+    )
+    drop_equal: bool = Field(
+        True, description="dynamic sampling: groups whose rewards are all equal are dropped, and other prompts sampled"
+    )
+    in_order: bool = Field(
+        False,
+        description="learn from prompts in their order: reproducible, but a slow response keeps the trainer waiting",
+    )
+    shuffle: bool = True
+    stop: tuple[str, ...] = Field(
+        (), description="further tokens that end a response, beside the end-of-sequence token"
+    )
+    timeout_s: Size = Field(600, description="seconds after which a request to an engine counts as failed")
+
+
+class Objective(Section):
+    """What a step minimises."""
+
+    loss: str = Field("ppo", description="ppo, importance_sampling, or the name of a registered loss")
+    advantages: Literal["grpo", "rloo", "centered"] = "grpo"
+    correction: Literal["truncated", "none"] = Field(
+        "truncated",
+        description="truncated: the trainer's own log-probabilities are the old ones, and advantages are multiplied by "
+        "min(p_trainer / p_engine, cap); none: the engine's are the old ones",
+    )
+    cap: float = Field(2.0, gt=0, description="of those weights")
+    measure_every: Count = Field(
+        10, description="with correction none: steps from one measurement of the mismatch to the next; 0: never"
+    )
+    average: Literal["tokens", "responses"] = Field(
+        "tokens", description="every token counts alike, or every response, whatever its length"
+    )
+
+
+class Sync(Section):
+    """How weights reach the engines."""
+
+    every: Size = Field(1, description="steps from one update to the next")
+    transport: str = Field("gloo", description="what the weights travel over, by its registered name")
+    bucket_bytes: Size = Field(64 * 2**20, description="bytes that travel at a time")
+    timeout_s: Size | None = Field(
+        None, description="seconds of each wait in an update; default: 120, or less where timeout_s of the run is short"
+    )
+    host: str = Field("127.0.0.1", description="address of rank 0 under which engines reach it")
+
+
+class Evaluation(Section):
+    """Rewards on other prompts, before the first step, at intervals, and after the last one."""
+
+    prompts: Path
+    every: Size = Field(50, description="steps")
+    samples: Size = Field(1, description="responses to each prompt")
+    temperature: float = Field(0.0, ge=0, description="0: the likeliest token")
+
+
+class RlConfig(TrainerConfig):
+    """Everything ``megascend rl`` reads from its YAML file."""
+
+    rollout: Rollout
+    engines: tuple[str, ...] = Field(
+        ("local",),
+        description="addresses of vLLM servers (http://HOST:PORT), or local: transformers in a process beside rank 0",
+    )
+    objective: Objective = Objective()
+    sync: Sync = Sync()
+    evaluation: Evaluation | None = None
+
+    @model_validator(mode="after")
+    def _versions(self) -> RlConfig:
+        if self.sync.every > self.rollout.max_lag + 1:
+            raise ValueError(
+                f"sync.every={self.sync.every} needs rollout.max_lag of {self.sync.every - 1} or more, got "
+                f"{self.rollout.max_lag}: between two updates every step learns from weights that are one step older"
+            )
+        if not self.engines:
+            raise ValueError("engines must name at least one")
+        if len(set(self.engines) - {"local"}) < len([name for name in self.engines if name != "local"]):
+            raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
+        return self
+
+
+def load_rl_config(path: str | Path, overrides: list[str] | None = None) -> RlConfig:
+    """Read a YAML run file of ``megascend rl`` and apply ``a.b=value`` overrides (values are YAML too).
+
+    Relative paths are taken from the directory the command runs in.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
+    """
+    return RlConfig(**read_settings(path, overrides))

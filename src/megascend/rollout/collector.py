@@ -1,0 +1,283 @@
+"""Keeps inference engines at work while the trainer learns: prompts out, graded groups in, on a thread with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from megascend.errors import ConfigError, EngineError
+from megascend.rollout.advantages import without_signal
+from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
+from megascend.rollout.engines.base import Completion, InferenceEngine, Sampling
+from megascend.rollout.group import Group, Response
+from megascend.rollout.prompts import Prompt
+from megascend.rollout.rewards import Reward, checked
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+"""How often a prompt is sent, to the same engine or to others, before the run ends."""
+BACKOFF_S = 0.5
+"""Wait before the second attempt; twice as long before each further one."""
+CLOSE_S = 10.0
+
+
+class PromptStream(Protocol):
+    """Prompts without end, whose position can be saved."""
+
+    def __next__(self) -> list[Prompt]:
+        """A list of one prompt."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of engines, and how answers are graded.
+
+    Attributes:
+        encode: token ids of a prompt.
+        decode: the text of a response's token ids, as the reward function sees it.
+        reward: see :data:`megascend.rollout.rewards.Reward`.
+        sampling: of training rollouts, at temperature 1; ``seed`` is the run's.
+        group_size: responses to one prompt.
+        drop_equal: groups whose rewards are all equal are dropped, and other prompts sampled instead.
+    """
+
+    encode: Callable[[Prompt], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    reward: Reward
+    sampling: Sampling
+    group_size: int
+    drop_equal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sampling.temperature != 1:
+            raise ConfigError(
+                f"training rollouts are sampled at temperature 1, not {self.sampling.temperature}: at another one the engine "
+                "would sample from a policy that is not the one trained"
+            )
+        if self.group_size < 2:
+            raise ConfigError(f"group_size must be 2 or more to compare responses, got {self.group_size}")
+
+
+class RolloutCollector:
+    """Rollouts for one trainer. Its methods are called from one thread (rank 0's), and :meth:`close` in the end."""
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        prompts: PromptStream,
+        buffer: RolloutBuffer,
+        task: Task,
+        *,
+        reward_threads: int = 8,
+    ) -> None:
+        """
+        Args:
+            engines: closed with the collector.
+        """
+        if not engines:
+            raise ConfigError("rollouts need at least one engine")
+        self._engines, self._prompts, self._buffer, self._task = tuple(engines), prompts, buffer, task
+        self._load = [0] * len(engines)
+        self._running: set[asyncio.Task[None]] = set()
+        self._attempts: dict[int, int] = {}
+        self._problem: BaseException | None = None
+        self._taken = self._version = self._offset = 0
+        self._started = False
+        self._graders = ThreadPoolExecutor(reward_threads, thread_name_prefix="reward")
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+
+    # --- the trainer's side ---
+
+    def engine_versions(self) -> list[int]:
+        """What each engine says that it has, by its own count."""
+
+        async def ask() -> list[int]:
+            return list(await asyncio.gather(*(engine.version() for engine in self._engines)))
+
+        return self._call(ask())
+
+    def start(self, step: int, offset: int) -> None:
+        """Send the first prompts. The trainer has done ``step`` steps, and the engines have the weights after the last of them.
+
+        Args:
+            offset: what engines call a version, less what the trainer calls it. Engines count up for as long as they live, a
+                trainer begins anew, or at its last checkpoint.
+        """
+
+        async def begin() -> None:
+            self._taken, self._version, self._offset, self._started = step, step, offset, True
+            self._fill()
+
+        self._call(begin())
+
+    def take(self, step: int, timeout_s: float) -> list[Group] | None:
+        """The groups of the next step, or None if there are not enough within ``timeout_s``.
+
+        Args:
+            step: steps that the trainer has done.
+
+        Raises:
+            EngineError: a prompt could not be rolled out in ``ATTEMPTS`` attempts.
+            DataError: a reward function failed, or a prompt cannot be encoded.
+        """
+        return self._call(self._take(step, timeout_s))
+
+    def updated(self, version: int) -> None:
+        """The engines have the weights after step ``version`` now: there may be room for more prompts."""
+
+        async def note() -> None:
+            self._version = version
+            self._fill()
+
+        self._call(note())
+
+    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[Group]]:
+        """Start to roll out other prompts beside those of training; groups in their order."""
+        sampling = replace(self._task.sampling, temperature=temperature)
+        return asyncio.run_coroutine_threadsafe(self._evaluate(prompts, sampling, n), self._loop)
+
+    def counts(self) -> Counts:
+        """What became of the prompts so far."""
+
+        async def copy() -> Counts:
+            return replace(self._buffer.counts)
+
+        return self._call(copy())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the prompts stand and what is in the buffer, of one moment; JSON."""
+
+        async def state() -> dict[str, Any]:
+            return {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()}
+
+        return self._call(state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; before :meth:`start`.
+
+        Raises:
+            DataError: the prompts are not those that it was taken with.
+        """
+        assert not self._started, "load_state_dict() after start()"
+        self._prompts.load_state_dict(state["prompts"])
+        self._buffer.load_state_dict(state["buffer"])
+
+    def close(self) -> None:
+        """Give up what is under way, close the engines, and end the thread. May be called twice."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._call(asyncio.wait_for(self._close(), CLOSE_S))
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._graders.shutdown(wait=False, cancel_futures=True)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # --- on the event loop ---
+
+    async def _take(self, step: int, timeout_s: float) -> list[Group] | None:
+        deadline = self._loop.time() + timeout_s
+        while True:
+            if self._problem is not None:
+                raise self._problem
+            self._changed.clear()
+            groups = self._buffer.take(step)
+            if groups is not None:
+                self._taken = step + 1
+            self._fill()
+            if groups is not None:
+                return groups
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - self._loop.time())
+            except asyncio.TimeoutError:
+                return None
+
+    def _fill(self) -> None:
+        """Dispatch as many prompts as there is room for."""
+        if not self._started or self._problem is not None:
+            return
+        for _ in range(self._buffer.room(self._taken, self._version)):
+            dispatch = self._buffer.returned(self._version)
+            if dispatch is None:
+                dispatch = self._buffer.dispatch(next(self._prompts)[0], self._version)
+            task = self._loop.create_task(self._roll_out(dispatch))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _roll_out(self, dispatch: Dispatch) -> None:
+        """One prompt, to a graded group in the buffer."""
+        number = dispatch.number
+        try:
+            sampling = replace(self._task.sampling, seed=_seed(self._task.sampling.seed, number))
+            try:
+                group = await self._group(number, dispatch.prompt, sampling, self._task.group_size)
+            except EngineError:
+                attempt = self._attempts[number] = self._attempts.get(number, 0) + 1
+                if attempt == ATTEMPTS:
+                    raise
+                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+                self._buffer.failed(number)
+            else:
+                self._attempts.pop(number, None)
+                self._buffer.finished(group, equal=self._task.drop_equal and without_signal(group.rewards))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
+            self._problem = self._problem or problem
+        self._changed.set()
+        self._fill()
+
+    async def _group(self, number: int, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        tokens = self._task.encode(prompt)
+        which = self._load.index(min(self._load))
+        self._load[which] += n
+        try:
+            completions = await self._engines[which].generate(tokens, sampling, n)
+        finally:
+            self._load[which] -= n
+        if len(completions) != n:
+            raise EngineError(f"{self._engines[which].name} gave {len(completions)} responses instead of {n}")
+        responses = await self._loop.run_in_executor(self._graders, self._grade, prompt, completions)
+        return Group(number, tuple(tokens), responses)
+
+    def _grade(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Response, ...]:
+        def graded(one: Completion) -> Response:
+            versions = one.first_version - self._offset, one.last_version - self._offset
+            reward = checked(self._task.reward, self._task.decode(one.tokens), prompt)
+            return Response(one.tokens, one.logprobs, reward, one.finish_reason, *versions)
+
+        return tuple(graded(one) for one in completions)
+
+    async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
+        def of(number: int) -> Sampling:
+            return replace(sampling, seed=_seed(sampling.seed, number))
+
+        return list(await asyncio.gather(*(self._group(i, prompt, of(i), n) for i, prompt in enumerate(prompts))))
+
+    async def _close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+def _seed(seed: int | None, number: int) -> int | None:
+    """Of one prompt's samples: the same for the same run and prompt, whatever else is sampled."""
+    return None if seed is None else (seed * 1_000_003 + number) % 2**31

@@ -1,0 +1,206 @@
+"""The model of the local engine: requests are sampled in batches on a thread, and weights change between two tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.errors import CheckpointError, EngineError
+from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.rollout.engines.base import Completion, Sampling
+from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
+from weightwire.errors import ManifestError
+from weightwire.manifest import Manifest
+from weightwire.offer import Offer, Seal
+from weightwire.receiver import Receiver
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class LocalModel:
+    """A causal language model of transformers that answers requests and takes new weights, on whatever thread it is asked."""
+
+    def __init__(
+        self, model: Path, *, precision: str = "fp32", device: str = "cpu", seed: int = 0, rows: int = 256
+    ) -> None:
+        """
+        Args:
+            model: directory of a Hugging Face checkpoint.
+            seed: of the samples of requests that have no seed of their own.
+            rows: most responses that are sampled at a time.
+
+        Raises:
+            CheckpointError: transformers cannot load it.
+        """
+        self._device = torch.device(device)
+        self._model = load(model, DTYPES[precision], self._device)
+        self._receiver = Receiver("local engine", device=self._device, check=self._check)
+        self._rows, self._seeds = rows, itertools.count(seed * 1_000_003)
+        self._requests: queue.SimpleQueue[tuple[list[Row], Future[list[Completion]]] | None] = queue.SimpleQueue()
+        self._weights = threading.RLock()
+        self._resumed = threading.Condition()
+        self._paused_until = 0.0
+        self._thread = threading.Thread(target=self._work, name="local-engine", daemon=True)
+        self._thread.start()
+
+    # --- requests ---
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling, n: int) -> Future[list[Completion]]:
+        """Start to sample ``n`` responses to a prompt."""
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        if not prompt or sampling.max_tokens < 1 or n < 1:
+            raise EngineError(
+                f"local engine: {len(prompt)} prompt tokens, max_tokens {sampling.max_tokens}, n {n}: at least 1 of each"
+            )
+        if limit is not None and len(prompt) + sampling.max_tokens > limit:
+            raise EngineError(
+                f"local engine: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed {limit} positions"
+            )
+        future: Future[list[Completion]] = Future()
+        future.set_running_or_notify_cancel()  # sampled to its end, whoever still waits for it
+        self._requests.put((make_rows(prompt, sampling, n, next(self._seeds)), future))
+        return future
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """log p(token | those before it) of all tokens but the first."""
+        with self._weights:
+            return sequence_logprobs(self._model, tokens)
+
+    def _work(self) -> None:
+        """Until None comes: sample what waits, as one batch."""
+        while (first := self._requests.get()) is not None:
+            batch, stop = [first], False
+            while sum(len(rows) for rows, _ in batch) < self._rows:
+                try:
+                    more = self._requests.get_nowait()
+                except queue.Empty:
+                    break
+                if more is None:
+                    stop = True
+                    break
+                batch.append(more)
+            try:
+                sample(self._model, [row for rows, _ in batch for row in rows], self._step)
+            except Exception as error:  # noqa: BLE001  whoever asked is told, and the next request may be fine
+                for _, future in batch:
+                    future.set_exception(EngineError(f"local engine: sampling failed: {type(error).__name__}: {error}"))
+            else:
+                for rows, future in batch:
+                    future.set_result([row.completion() for row in rows])
+            if stop:
+                return
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[int]:
+        """Around each forward pass: wait out a pause, and hold the weights still."""
+        with self._resumed:
+            while (remaining := self._paused_until - time.monotonic()) > 0:
+                self._resumed.wait(remaining)
+        with self._weights:
+            yield self.version()
+
+    # --- control ---
+
+    def version(self, target: str = "model") -> int:
+        """Of the weights in force; 0 before the first update."""
+        return self._receiver.version(target) or 0
+
+    def pause(self, lease_s: float) -> None:
+        """Sample no further token until :meth:`resume`, or until the lease has run out."""
+        with self._resumed:
+            self._paused_until = time.monotonic() + lease_s
+        with self._weights:
+            pass  # a forward pass that is under way ends first
+
+    def resume(self) -> None:
+        """End a pause."""
+        with self._resumed:
+            self._paused_until = 0.0
+            self._resumed.notify_all()
+
+    def begin_update(self, offer: Mapping[str, Any]) -> None:
+        """Receive what the trainer offers, on a thread of its own, while sampling goes on."""
+        self._receiver.open(Offer.from_json(dict(offer)))
+
+    def verify(self, seal: Mapping[str, Any], timeout_s: float) -> None:
+        """Wait until everything has arrived, and hold it against its digests."""
+        self._receiver.verify(Seal.from_json(dict(seal)), timeout_s)
+
+    def commit(self, update: str) -> float:
+        """Put what was verified in force between two tokens; how long no token was sampled for it, in seconds."""
+        before = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        began = time.monotonic()
+        with self._weights:
+            self._receiver.commit(update, self._load, lambda: self._put(before))
+        self._receiver.settle(update)
+        return time.monotonic() - began
+
+    def drop(self, update: str) -> None:
+        """Give up an update."""
+        self._receiver.drop(update)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._put({name: tensor.to(self._device, copy=True) for name, tensor in tensors})
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make tensors the memory of the parameters of their names."""
+        for name, parameter in self._model.named_parameters():
+            parameter.data = tensors[name]
+
+    def _check(self, manifest: Manifest) -> None:
+        """Raise ManifestError unless a manifest holds the model's tensors, all of them and no others."""
+        if manifest.adapter is not None:
+            raise ManifestError("local engine: adapters are not loaded; push the model with the adapter merged")
+        parameters = dict(self._model.named_parameters())
+        tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - parameters.keys()
+        given = {spec.name: spec for spec in manifest.tensors}
+        missing, unknown = sorted(parameters.keys() - given.keys()), sorted(given.keys() - parameters.keys() - tied)
+        if missing or unknown:
+            raise ManifestError(
+                f"local engine: not the model's tensors; missing: {missing[:3]}, unknown: {unknown[:3]}"
+            )
+        for name, parameter in parameters.items():
+            wanted = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+            if (given[name].dtype, given[name].shape) != wanted:
+                raise ManifestError(
+                    f"local engine: {name} is {given[name].dtype} {given[name].shape}, not {wanted[0]} {wanted[1]}"
+                )
+
+    def close(self) -> None:
+        """Finish what is being sampled and end the thread."""
+        self._receiver.close()
+        self.resume()
+        self._requests.put(None)
+        self._thread.join()
+
+
+def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model of a directory, for inference.
+
+    Raises:
+        CheckpointError: transformers cannot load it, or would draw some of its weights at random.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    make_known_to_transformers(model)
+    loader: Any = AutoModelForCausalLM
+    try:
+        found, report = loader.from_pretrained(model, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"local engine: transformers cannot load {model}: {error}") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if report[what]:
+            raise CheckpointError(f"local engine: {model}: {what.replace('_', ' ')}: {sorted(report[what])[:3]}")
+    return found.to(device).eval().requires_grad_(False)

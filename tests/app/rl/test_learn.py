@@ -1,0 +1,137 @@
+"""What a step learns from recorded rollouts, against plain PyTorch and transformers that share nothing with it."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megascend
+from megascend.app.rl.learn import group_samples, learn
+from megascend.config.rl import Objective
+from megascend.rollout.group import Group, Response
+from megascend.testing import run_distributed, write_tiny_checkpoint
+
+VOCABULARY = 120
+
+
+def recorded(seed: int = 0) -> list[Group]:
+    """Groups as an engine might have left them: other log-probabilities than the trainer's, other lengths, other versions."""
+    draw = random.Random(seed)
+    groups = []
+    for number in range(3):
+        prompt = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 5)))
+        responses = []
+        for _ in range(4):
+            tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 7)))
+            logprobs = tuple(-draw.uniform(3.5, 6.5) for _ in tokens)
+            responses.append(Response(tokens, logprobs, draw.random(), "stop", number, number))
+        groups.append(Group(number, prompt, tuple(responses)))
+    return groups
+
+
+def reference(model: Any, groups: list[Group], loss: str, correction: str, average: str, cap: float) -> float:
+    """The loss of a step and, in ``model``, its gradients: one response at a time, straight from the formulas."""
+    terms, weights = [], []
+    for group in groups:
+        rewards = torch.tensor(group.rewards, dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for response, advantage in zip(group.responses, advantages, strict=True):
+            ids = torch.tensor([[*group.prompt_tokens, *response.tokens]])
+            logits = model(ids).logits[0].float()
+            start = len(group.prompt_tokens)
+            now = torch.stack([logits[start + i - 1].log_softmax(-1)[token] for i, token in enumerate(response.tokens)])
+            engine = torch.tensor(response.logprobs)
+            old, factor = engine, torch.ones_like(engine)
+            if correction == "truncated":
+                old = now.detach()
+                factor = torch.clamp(torch.exp(old - engine), max=cap)
+            ratio, scaled = torch.exp(now - old), float(advantage) * factor
+            if loss == "ppo":
+                objective = torch.minimum(ratio * scaled, torch.clamp(ratio, 0.8, 1.2) * scaled)
+            else:
+                objective = ratio * scaled
+            share = 1.0 if average == "tokens" else 1.0 / len(response.tokens)
+            terms.append(-(objective * share).sum())
+            weights.append(share * len(response.tokens))
+    total = torch.stack(terms).sum() / sum(weights)
+    total.backward()
+    return float(total.detach())
+
+
+CASES = [
+    ("ppo", "none", "tokens"),
+    ("ppo", "truncated", "responses"),
+    ("importance_sampling", "none", "responses"),
+    ("importance_sampling", "truncated", "tokens"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("rl") / "qwen3", "qwen3")
+
+
+@pytest.mark.parametrize(("loss", "correction", "average"), CASES)
+def test_gradients_of_a_step_are_those_of_plain_pytorch(
+    checkpoint: Path, loss: str, correction: str, average: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    groups, cap = recorded(), 1.5
+    expected: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    value = reference(expected, groups, loss, correction, average, cap)
+
+    def on_rank() -> tuple[float, dict[str, torch.Tensor], Any]:
+        objective = Objective(loss=loss, correction=correction, average=average, cap=cap)
+        with megascend.SingleBackend(checkpoint, precision="fp32") as backend:
+            learned = learn(backend, groups, objective)
+            model: Any = backend.engine.model  # type: ignore[attr-defined]
+            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            return learned.result.loss, gradients, learned.mismatch
+
+    found, gradients, mismatch = run_distributed(on_rank, 1, init=False)[0]
+    assert found == pytest.approx(value, abs=2e-6)
+    for name, parameter in expected.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        assert float((gradients[name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, name
+    assert mismatch.tokens == sum(len(one.tokens) for group in groups for one in group.responses)
+    assert 0 < mismatch.truncated < mismatch.tokens
+
+
+def test_samples_carry_advantages_on_responses_alone() -> None:
+    group = recorded()[0]
+    for sample, response in zip(group_samples(group, Objective(advantages="rloo")), group.responses, strict=True):
+        prompt = len(group.prompt_tokens) - 1
+        assert sample.weights.tolist() == [0.0] * prompt + [1.0] * len(response.tokens)
+        assert sample.target_ids[prompt:].tolist() == list(response.tokens)
+        assert sample.old_logprobs[prompt:].tolist() == pytest.approx(list(response.logprobs))
+        others = [one.reward for one in group.responses if one is not response]
+        expected = response.reward - sum(others) / len(others)
+        assert sample.advantages[prompt:].tolist() == pytest.approx([expected] * len(response.tokens), abs=1e-6)
+        assert not any(sample.advantages[:prompt].tolist())
+
+
+def test_ranks_share_a_batch_and_agree_on_its_figures(checkpoint: Path) -> None:
+    megascend.bootstrap("cpu").load_megatron()
+    groups = recorded(1)
+
+    def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any]:
+        with megascend.MegatronBackend(
+            checkpoint, parallel, precision="fp32", self_check=False, timeout_s=60
+        ) as backend:
+            learned = learn(backend, groups, Objective())
+            return learned.result.loss, backend.optimizer_step().grad_norm, learned.mismatch
+
+    alone = run_distributed(on_rank, 1, megascend.Parallel(), init=False)[0]
+    for ranks, parallel in ((2, megascend.Parallel()), (2, megascend.Parallel(tensor=2))):
+        for loss, norm, mismatch in run_distributed(on_rank, ranks, parallel, init=False):
+            assert loss == pytest.approx(alone[0], abs=1e-5)
+            assert norm == pytest.approx(alone[1], rel=1e-4)
+            assert mismatch.tokens == alone[2].tokens
+            assert mismatch.max_abs == pytest.approx(alone[2].max_abs, abs=1e-4)
+            assert math.isclose(mismatch.kl_k3, alone[2].kl_k3, rel_tol=1e-4)
