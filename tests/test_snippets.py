@@ -78,6 +78,7 @@ ELSEWHERE = {
         "docs/single.md",
         "backend = megascend.SingleBackend(",
     ): "tests/test_readme.py::test_the_program_without_a_cluster_runs",
+    ("docs/controller.md", "import asyncio"): "tests/rollout/controller/test_controller_docs.py::test_the_program_runs",
     ("docs/testing.md", "import torch"): "tests/test_docs.py::test_the_examples_of_tests_run",
     (
         "docs/testing.md",
@@ -88,6 +89,11 @@ ELSEWHERE = {
 """Programs that other tests run."""
 
 REASONS = {
+    (
+        "docs/controller.md",
+        "with ControllerClient(",
+    ): "needs engines and an update that is sent; these calls are made by "
+    "tests/rollout/controller/test_controller_server.py::test_a_trainer_owns_engines_updates_and_pauses_them",
     (
         "docs/npu.md",
         "from simnpu import call_log",
