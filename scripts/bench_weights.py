@@ -1,15 +1,17 @@
-"""What it costs to bring weights out of their shards: ``named_weights`` beside mcore-bridge's ``export_weights``, on a CPU.
+"""What it costs to bring weights out of their shards: ``named_weights`` beside mcore-bridge's ``export_weights``.
 
-    python scripts/bench_weights.py
+    python scripts/bench_weights.py                      # on a CPU: about 100 MB in fp32
+    python scripts/bench_weights.py --platform cuda      # about 1.3 GB in bf16, which stay on the devices; as many layouts as fit
 
-One process, TP2, PP2 and EP2, a random model of about 100 MB in fp32; the receiver is the main rank, then every rank. Tensors are
-dropped as they come. Of every rank: bytes received from other ranks (of a whole tensor for a broadcast, of the others' shards
+One process, TP2, PP2 and EP2, a random model; the receiver is the main rank, then every rank. Tensors are dropped as they come.
+Of every rank: bytes received from other ranks (of a whole tensor for a broadcast, of the others' shards
 for a gather), the peak of memory allocated meanwhile, and seconds (median of three). The table has sums over ranks for bytes, the
 largest rank for memory, and the slowest for time.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -30,11 +32,20 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 6144, "head_dim": 128}
+ON_CUDA = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 12,
+    "vocab_size": 32768,
+    "head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
 LAYOUTS = {
-    "one process": (1, Parallel(), "qwen3", SIZES),
-    "TP2": (2, Parallel(tensor=2), "qwen3", SIZES),
-    "PP2": (2, Parallel(pipeline=2), "qwen3", SIZES),
-    "EP2": (2, Parallel(expert=2), "qwen3_moe", {**SIZES, "moe_intermediate_size": 512}),
+    "one process": (1, Parallel(), "qwen3", {}),
+    "TP2": (2, Parallel(tensor=2), "qwen3", {}),
+    "PP2": (2, Parallel(pipeline=2), "qwen3", {}),
+    "EP2": (2, Parallel(expert=2), "qwen3_moe", {"moe_intermediate_size": 512}),
 }
 TIMES = 3
 
@@ -108,6 +119,8 @@ def measure(make: Callable[[], Any], engine: Any) -> tuple[int, int, float]:
         start = time.perf_counter()
         for _, tensor in make():
             del tensor
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     received, live = [0], Live()
@@ -117,36 +130,45 @@ def measure(make: Callable[[], Any], engine: Any) -> tuple[int, int, float]:
     return received[0], live.peak, statistics.median(consume() for _ in range(TIMES))
 
 
-def on_rank(checkpoint: Path, parallel: Parallel) -> dict[str, tuple[int, int, float]]:
+def on_rank(checkpoint: Path, parallel: Parallel, platform: str) -> dict[str, tuple[int, int, float]]:
     from megascend.backends import MegatronBackend
 
-    engine: Any = MegatronBackend(checkpoint, parallel, precision="fp32", platform="cpu", self_check=False).engine
+    precision = "fp32" if platform == "cpu" else "bf16"
+    engine: Any = MegatronBackend(checkpoint, parallel, precision=precision, platform=platform, self_check=False).engine
+    device = "cpu" if platform == "cpu" else f"cuda:{torch.cuda.current_device()}"
 
     def upstream(main: bool) -> Any:
         return engine.config.bridge.export_weights(
-            list(engine.bare_chunks), target_device="cpu", only_master_rank=main, disable_tqdm=True, _is_saving=True
+            list(engine.bare_chunks), target_device=device, only_master_rank=main, disable_tqdm=True, _is_saving=True
         )
 
     return {
         "main rank, export_weights": measure(lambda: upstream(True), engine),
-        "main rank, named_weights": measure(lambda: engine.named_weights(receivers="main", device="cpu"), engine),
+        "main rank, named_weights": measure(lambda: engine.named_weights(receivers="main", device=device), engine),
         "all ranks, export_weights": measure(lambda: upstream(False), engine),
-        "all ranks, named_weights": measure(lambda: engine.named_weights(device="cpu"), engine),
+        "all ranks, named_weights": measure(lambda: engine.named_weights(device=device), engine),
     }
 
 
 def main() -> None:
     """Print the table."""
-    megascend.bootstrap("cpu").load_megatron()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu")
+    platform = parser.parse_args().platform
+    common = SIZES if platform == "cpu" else ON_CUDA
+    megascend.bootstrap(platform).load_megatron()
     print(
         "| layout | receivers, function | model MB | received MB, all ranks | peak MB, rank 0 | peak MB, others | seconds |"
     )
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name, (world_size, parallel, arch, sizes) in LAYOUTS.items():
-            checkpoint = case_checkpoint(Path(folder), arch, **sizes)
+            if platform == "cuda" and world_size > torch.cuda.device_count():
+                print(f"{name}: {world_size} devices are needed, and there are {torch.cuda.device_count()}")
+                continue
+            checkpoint = case_checkpoint(Path(folder), arch, **common, **sizes)
             size = (checkpoint / "model.safetensors").stat().st_size / 1e6
-            ranks = run_distributed(on_rank, world_size, checkpoint, parallel, init=False, timeout_s=280)
+            ranks = run_distributed(on_rank, world_size, checkpoint, parallel, platform, init=False, timeout_s=280)
             for what in ranks[0]:
                 received, peaks, seconds = zip(*(rank[what] for rank in ranks), strict=True)
                 others = f"{max(peaks[1:]) / 1e6:.1f}" if world_size > 1 else ""

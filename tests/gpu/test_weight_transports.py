@@ -96,11 +96,13 @@ def test_a_lost_peer_is_an_error_and_the_device_goes_on(name: str, how: str) -> 
     def on_member(group: Any) -> list[str]:
         medium, device = transport(name, group, 20.0)
         if group.rank == 0:
+            group.await_receivers("connected", 20.0)
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(8)
             medium.close()
             return []
+        group.acknowledge("connected")
         buffer = torch.zeros(2**20, dtype=torch.uint8, device=device)
         work, start = medium.receive(buffer), time.monotonic()
         try:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from weightwire.errors import TransportError
 from weightwire.group import Group
-from weightwire.transports.base import POLL_S, Setup
+from weightwire.transports.base import Setup
 from weightwire.transports.device_work import first_line, wait_until
 
 HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
@@ -151,19 +150,11 @@ class Received:
 
 
 def _await(keys: list[str], store: Any, group: Group, timeout_s: float, what: str) -> None:
-    """Return when all keys are there; the store tells, nobody polls."""
-
-    def there() -> bool:
-        try:
-            store.wait(keys, timedelta(seconds=min(POLL_S, timeout_s)))
-        except RuntimeError:
-            return store.check(keys)  # raises itself where the store is gone
-        return True
-
+    """Return when all keys are there."""
     try:
-        wait_until(there, group, timeout_s, what)
+        wait_until(lambda: store.check(keys), group, timeout_s, what)
     except RuntimeError as error:
-        if isinstance(error, (TransportError, TimeoutError)):
+        if isinstance(error, TransportError):
             raise
         raise TransportError(f"cuda_ipc: the store does not answer: {first_line(error)}") from error
 
