@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import pytest
 import simnpu
 from covering import FIRST_STACK
 from megascend.bootstrap.runtime import Runtime, bootstrap
+from megascend.testing.reference import IMPORTED, ProgramServer
 
 SECOND_STACK = (
     "test_bootstrap.py",
@@ -50,30 +51,32 @@ def npu_environment(**changes: str) -> dict[str, str]:
     """The environment of a process on the simulated device, with MindSpeed on its path."""
     path = [str(mindspeed_folder()), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
     # Without what the bootstrap of this process has set: a fresh one shall find nothing decided.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HCCL_")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("HCCL_") and name != "PYTEST_CURRENT_TEST"
+    }
     base = inherited | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return simnpu.environment(base) | changes
 
 
 @pytest.fixture(scope="session")
-def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run code in a fresh process on the simulated device: ``run_python(code, *arguments, check=True, **environment)``."""
+def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Run code on the simulated device: ``run_python(code, *arguments, check=True, **environment)``.
+
+    Each in a fork of a process that has imported torch, transformers and peft, and nothing of Megatron or MindSpeed.
+    """
+    server = ProgramServer(("torch", "torch_npu", *IMPORTED["transformers"], "peft"))
 
     def run(
         code: str, *arguments: str, check: bool = True, timeout: float = 300, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=npu_environment(**environment),
-            check=False,
-        )
+        done = server.run(code, arguments, npu_environment(**environment), timeout_s=timeout)
         assert not check or done.returncode == 0, done.stderr[-4000:]
         return done
 
-    return run
+    yield run
+    server.close()
 
 
 @pytest.fixture(scope="session")

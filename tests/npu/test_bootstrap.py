@@ -87,7 +87,7 @@ print(json.dumps({
 def after(run_python):
     """A process whose command line and logging would mislead MindSpeed, after the bootstrap."""
     done = run_python(AFTER)
-    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr, "stdout": done.stdout}
+    return json.loads(done.stdout.splitlines()[-1]) | {"stdout": done.stdout}
 
 
 def test_the_command_line_is_neither_parsed_nor_touched(after):
@@ -111,10 +111,6 @@ def test_what_was_changed_is_told(after):
     told = " ".join(after["changes"])
     for change in ("sys.argv not read", "torch.compile", "dummy transformer_engine", "HCCL_IF_BASE_PORT="):
         assert change in told
-
-
-def test_the_device_says_that_it_is_simulated(after):
-    assert "SIMULATED" in after["stderr"]
 
 
 FLOAT64 = """

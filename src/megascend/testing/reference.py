@@ -38,9 +38,13 @@ class ProgramServer:
 
     It starts another one when a program needs another environment, and in a process that was forked from the caller's. What it
     has started ends with the caller.
+
+    Args:
+        imports: modules that are imported before every program, beside those of :data:`IMPORTED` that it imports itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str] = ()) -> None:
+        self._imports = list(imports)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._environment: Mapping[str, str] = {}
@@ -72,7 +76,7 @@ class ProgramServer:
             files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
             files[0].write_text(stdin)
             request = {
-                "imports": [module for name in _packages(text) for module in IMPORTED[name]],
+                "imports": self._imports + [module for name in _packages(text) for module in IMPORTED[name]],
                 "modules": [*modules],
                 "program": str(program) if isinstance(program, Path) else None,
                 "text": text,
