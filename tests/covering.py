@@ -16,6 +16,13 @@ T = TypeVar("T")
 Settings = Mapping[str, Hashable]
 
 FIRST_STACK = Version(metadata.version("megatron-core")) >= Version("0.16.0a0")
+FIRST_STACK_ONLY: list[pytest.MarkDecorator] = [] if FIRST_STACK else [pytest.mark.nightly]
+"""Marks of a parameter that is nightly on the second stack."""
+
+
+def first_stack_only(test: T) -> T:
+    """Mark a test as nightly on the second stack."""
+    return test if FIRST_STACK else pytest.mark.nightly(test)
 
 
 def covering(cases: Sequence[T], settings: Callable[[T], Settings]) -> list[T]:

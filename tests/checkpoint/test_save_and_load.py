@@ -6,7 +6,7 @@ import multiprocessing.process
 
 import pytest
 
-from covering import FIRST_STACK
+from covering import FIRST_STACK, FIRST_STACK_ONLY, first_stack_only
 from megascend import Adam, Batching, CheckpointError, ConfigError, Parallel, Schedule
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
@@ -74,21 +74,24 @@ def test_the_same_layout_goes_on_bit_for_bit(parity_folder, tmp_path, layout, di
     assert rest == whole[3:]
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=FIRST_STACK_ONLY)])
 def test_a_checkpoint_before_the_first_step_is_one_too(parity_folder, tmp_path, distributed):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     whole = run(checkpoint, "DP2", distributed=distributed, save_to=tmp_path / "step-0", save_after=None)
     assert run(checkpoint, "DP2", distributed=distributed, load_from=tmp_path / "step-0") == whole
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=FIRST_STACK_ONLY), "fp16"])
 def test_main_parameters_are_saved(parity_folder, tmp_path, precision):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     whole = run(checkpoint, "DP2", precision, save_to=tmp_path / "step-3")
     assert run(checkpoint, "DP2", precision, load_from=tmp_path / "step-3", steps=range(3)) == whole[3:]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("TP2", "single"), ("single", "TP2"), ("DP2", "TP2"), ("PP2", "DP2")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("TP2", "single"), pytest.param("single", "TP2", marks=FIRST_STACK_ONLY), ("DP2", "TP2"), ("PP2", "DP2")],
+)
 def test_another_layout_goes_on_from_the_same_numbers(parity_folder, tmp_path, saved, loaded):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     whole = run(checkpoint, saved, save_to=tmp_path / "step-3")
@@ -99,6 +102,7 @@ def test_another_layout_goes_on_from_the_same_numbers(parity_folder, tmp_path, s
         assert lr == expected_lr
 
 
+@first_stack_only
 def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     other = tmp_path / "other"

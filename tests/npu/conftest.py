@@ -28,7 +28,6 @@ SECOND_STACK = (
     "test_contract.py",
     "test_parity.py",
     "test_traps.py",
-    "test_traps_models.py",
 )
 """What CI runs on the second stack too: where another Megatron and another MindSpeed are felt."""
 DOUBLES = Path(__file__).resolve().parents[1] / "doubles"

@@ -88,7 +88,10 @@ def run(checkpoint: Path, tmp_path: Path, ranks: int, algorithm: str) -> dict[st
         pytest.param("qwen3", 1, "megatron_cp_algo", marks=pytest.mark.nightly),
         pytest.param(
             *("qwen3", 2, "megatron_cp_algo"),
-            marks=pytest.mark.skipif(not IS_0_16, reason="branch 0.15 takes a class that knows no ring"),
+            marks=[
+                pytest.mark.nightly,
+                pytest.mark.skipif(not IS_0_16, reason="branch 0.15 takes a class that knows no ring"),
+            ],
         ),
         pytest.param("qwen3", 2, "kvallgather_cp_algo", marks=pytest.mark.nightly),
         ("qwen3_moe", 1, "megatron_cp_algo"),

@@ -2,12 +2,13 @@
 
 import pytest
 
-from covering import on_this_stack
+from covering import first_stack_only, on_this_stack
 from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 
+@first_stack_only
 def test_full_recompute_is_exact(parity_folder):
     cases = {case.name: case for case in matrix() if case.name in ("single", "full recompute")}
     checkpoint = case_checkpoint(parity_folder, "qwen3")
