@@ -73,6 +73,11 @@ def block(page: str, beginning: str) -> Block:
 ELSEWHERE = {
     ("README.md", "megascend.bootstrap()"): "tests/test_readme.py::test_the_program_in_the_readme_runs",
     ("README.md", "backend = megascend.MegatronBackend("): "tests/test_readme.py::test_the_programs_about_lora_run",
+    ("docs/controller.md", "import asyncio"): "tests/rollout/controller/test_controller_docs.py::test_the_program_runs",
+    (
+        "docs/controller.md",
+        'with ControllerClient("controller.json"',
+    ): "tests/rollout/controller/test_controller_docs.py::test_the_program_of_a_trainer_runs",
     ("docs/lora.md", "megascend.bootstrap()"): "tests/test_readme.py::test_the_programs_about_lora_run",
     (
         "docs/single.md",

@@ -20,8 +20,9 @@ from megascend.errors import (
     LeaseLapsedError,
     MessageError,
 )
-from megascend.rollout.controller.controller import RESUME_AGAIN_S, RESUME_ATTEMPTS, Controller, Limits
+from megascend.rollout.controller.controller import Controller, Limits
 from megascend.rollout.controller.ownership import Claim
+from megascend.rollout.controller.pauses import RESUME_AGAIN_S, RESUME_ATTEMPTS
 
 
 class World:
@@ -133,6 +134,22 @@ def test_a_pause_lapses_without_anybody_calling() -> None:
         assert [engine.paused for engine in world.engines] == [False, False]
         assert world.one.calls == ["pause 30", "pause 30", "resume"]
         assert world.controller.status()["engines"]["one"]["owner"] == "trainer"
+
+    with_world(test)
+
+
+def test_a_pause_that_is_renewed_as_it_lapses_lasts() -> None:
+    async def test(world: World) -> None:
+        pauses = world.controller._pauses
+        await pauses.pause(["one"], 30, allowed=lambda: None)
+        world.clock._now += 30
+        (lapsed,) = pauses.lapsed()  # what continues it has not yet had its turn
+        await pauses.pause(["one"], 30, allowed=lambda: None)
+        await pauses.end_lapsed(*lapsed)
+        assert world.one.paused
+        assert world.one.calls == ["pause 30", "pause 30"]
+        await world.clock.advance(30)
+        assert not world.one.paused
 
     with_world(test)
 

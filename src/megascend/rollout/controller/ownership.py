@@ -64,7 +64,7 @@ class Ownership:
             )
         if not names:
             raise ControllerError("a claim on no engine")
-        self._check_lease(lease_s)
+        self.check_lease(lease_s)
         for name in names:
             if (other := self.owner_of(name)) is not None:
                 held = "is being released by" if other.ending else "belongs to"
@@ -93,7 +93,7 @@ class Ownership:
 
     def renew(self, claim: Claim, lease_s: float, now: float) -> None:
         """Have a claim last at least ``lease_s`` from now; it never becomes shorter."""
-        self._check_lease(lease_s)
+        self.check_lease(lease_s)
         claim.lapses = max(claim.lapses, now + lease_s)
         claim.lease_s = lease_s
 
@@ -123,6 +123,7 @@ class Ownership:
         ends = [claim.lapses for claim in self._claims.values() if not (claim.ending or claim.running)]
         return min(ends, default=None)
 
-    def _check_lease(self, lease_s: float) -> None:
+    def check_lease(self, lease_s: float) -> None:
+        """Raises ControllerError unless a lease may be that long."""
         if not 0 < lease_s <= self._max_lease_s:
             raise ControllerError(f"a lease of {lease_s:g} s; it must be above 0 and at most {self._max_lease_s:g} s")
