@@ -73,7 +73,6 @@ def block(page: str, beginning: str) -> Block:
 ELSEWHERE = {
     ("README.md", "megascend.bootstrap()"): "tests/test_readme.py::test_the_program_in_the_readme_runs",
     ("README.md", "backend = megascend.MegatronBackend("): "tests/test_readme.py::test_the_programs_about_lora_run",
-    ("docs/controller.md", "import asyncio"): "tests/rollout/controller/test_controller_docs.py::test_the_program_runs",
     (
         "docs/controller.md",
         'with ControllerClient("controller.json"',
@@ -94,11 +93,6 @@ ELSEWHERE = {
 """Programs that other tests run."""
 
 REASONS = {
-    (
-        "docs/controller.md",
-        "with ControllerClient(",
-    ): "needs engines and an update that is sent; these calls are made by "
-    "tests/rollout/controller/test_controller_server.py::test_a_trainer_owns_engines_updates_and_pauses_them",
     (
         "docs/npu.md",
         "from simnpu import call_log",

@@ -407,6 +407,17 @@ def test_a_port_that_is_taken_is_named_and_a_free_one_published(tmp_path: Path) 
         pass
 
 
+def test_a_controller_for_other_machines_says_by_which_name_they_reach_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="advertise= must tell which"):
+        Served(host="0.0.0.0", publish=tmp_path / "controller.json")
+    with Served(host="0.0.0.0", advertise="localhost", publish=tmp_path / "controller.json") as served:
+        assert "not encrypted" in caplog.text
+        with ControllerClient(tmp_path / "controller.json", served.key, caller="x") as client:
+            assert client.status()["instance"] == served.controller.instance
+
+
 def test_another_instance_is_told_apart() -> None:
     with Served() as served, served.client() as client:
         client.status()

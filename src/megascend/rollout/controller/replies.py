@@ -36,6 +36,7 @@ class Replies:
         self._clock = clock
         self._replies: dict[str, _Reply] = {}
         self._answered: deque[tuple[str, float]] = deque()  # and when they expire
+        self._running: set[asyncio.Future[Answer]] = set()
         self._forgotten_until = float("-inf")
 
     def __len__(self) -> int:
@@ -57,6 +58,7 @@ class Replies:
         if reply is None:
             reply = self._new(call, digest)
             task = asyncio.ensure_future(carry_out())
+            self._running.add(task)  # the loop itself keeps no task alive
             task.add_done_callback(lambda done: self._settle(call.id, reply, done))
         elif reply.digest != digest:
             raise MessageError(f"call {call.id} was another one before")
@@ -87,7 +89,8 @@ class Replies:
             self._answered.popleft()
             self._forgotten_until = max(self._forgotten_until, self._replies.pop(call_id).made)
 
-    def _settle(self, call_id: str, reply: _Reply, done: asyncio.Task[Answer]) -> None:
+    def _settle(self, call_id: str, reply: _Reply, done: asyncio.Future[Answer]) -> None:
+        self._running.discard(done)
         if done.cancelled():
             error: BaseException | None = ControllerLostError("the controller is closing")
         else:

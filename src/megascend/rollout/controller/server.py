@@ -41,6 +41,7 @@ class ControllerServer:
     Args:
         controller: closed with the server.
         publish: a file that the address is written to. A second controller for the same file is refused.
+        advertise: the host that is published, where it is not ``host``: by which name others reach this machine.
         bearer: take bearer tokens as well (:data:`BEARER`); their answers are not signed, and nothing ties a token to a request.
         keep_s: how long a call may be said again, in seconds.
     """
@@ -53,6 +54,7 @@ class ControllerServer:
         host: str = "127.0.0.1",
         port: int = 0,
         publish: str | Path | None = None,
+        advertise: str | None = None,
         limits: HttpLimits | None = None,
         bearer: bool = False,
         keep_s: float = 120.0,
@@ -63,6 +65,7 @@ class ControllerServer:
         self._key = key
         self._where = (host, port)
         self._publish = publish
+        self._advertise = advertise
         self._published: PublishedAddress | None = None
         self._verifier = verifier or Verifier(
             key, audience=AUDIENCE, bearer=BEARER if bearer else None, max_nonces=max(2**16, 2 * max_replies)
@@ -78,9 +81,13 @@ class ControllerServer:
         """Listen, and publish the address.
 
         Raises:
-            ConfigError: the port is taken, or the host is not of this machine.
+            ConfigError: the port is taken, the host is not of this machine, or is all of its addresses and none is advertised.
             ControllerError: another controller holds the file.
         """
+        if self._publish is not None and self._advertise is None and self._where[0] in ("", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"host={self._where[0]!r} listens on all addresses; advertise= must tell which of them others connect to"
+            )
         if self._publish is not None:
             self._published = PublishedAddress(self._publish)
         try:
@@ -91,7 +98,7 @@ class ControllerServer:
             raise ConfigError(
                 f"the controller cannot listen on {wanted}:{port}: {error.strerror or error}; port 0 takes one that is free"
             ) from error
-        self.address = Address(host, port, self.controller.instance)
+        self.address = Address(self._advertise or host, port, self.controller.instance)
         if self._published is not None:
             self._published.publish(self.address)
         if not ip_address(host).is_loopback:
