@@ -56,11 +56,14 @@ def test_all_use_the_same_one_again_or_none_does() -> None:
 def test_devices_and_other_processes_have_their_own() -> None:
     def on_member(meet: Any) -> list[int]:
         library, group = Library(), meet()
-        first, other = library.connect(group), library.connect(next_group(group), "meta")
+        second = next_group(group)
+        first, other = library.connect(group), library.connect(second, "meta")
         library.kept.keep(first, torch.device("cpu"))
         library.kept.keep(other, torch.device("meta"))
         first.members = ("a process that has ended", *first.members[1:])
-        third = next_group(next_group(group))
-        return [first.handle, other.handle, library.connect(third).handle, *library.ended]
+        third = next_group(second)
+        last = library.connect(third).handle
+        library.kept.end_all()
+        return [first.handle, other.handle, last, *library.ended]
 
-    assert run_meeting(on_member, 2) == [[1, 2, 3, 1]] * 2
+    assert run_meeting(on_member, 2) == [[1, 2, 3, 1, 2]] * 2

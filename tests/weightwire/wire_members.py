@@ -73,7 +73,7 @@ def wait_for(place: Path) -> Any:
 
 
 def next_group(group: Group) -> Group:
-    """Another group of the same processes: the sender makes it, and tells its name through the store of the first one."""
+    """Another group of the same processes: the sender makes it, and tells its name through the store of this one, once."""
     store = group.store("next group", TIMEOUT_S)
     if group.rank == 0:
         store.set("name", KEPT[-1].new_group(group.members))

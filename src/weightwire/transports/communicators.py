@@ -43,7 +43,7 @@ class Communicators:
 
     Args:
         make: connects the members of a group; called on all of them.
-        end: takes one apart, without waiting for other members.
+        end: takes one apart on which nothing is under way, or which has failed, without other members.
     """
 
     def __init__(self, name: str, make: Callable[[Setup], Any], end: Callable[[Any], None]) -> None:
@@ -81,6 +81,14 @@ class Communicators:
     def discard(self, communicator: Communicator) -> None:
         """Take one apart."""
         self._end(communicator.handle)
+
+    def end_all(self) -> None:
+        """Take apart what is kept."""
+        with self._lock:
+            kept = list(self._kept.values())
+            self._kept.clear()
+        for communicator in kept:
+            self._end(communicator.handle)
 
     def _others_have(self, kept: Communicator | None, setup: Setup) -> bool:
         group = setup.group

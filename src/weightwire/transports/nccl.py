@@ -39,7 +39,7 @@ WATCHDOG = {
 CLOSE_S = 5.0
 """How long the end of the process waits for NCCL to take communicators apart."""
 _environment = threading.Lock()
-_closing: list[threading.Thread] = []
+_ending: list[threading.Thread] = []
 
 
 class NcclTransport:
@@ -161,23 +161,24 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 
 
 def _end(pg: Any) -> None:
-    """Take a communicator apart, in a thread that nobody waits for but, for a while, the end of the process."""
-    thread = threading.Thread(target=_shut_down, args=(pg,), name="weightwire-nccl-close", daemon=True)
+    """Abort a communicator, in a thread that nobody waits for but, for a while, the end of the process."""
+    thread = threading.Thread(target=_abort, args=(pg,), name="weightwire-nccl-end", daemon=True)
     thread.start()
-    _closing[:] = [other for other in _closing if other.is_alive()] + [thread]
+    _ending[:] = [other for other in _ending if other.is_alive()] + [thread]
 
 
-def _shut_down(pg: Any) -> None:
+def _abort(pg: Any) -> None:
     try:
-        pg.shutdown()
+        pg.abort()  # unlike shutdown, it asks nothing of the other members
     except RuntimeError as error:
-        log.debug("NCCL did not take its communicator apart: %s", error)
+        log.debug("NCCL did not abort a communicator: %s", error)
 
 
 @atexit.register
-def _wait_for_closing() -> None:
+def _end_with_the_process() -> None:
     until = time.monotonic() + CLOSE_S
-    for thread in _closing:
+    COMMUNICATORS.end_all()
+    for thread in _ending:
         thread.join(max(0.0, until - time.monotonic()))
 
 
