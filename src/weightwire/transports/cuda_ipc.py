@@ -43,6 +43,7 @@ class CudaIpcTransport:
         self._count = 0
         self._shared: dict[int, tuple[int, torch.UntypedStorage]] = {}  # sender's: by address
         self._opened: dict[int, torch.Tensor] = {}  # a receiver's: by the sender's number
+        self._pending: list[Received] = []
         if self._rank == 0:
             self._store.set("device", _uuid(setup.device))
         else:
@@ -61,13 +62,16 @@ class CudaIpcTransport:
         """See :class:`weightwire.transports.base.Transport`."""
         # The buffer's memory may have been another tensor's, whose last kernels are still to run.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return Received(self, self._take_number(), buffer)
+        self._pending.append(Received(self, self._take_number(), buffer))
+        return self._pending[-1]
 
-    def copy(self, number: int, buffer: torch.Tensor, timeout_s: float) -> None:
-        """Wait for bucket ``number``, copy it into ``buffer``, and tell the sender."""
-        key = f"bucket/{number}"
-        _await([key], self._store, self._group, timeout_s, "cuda_ipc: the next bucket has not been offered")
-        storage, offset, length = _numbers(self._store.get(key), 3)
+    def offered(self, number: int) -> bool:
+        """Whether the sender has told where bucket ``number`` is."""
+        return self._store.check([f"bucket/{number}"])
+
+    def begin_copy(self, number: int, buffer: torch.Tensor) -> torch.cuda.Event:
+        """Queue the copy of a bucket that is offered; the event is past when it is done."""
+        storage, offset, length = _numbers(self._store.get(f"bucket/{number}"), 3)
         source = self._open(storage)
         if length != buffer.nbytes or offset < 0 or offset + length > source.nbytes:
             raise TransportError(
@@ -78,14 +82,26 @@ class CudaIpcTransport:
         with torch.cuda.stream(self._stream):
             buffer.copy_(source[offset : offset + length], non_blocking=True)
             done.record(self._stream)
-        wait_until(done.query, self._group, timeout_s, "cuda_ipc: a bucket has not been copied")
+        return done
+
+    def finish(self, received: Received, timeout_s: float) -> None:
+        """Wait for the oldest bucket, tell the sender, and begin with the next one if it is there already."""
+        number, what = received.number, f"cuda_ipc: bucket {received.number}"
+        if received.copied is None:
+            wait_until(lambda: self.offered(number), self._group, timeout_s, f"{what} has not been offered")
+            received.copied = self.begin_copy(number, received.buffer)
+        wait_until(received.copied.query, self._group, timeout_s, f"{what} has not been copied")
         self._store.set(f"taken/{number}/{self._rank}", "1")
+        self._pending.remove(received)
+        if self._pending and self._pending[0].copied is None and self.offered(self._pending[0].number):
+            self._pending[0].copied = self.begin_copy(self._pending[0].number, self._pending[0].buffer)
 
     def abort(self) -> None:
         """Nothing to give up: a copy ends by itself."""
 
     def close(self) -> None:
         """Unmap what is the sender's."""
+        self._pending.clear()
         self._opened.clear()
         self._shared.clear()
         torch.cuda.ipc_collect()
@@ -134,15 +150,21 @@ class Sent:
 
 
 class Received:
-    """A bucket to copy, which happens in :meth:`wait`: works are waited for in their order."""
+    """A bucket to copy. Works are waited for in their order.
+
+    Attributes:
+        number, buffer: which one, and where to.
+        copied: past when the copy is done; None if it has not been begun.
+    """
 
     def __init__(self, transport: CudaIpcTransport, number: int, buffer: torch.Tensor) -> None:
-        self._transport, self._number, self._buffer = transport, number, buffer
+        self._transport, self.number, self.buffer = transport, number, buffer
+        self.copied: torch.cuda.Event | None = None
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
         try:
-            self._transport.copy(self._number, self._buffer, timeout_s)
+            self._transport.finish(self, timeout_s)
         except RuntimeError as error:
             if isinstance(error, TransportError):
                 raise
@@ -192,7 +214,10 @@ def _handle(text: bytes) -> list[Any]:
 
 
 def _numbers(text: bytes, count: int) -> list[int]:
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
     if not isinstance(values, list) or len(values) != count or any(type(value) is not int for value in values):
         raise TransportError(f"cuda_ipc: the store holds {text!r:.80}, which is no bucket")
     return values
