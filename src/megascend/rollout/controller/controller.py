@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -216,12 +217,11 @@ class Controller:
         """
         self._check_open()
         claim = self._ownership.get(claim_id)
+        turn = self._locks[claim.id] if exclusive else contextlib.nullcontext()
 
         async def whole() -> T:
             try:
-                if not exclusive:
-                    return await run(claim)
-                async with self._locks[claim.id]:
+                async with turn:
                     self._ownership.get(claim_id)  # still
                     return await run(claim)
             except ControllerError:

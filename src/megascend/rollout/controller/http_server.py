@@ -38,7 +38,7 @@ class HttpLimits:
     """
 
     max_unknown: int = 128
-    max_known: int = 1024
+    max_known: int = 512
     max_head_bytes: int = 16 * 2**10
     max_body_bytes: int = 32 * 2**20
     max_buffered_bytes: int = 256 * 2**20
