@@ -371,7 +371,8 @@ def test_a_trainer_may_be_killed_at_any_moment(server, weights, reference, liste
         if moment == "paused":
             await engine.pause(2.0)
             now()
-        offer = offered(engine, Listener(), manifest_of(new, 2), await engine.receivers())
+        own = Listener()
+        offer = offered(engine, own, manifest_of(new, 2), await engine.receivers())
         await engine.begin_update(offer)
         if moment == "offered":
             now()
@@ -532,7 +533,7 @@ def test_bad_requests_are_refused_with_a_reason(server, known):
             await engine.generate(TOKENS[:5], Sampling(max_tokens=1), adapter="nobody")
         with pytest.raises(EngineError, match="generate"):
             await engine.generate([5] * 600, Sampling(max_tokens=1))
-        with pytest.raises(WireError, match=r"no adapter_config\.json"):
+        with pytest.raises(EngineError, match=r"no adapter_config\.json"):
             await engine.load_adapter("x", "/nowhere")
 
     with_engine(server, act)

@@ -93,6 +93,7 @@ class Control:
         owner, update, now = self._current_owner(), self._update, self._clock()
         return {
             "versions": dict(self._versions),
+            "device": str(self._engine.vllm_config.device_config.device_type),
             "receivers": contract.worker_count(self._engine.vllm_config),
             "owner": None if owner is None else {"name": owner.name, "lapses_in_s": owner.until - now},
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},

@@ -16,6 +16,21 @@ from weightwire.errors import ManifestError
 KV_CACHE = "kv_cache"
 
 
+class Structure:
+    """What a model's modules refer to: a reload puts other tensors and kernels in their places."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._attributes = [(module, _attributes(module)) for module in model.modules()]
+
+    def restore(self) -> None:
+        """Put it back, whatever state a reload was left in. What is in the tensors' memory stays as it is."""
+        for module, attributes in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        _forget_reload(self._model)
+
+
 class Snapshot:
     """Copies of the memory behind a model's tensors. Taken while the model computes, which only reads its weights.
 
@@ -24,8 +39,6 @@ class Snapshot:
     """
 
     def __init__(self, model: torch.nn.Module, copies: torch.device | str = "cpu") -> None:
-        self._model = model
-        self._attributes: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         self._memory: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         for module in model.modules():
             for tensor in _tensors(module):
@@ -38,22 +51,16 @@ class Snapshot:
         """Bytes of the copies."""
         return sum(copy.numel() for _, copy in self._memory.values())
 
-    def mark(self) -> None:
-        """Note what modules refer to, right before a reload puts other things in their places."""
-        self._attributes = [(module, _attributes(module)) for module in self._model.modules()]
-
     def restore(self) -> None:
-        """Make the model what it was when it was marked."""
+        """Copy them back."""
         for storage, copy in self._memory.values():
             _bytes(storage).copy_(copy)
-        for module, attributes in self._attributes:
-            vars(module).clear()
-            vars(module).update(attributes)
-        _forget_reload(self._model)
 
 
 def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Put a checkpoint's tensors into a model that computes with others now. The caller holds a :class:`Snapshot`.
+    """Put a checkpoint's tensors into a model that computes with others now.
+
+    If it raises, the model is sound, but some of its weights are new. A :class:`Snapshot` has the old ones.
 
     Raises:
         ManifestError: layers of the model got nothing: they would keep their old values.
@@ -62,12 +69,19 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     device = next(model.parameters()).device
-    with torch.device(device), torch.no_grad():
-        initialize_layerwise_reload(model)
-        model.load_weights(tensors)  # type: ignore[operator]
-        if missing := _without_weights(model):
-            raise ManifestError(f"no weights came for {len(missing)} of the engine's layers: {', '.join(missing[:8])}")
-        finalize_layerwise_reload(model, model_config)
+    structure = Structure(model)
+    try:
+        with torch.device(device), torch.no_grad():
+            initialize_layerwise_reload(model)
+            model.load_weights(tensors)  # type: ignore[operator]
+            if missing := _without_weights(model):
+                raise ManifestError(
+                    f"no weights came for {len(missing)} of the engine's layers: {', '.join(missing[:8])}"
+                )
+            finalize_layerwise_reload(model, model_config)
+    except BaseException:
+        structure.restore()
+        raise
     if device.type != "cpu":
         torch.accelerator.synchronize()
 

@@ -21,7 +21,7 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
-from weightwire.vllm.model import Snapshot, load
+from weightwire.vllm.model import Snapshot, Structure, load
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +91,16 @@ class WorkerUpdates:
         if self._copy is not None:
             self._copy.join()
             snapshot = self._copy.snapshot
-        if snapshot is not None:
-            snapshot.mark()
-        self.receiver.commit(update, self._load, None if snapshot is None else snapshot.restore)
+        if snapshot is None:
+            self.receiver.commit(update, self._load)
+            return
+        structure, contents = Structure(self._model()), snapshot
+
+        def restore() -> None:
+            structure.restore()
+            contents.restore()
+
+        self.receiver.commit(update, self._load, restore)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config

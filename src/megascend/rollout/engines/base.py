@@ -73,7 +73,7 @@ class InferenceEngine(Protocol):
     """For messages: where it is."""
 
     stages: bool
-    """Whether it generates while it receives an update. If not, ``begin_update`` pauses it until ``commit`` or ``drop``."""
+    """Whether it keeps received weights beside those in force. If not, a commit has to load them from somewhere else."""
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None

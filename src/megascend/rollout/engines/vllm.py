@@ -58,6 +58,7 @@ class VllmEngine:
     """
 
     stages = True
+    kind = "vLLM"
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class VllmEngine:
         if parts.scheme != "http" or parts.hostname is None or parts.port is None or parts.path not in ("", "/"):
             raise ConfigError(f"{address!r:.200} is not an engine's address; http://HOST:PORT was expected")
         self._host, self._port = parts.hostname, parts.port
-        self.name = f"vLLM at {parts.hostname}:{parts.port}"
+        self.name = f"{self.kind} at {parts.hostname}:{parts.port}"
         self._key = load_key(key)
         self.owner = f"{owner or f'{socket.gethostname()}:{os.getpid()}'}#{uuid.uuid4().hex[:8]}"
         self._lease_s, self._take_over = lease_s, take_over

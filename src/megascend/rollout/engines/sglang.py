@@ -1,0 +1,291 @@
+"""SGLang over its HTTP interface.
+
+SGLang cannot keep received weights beside those in force, and its workers join no group of ours. So this object receives for it,
+in host memory, and verifies; a commit writes the tensors into a directory that SGLang can read, pauses it, has it load them
+(``/update_weights_from_disk``) and resumes it. If that fails, it loads the directory that was in force, and is resumed then; if
+that fails too it stays paused, and this object says so.
+
+What this cannot do: nothing on SGLang's side ends a pause when the process that holds it is killed. The next ``begin_update``
+of another one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import h11
+
+from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
+from megascend.rollout.engines.base import Completion, Sampling
+from megascend.rollout.http_client import exchange
+from weightwire.errors import CommitError, NotServingError, UpdateError
+from weightwire.offer import Offer, Seal
+from weightwire.receiver import Receiver
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_ANSWER_BYTES = 2**30
+CONTROL_S = 60.0
+LOAD_S = 1800.0
+
+
+class SglangEngine:
+    """One SGLang server.
+
+    Args:
+        address: ``http://HOST:PORT``.
+        model: directory of the checkpoint that the server was started from, as the server reads it: what is loaded again if the
+            first update fails.
+        directory: where versions are written: on a disk, or in memory (``/dev/shm``), that the server reads under the same path.
+            It holds the version in force and, during a commit, the next one.
+        api_key: the server's ``--api-key``.
+        generate_timeout_s: deadline of a request, its waiting in the server's queue included.
+
+    Raises:
+        ConfigError: the address is none, or there is no such checkpoint.
+    """
+
+    stages = False
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        model: str | Path,
+        directory: str | Path,
+        api_key: str | None = None,
+        generate_timeout_s: float = 600.0,
+    ) -> None:
+        parts = urlsplit(address)
+        if parts.scheme != "http" or parts.hostname is None or parts.port is None or parts.path not in ("", "/"):
+            raise ConfigError(f"{address!r:.200} is not an engine's address; http://HOST:PORT was expected")
+        if not (Path(model) / "config.json").is_file():
+            raise ConfigError(f"no checkpoint at {model}: it is what SGLang goes back to if an update fails")
+        self._host, self._port = parts.hostname, parts.port
+        self.name = f"SGLang at {parts.hostname}:{parts.port}"
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._generate_timeout_s = generate_timeout_s
+        self._model, self._directory = Path(model), Path(directory)
+        self._in_force = self._model
+        self._versions = {"model": 0}
+        self._receiver = Receiver(self.name, device="cpu")
+        self._changing = asyncio.Lock()
+        self._pause: asyncio.Task[None] | None = None
+        self._not_serving: str | None = None
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
+    ) -> list[Completion]:
+        """See :class:`InferenceEngine`. ``first_version`` is the one in force when the request was sent."""
+        before = self._versions["model"]
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "n": n,
+        }
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed
+        request = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "lora_path": adapter}
+        answer = await self._serving("/generate", request)
+        return [self._completion(one, before) for one in (answer if isinstance(answer, list) else [answer])]
+
+    def _completion(self, answer: dict[str, Any], before: int) -> Completion:
+        try:
+            meta = answer["meta_info"]
+            rows = meta["output_token_logprobs"]
+            return Completion(
+                tokens=tuple(row[1] for row in rows),
+                logprobs=tuple(row[0] for row in rows),
+                finish_reason=meta["finish_reason"]["type"],
+                first_version=before,
+                last_version=max(before, self._versions["model"]),
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"{self.name}: /generate: the answer cannot be read ({error!r})") from error
+
+    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        """See :class:`InferenceEngine`."""
+        request = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "lora_path": adapter,
+        }
+        answer = await self._serving("/generate", request)
+        try:
+            return [row[0] for row in answer["meta_info"]["input_token_logprobs"]][1:]
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"{self.name}: /generate: the answer cannot be read ({error!r})") from error
+
+    async def _serving(self, path: str, request: dict[str, Any]) -> Any:
+        if self._not_serving is not None:
+            raise NotServingError(self._not_serving)
+        return await self._ask(path, request, self._generate_timeout_s)
+
+    async def receivers(self) -> int:
+        """One: this object, whatever the number of the server's workers."""
+        return 1
+
+    async def begin_update(self, offer: Offer) -> None:
+        """See :class:`InferenceEngine`. Adapters go by :meth:`load_adapter`.
+
+        Raises:
+            UpdateError: the offer is of an adapter.
+        """
+        if offer.manifest.adapter is not None:
+            raise UpdateError(f"{self.name}: adapters are loaded from directories: write it, and call load_adapter()")
+        async with self._changing:
+            if self._pause is None and self._not_serving is None:
+                await self._ask("/continue_generation", {}, CONTROL_S)  # whatever an owner that is gone has left
+            self._receiver.open(offer)
+
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        """See :class:`InferenceEngine`."""
+        await asyncio.to_thread(self._receiver.verify, seal, timeout_s)
+
+    async def commit(self, update: str) -> None:
+        """See :class:`InferenceEngine`. The server answers nothing while it loads; what it has in its cache is dropped.
+
+        Raises:
+            CommitError: it failed, and the weights from before were loaded again.
+            NotServingError: that failed too. The server stays paused until a commit succeeds.
+        """
+        await asyncio.shield(asyncio.ensure_future(self._commit(update)))
+
+    async def _commit(self, update: str) -> None:
+        async with self._changing:
+            found = self._receiver.status()["update"]
+            target = self._directory / f"version-{found['version'] if found is not None else 'none'}"
+            await asyncio.to_thread(self._receiver.commit, update, lambda tensors: self._write(tensors, target))
+            await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
+            try:
+                await self._load(target, found["version"])
+            except EngineError as error:
+                shutil.rmtree(target, ignore_errors=True)
+                self._receiver.forget("model")
+                await self._go_back(error)
+                await self._continue()
+                raise CommitError(f"{error}. The weights from before it are in force") from error
+            except BaseException:
+                await self._continue()
+                raise
+            previous, self._in_force = self._in_force, target
+            self._versions["model"], self._not_serving = found["version"], None
+            await self._continue()
+            if previous != self._model:
+                await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)
+
+    async def _go_back(self, cause: EngineError) -> None:
+        try:
+            await self._load(self._in_force, self._versions["model"])
+        except EngineError as error:
+            again = f"Loading {self._in_force} again failed as well ({error})"
+            self._not_serving = f"{cause}. {again}: the server stays paused until a commit succeeds"
+            raise NotServingError(self._not_serving) from error
+
+    async def _load(self, directory: Path, version: int) -> None:
+        request = {
+            "model_path": str(directory),
+            "abort_all_requests": False,
+            "flush_cache": True,
+            "weight_version": str(version),
+        }
+        answer = await self._ask("/update_weights_from_disk", request, LOAD_S)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineError(f"{self.name}: {directory} was not loaded: {str(answer)[:500]}")
+
+    async def _continue(self) -> None:
+        if self._pause is None:
+            await self._ask("/continue_generation", {}, CONTROL_S)
+
+    def _write(self, tensors: Iterable[tuple[str, Tensor]], target: Path) -> None:
+        from safetensors.torch import save_file
+
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(self._model, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt"))
+        save_file(dict(tensors), target / "model.safetensors", metadata={"format": "pt"})
+
+    async def drop(self, update: str) -> None:
+        """See :class:`InferenceEngine`."""
+        self._receiver.drop(update)
+
+    async def pause(self, lease_s: float) -> None:
+        """See :class:`InferenceEngine`. The lease is held by this process."""
+        async with self._changing:
+            await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
+            if self._pause is not None:
+                self._pause.cancel()
+            self._pause = asyncio.get_running_loop().create_task(self._lapse(lease_s))
+
+    async def _lapse(self, lease_s: float) -> None:
+        await asyncio.sleep(lease_s)
+        self._pause = None
+        async with self._changing:
+            await self._ask("/continue_generation", {}, CONTROL_S)
+
+    async def resume(self) -> None:
+        """See :class:`InferenceEngine`."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+            async with self._changing:
+                await self._ask("/continue_generation", {}, CONTROL_S)
+
+    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
+        """See :class:`InferenceEngine`. The server is paused meanwhile, and its cache dropped: it knows adapters by name."""
+        async with self._changing:
+            await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
+            try:
+                if f"adapter {name}" in self._versions:
+                    await self._ask("/unload_lora_adapter", {"lora_name": name}, CONTROL_S)
+                answer = await self._ask("/load_lora_adapter", {"lora_name": name, "lora_path": directory}, LOAD_S)
+                if not isinstance(answer, dict) or answer.get("success") is not True:
+                    raise EngineError(f"{self.name}: adapter {name} was not loaded: {str(answer)[:500]}")
+                before = self._versions.get(f"adapter {name}", 0)
+                self._versions[f"adapter {name}"] = before + 1 if version is None else version
+                await self._ask("/flush_cache", {}, CONTROL_S)
+            finally:
+                await self._continue()
+
+    async def version(self, target: str = "model") -> int:
+        """See :class:`InferenceEngine`: as this object has set it."""
+        return self._versions.get(target, 0)
+
+    async def close(self) -> None:
+        """Drop what is open, and end a pause."""
+        self._receiver.close()
+        with contextlib.suppress(EngineLostError):
+            await self.resume()
+
+    # --- HTTP ---
+
+    async def _ask(self, path: str, fields: dict[str, Any], timeout_s: float) -> Any:
+        body = json.dumps(fields).encode()
+        headers = {"Content-Type": "application/json", **self._headers}
+        try:
+            answer, _ = await asyncio.wait_for(
+                exchange(self._host, self._port, path, headers, body, max_answer_bytes=MOST_ANSWER_BYTES), timeout_s
+            )
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise EngineTimeoutError(f"{self.name}: {path}: no answer within {timeout_s:g} s") from error
+        except (OSError, EOFError) as error:
+            raise EngineLostError(f"{self.name}: {path}: {error or type(error).__name__}") from error
+        except h11.ProtocolError as error:
+            raise EngineError(f"{self.name}: {path}: the answer is not HTTP: {error}") from error
+        text = answer.body.decode("utf-8", "replace")
+        if answer.status != 200:
+            raise EngineError(f"{self.name}: {path}: status {answer.status}: {text[:500]}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
