@@ -16,7 +16,10 @@ from megascend.bootstrap.runtime import Runtime, bootstrap
 from megascend.platforms.cpu_products import avoid_broken_amx
 
 ASCEND = ["npu", "simnpu"]
-collect_ignore = [] if os.environ.get("SIMNPU") else ASCEND
+REAL_VLLM = ["real_vllm"]
+collect_ignore = ([] if os.environ.get("SIMNPU") else ASCEND) + (
+    [] if os.environ.get("MEGASCEND_VLLM_PYTHON") else REAL_VLLM
+)
 
 
 # Verdicts of the self-check, for every process that a test starts and for the next session: their key holds all that matters.
@@ -41,13 +44,17 @@ AMX = avoid_broken_amx(os.environ)
 
 def pytest_report_header() -> list[str]:
     """Say what is left out, and how to run it."""
-    if collect_ignore:
-        return AMX + [
+    notes = list(AMX)
+    if "real_vllm" in collect_ignore:
+        notes += ["tests/real_vllm: not collected; they need an environment with vLLM (bash scripts/test_vllm.sh)"]
+    if "npu" in collect_ignore:
+        return [
+            *notes,
             "tests/npu, tests/simnpu: not collected; they need a process on the simulated device "
-            "(bash scripts/test.sh STACK npu)"
+            "(bash scripts/test.sh STACK npu)",
         ]
     mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or "the double in tests/doubles"
-    return AMX + [f"on the simulated Ascend device, with MindSpeed from {mindspeed}"]
+    return [*notes, f"on the simulated Ascend device, with MindSpeed from {mindspeed}"]
 
 
 @pytest.fixture(scope="session")

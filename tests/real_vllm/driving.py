@@ -50,9 +50,8 @@ class Server:
         self.checkpoint, self.fault = checkpoint, fault or folder / "fault"
         self.key_file = folder / "key"
         self.key: Key = write_key(self.key_file)
-        paths = [str(FAULTS), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         environment = {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(map(str, (FAULTS, ROOT / "src"))),
             "WEIGHTWIRE_FAULT": str(self.fault),
             "VLLM_SERVER_DEV_MODE": "1",  # routes that must be guarded
             "VLLM_NO_USAGE_STATS": "1",

@@ -211,6 +211,8 @@ def test_the_engine_computes_what_the_trainer_does(server, checkpoint, layout, t
         }
 
         async def act(engine):
+            if alone:
+                await push(engine, Listener(), load_file(checkpoint / "model.safetensors"), 1)
             copied = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             specs = tuple(spec_of(name, tensor) for name, tensor in copied.items())
             info = AdapterInfo("policy", config) if alone else None
@@ -584,7 +586,7 @@ def test_a_hundred_updates_lose_no_request_and_leave_memory_flat(server, weights
         await asyncio.gather(*requests)
         await assert_in_force(engine, reference.logprobs(versions[101 % 2], TOKENS), 101)
         assert len(answered) == done >= 32
-        assert all(len(one.tokens) == 24 for one in answered)
+        assert all(len(one.tokens) == 24 or one.finish_reason == "stop" for one in answered)
         assert all(1 <= one.first_version <= one.last_version <= 101 for one in answered)
         assert any(one.first_version < one.last_version for one in answered)
 

@@ -1,7 +1,8 @@
 """Faults in a real vLLM's workers, as one of its plug-ins. What to do stands in the file that ``WEIGHTWIRE_FAULT`` names, while
 it is there.
 
-``load``: a commit fails after five tensors. ``restore``: so does going back. ``slow``: a commit takes two seconds longer.
+``load``: a commit fails after five tensors; ``load:1``: in the second worker alone. ``restore``: so does going back. ``slow``: a
+commit takes two seconds longer.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ def wanted() -> set[str]:
 
 def failing(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The tensors, as far as the fault lets them."""
+    import torch.distributed as dist
+
+    mine = {"load", f"load:{dist.get_rank()}"}
     for place, tensor in enumerate(tensors):
-        if place == 5 and "load" in wanted():
+        if place == 5 and mine & wanted():
             raise RuntimeError("the fault of a test: no sixth tensor")
         yield tensor
 

@@ -1,7 +1,7 @@
 """The SGLang adapter against a double of SGLang's HTTP interface: no wheel of SGLang installs beside this torch.
 
 The double has the routes that the adapter calls, and state: it loads safetensors files, "generates" from what it has loaded,
-answers nothing while it is paused, and fails on demand. It is no SGLang: what a real one does with these requests is not shown here.
+answers nothing while it is paused, and fails on demand. It is no SGLang: what a real one does with these requests is not shown.
 """
 
 from __future__ import annotations

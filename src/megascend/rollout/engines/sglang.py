@@ -165,7 +165,9 @@ class SglangEngine:
     async def _commit(self, update: str) -> None:
         async with self._changing:
             found = self._receiver.status()["update"]
-            target = self._directory / f"version-{found['version'] if found is not None else 'none'}"
+            if found is None:
+                raise UpdateError(f"{self.name}: {update:.120} is not under way: none is")
+            target = self._directory / f"version-{found['version']}"
             await asyncio.to_thread(self._receiver.commit, update, lambda tensors: self._write(tensors, target))
             await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
             try:

@@ -1,0 +1,355 @@
+"""What vLLM's server does with owners, pauses and updates, where its engine is a double with two workers.
+
+The double stands for vLLM's engine client: it pauses, resumes, and calls the workers' methods. Workers receive with real
+receivers; their "model" is a dictionary. ``tests/real_vllm`` has the same with a real vLLM, of one worker mostly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from in_process import TIMEOUT_S
+
+from weightwire.errors import (
+    CommitError,
+    DigestError,
+    ManifestError,
+    NotServingError,
+    OwnerError,
+    PeerLostError,
+    UpdateError,
+    VersionError,
+    WireError,
+)
+from weightwire.group import Listener, join
+from weightwire.manifest import Manifest
+from weightwire.offer import Offer, Seal
+from weightwire.receiver import RECEIVING, Receiver
+from weightwire.sender import Sender, spec_of
+from weightwire.transports import Setup, make_transport
+from weightwire.vllm import contract
+from weightwire.vllm.__main__ import arguments
+from weightwire.vllm.checkpoint import Expected
+from weightwire.vllm.control import Control
+from weightwire.vllm.worker import WorkerExtension
+
+
+class Updates:
+    """What a worker's extension calls: a real receiver, and a dictionary as the model."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.weights, self.faults = number, {"w": torch.zeros(1000)}, set()
+        self.receiver = Receiver(f"worker {number}")
+
+    def begin(self, offer: Offer) -> None:
+        if "refuse" in self.faults:
+            raise ManifestError("not for this worker")
+        self.receiver.open(offer, self.number)
+
+    def arrived(self) -> bool:
+        update = self.receiver.status()["update"]
+        return update is None or update["state"] != RECEIVING
+
+    def verify(self, seal: Seal, timeout_s: float) -> None:
+        self.receiver.verify(seal, timeout_s)
+
+    def commit(self, update: str) -> None:
+        before = self.weights
+
+        def load(tensors: Any) -> None:
+            self.weights = {"w": torch.full((1000,), torch.nan)}  # half of it
+            if "load" in self.faults:
+                raise RuntimeError("a shape")
+            self.weights = {name: tensor.clone() for name, tensor in tensors}
+
+        def restore() -> None:
+            if "restore" in self.faults:
+                raise RuntimeError("no memory")
+            self.weights = before
+
+        self.receiver.commit(update, load, restore)
+
+    def revert(self, update: str, reason: str) -> None:
+        if self.receiver.status()["update"]["state"] == "committed":
+            self.receiver.revert(update, reason)
+        elif not self.receiver.serving:
+            raise NotServingError("not serving")
+
+    def settle(self, update: str) -> None:
+        self.receiver.settle(update)
+
+    def drop(self, update: str) -> None:
+        self.receiver.drop(update)
+
+
+class Worker(WorkerExtension):
+    def __init__(self, number: int) -> None:
+        self.updates, self.model_runner = Updates(number), SimpleNamespace()
+
+    def weightwire_updates(self) -> Any:
+        return self.updates
+
+
+class Engine:
+    """vLLM's engine client, as far as the control knows it."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.workers = [Worker(number) for number in range(workers)]
+        parallel = SimpleNamespace(world_size=workers, world_size_across_dp=workers)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, device_config=SimpleNamespace(device_type="cpu"))
+        self.paused, self.calls = False, []
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert clear_cache
+        self.paused = True
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+        self.calls.append("resume")
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
+    async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        if method == "weightwire_commit":
+            assert self.paused
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    @property
+    def values(self) -> list[float]:
+        return [float(worker.updates.weights["w"][0]) for worker in self.workers]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def control(engine: Engine) -> Control:
+    return Control(engine)
+
+
+LISTENER: list[Listener] = []
+
+
+def offer_of(value: float, version: int, owner: str = "a#1") -> tuple[Offer, dict[str, torch.Tensor]]:
+    if not LISTENER:
+        LISTENER.append(Listener())
+    weights = {"w": torch.full((1000,), value)}
+    manifest = Manifest(version, (spec_of("w", weights["w"]),), 1024)
+    name = LISTENER[0].new_group(["trainer", "worker 0", "worker 1"])
+    return Offer(name, owner, "127.0.0.1", LISTENER[0].port, 1, 2, "gloo", TIMEOUT_S, 60.0, manifest), weights
+
+
+async def push(control: Control, value: float, version: int, owner: str = "a#1") -> None:
+    offer, weights = offer_of(value, version, owner)
+    await control.begin(owner, offer)
+    seal = await asyncio.to_thread(send, offer, weights)
+    await control.verify(owner, seal, TIMEOUT_S)
+    await control.commit(owner, offer.update)
+
+
+def send(offer: Offer, weights: dict[str, torch.Tensor]) -> Seal:
+    with Sender.connect(LISTENER[0], offer.update, offer.manifest, transport="gloo", timeout_s=TIMEOUT_S) as sender:
+        return sender.send(weights.items())
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 100))
+
+
+def test_a_commit_is_between_pause_and_resume_on_all_workers(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        await push(control, 3.0, 1)
+        assert engine.calls == ["pause keep", "version 1", "resume"]
+        assert (engine.values, control.version()) == ([3.0, 3.0], 1)
+        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is in force"):
+            await push(control, 4.0, 1)
+        await push(control, 4.0, 2)
+        assert (engine.values, control.version()) == ([4.0, 4.0], 2)
+
+    run(act())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_worker_that_fails_takes_all_back(control, engine, failing):
+    async def act():
+        await control.claim("a#1", 60)
+        await push(control, 3.0, 1)
+        engine.workers[failing].updates.faults = {"load"}
+        with pytest.raises(CommitError, match=rf"worker {failing}: .*a shape") as caught:
+            await push(control, 4.0, 2)
+        assert not isinstance(caught.value, NotServingError)
+        assert (engine.values, control.version(), engine.paused, control.not_serving) == ([3.0, 3.0], 1, False, None)
+        engine.workers[failing].updates.faults = set()
+        await push(control, 5.0, 2)
+        assert (engine.values, control.version()) == ([5.0, 5.0], 2)
+
+    run(act())
+
+
+def test_a_worker_that_cannot_go_back_ends_service(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        engine.workers[1].updates.faults = {"load", "restore"}
+        with pytest.raises(NotServingError, match="could not be restored"):
+            await push(control, 4.0, 1)
+        assert "pause abort" in engine.calls
+        assert control.not_serving is not None
+        assert engine.values[0] == 0.0
+        engine.workers[1].updates.faults = set()
+        await push(control, 5.0, 2)
+        assert (engine.values, control.not_serving, engine.paused) == ([5.0, 5.0], None, False)
+
+    run(act())
+
+
+def test_what_one_worker_refuses_none_receives(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        engine.workers[1].updates.faults = {"refuse"}
+        offer, _ = offer_of(1.0, 1)
+        with pytest.raises(ManifestError, match="worker 1: not for this worker"):
+            await control.begin("a#1", offer)
+        states = [worker.updates.receiver.status()["update"] for worker in engine.workers]
+        assert (states[0]["state"], states[1]) == ("dropped", None)
+        with pytest.raises(UpdateError, match="was dropped"):
+            await control.commit("a#1", offer.update)
+        engine.workers[1].updates.faults = set()
+        await push(control, 5.0, 1)
+
+    run(act())
+
+
+def test_a_wrong_digest_is_the_workers_and_ends_the_update(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        offer, weights = offer_of(1.0, 1)
+        await control.begin("a#1", offer)
+        seal = await asyncio.to_thread(send, offer, weights)
+        other = Seal(seal.update, seal.version, seal.manifest, (*seal.digests[:-1], "0" * 16))
+        with pytest.raises(DigestError, match="worker 0"):
+            await control.verify("a#1", other, TIMEOUT_S)
+        with pytest.raises(UpdateError, match="was dropped"):
+            await control.commit("a#1", offer.update)
+        assert engine.calls == []
+        await push(control, 5.0, 1)
+
+    run(act())
+
+
+def test_owners(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        with pytest.raises(OwnerError, match=r"owned by a#1.*b#1 can have it then"):
+            await control.claim("b#1", 60)
+        await push(control, 1.0, 7)
+        offer, _ = offer_of(2.0, 8)
+        await control.begin("a#1", offer)
+        await control.claim("a#2", 60)  # the same trainer, started again: its update is gone, its versions begin anew
+        with pytest.raises(OwnerError, match="its owner is a#2"):
+            await control.commit("a#1", offer.update)
+        await push(control, 3.0, 1, owner="a#2")
+        await control.claim("b#1", 0.05, take_over=True)
+        await asyncio.sleep(0.1)
+        with pytest.raises(OwnerError, match="nobody has claimed it, or the claim has lapsed"):
+            await control.resume("b#1")
+        await control.claim("c#1", 60)
+        control.release("c#1")
+        await control.claim("d#1", 60)
+        foreign, _ = offer_of(2.0, 8, owner="e#1")
+        with pytest.raises(OwnerError, match="d#1 offers an update of e#1"):
+            await control.begin("d#1", foreign)
+
+    run(act())
+
+
+def test_a_pause_lapses_and_a_commit_within_it_leaves_it(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        await control.pause("a#1", 0.3)
+        await control.pause("a#1", 0.6)  # renewed
+        await push(control, 1.0, 1)
+        assert engine.paused
+        await asyncio.sleep(1.0)
+        assert not engine.paused
+        await control.pause("a#1", 60)
+        await control.resume("a#1")
+        assert not engine.paused
+        for lease_s in (0, -1, float("nan"), 1e9):
+            with pytest.raises(WireError, match="a lease of"):
+                await control.pause("a#1", lease_s)
+
+    run(act())
+
+
+def test_a_sender_that_goes_away_ends_the_wait(control):
+    async def act():
+        await control.claim("a#1", 60)
+        offer, _ = offer_of(1.0, 1)
+        await control.begin("a#1", offer)
+
+        def leave() -> None:
+            group = join(offer.host, offer.port, offer.update, 0, TIMEOUT_S)
+            transport = make_transport("gloo", Setup(group, offer.manifest, torch.device("cpu"), TIMEOUT_S))
+            group.fail("the trainer has had enough")
+            transport.close()
+            group.close()
+
+        await asyncio.to_thread(leave)
+        seal = Seal(offer.update, 1, offer.manifest.identity, ("0" * 16,) * 4)
+        with pytest.raises(PeerLostError, match="had enough"):
+            await control.verify("a#1", seal, TIMEOUT_S)
+
+    run(act())
+
+
+# --- what is pure ---
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.32.0", "0.32.1.post1"])
+def test_supported_versions(version):
+    found = contract.supported(version)
+    assert contract.stages(found) == (found >= (0, 26))
+    options = arguments(["--model", "m"], found)
+    assert ("--weight-transfer-config" in options) == (found >= (0, 26))
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "0.33.0", "1.0", "dev"])
+def test_other_versions_are_refused(version):
+    with pytest.raises(WireError, match=r"not supported: weightwire knows how versions 0\.24 to 0\.32"):
+        contract.supported(version)
+
+
+def test_the_servers_options():
+    options = arguments(["--model", "m", "--port=1"], (0, 32))
+    assert options[options.index("--host") + 1] == "127.0.0.1"
+    assert options[options.index("--middleware") + 1] == "weightwire.vllm.guard.Guard"
+    assert "127.0.0.1" not in arguments(["--host", "10.0.0.1"], (0, 32))
+    for option in ("--worker-extension-cls", "--weight_transfer_config={}", "--api-server-count"):
+        with pytest.raises(SystemExit):
+            arguments([option, "x"], (0, 32))
+
+
+def test_tied_heads_may_be_there_or_not(tmp_path):
+    from safetensors.torch import save_file
+
+    head, body = {"lm_head.weight": torch.ones(3, 2)}, {"embed.weight": torch.ones(3, 2), "norm": torch.ones(2)}
+    for stored in (body, body | head):
+        save_file(dict(stored), tmp_path / "model.safetensors")
+        tied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=True))
+        for offered in (body, body | head):
+            tied.check(Manifest(1, tuple(spec_of(*item) for item in offered.items())))
+    untied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False))
+    with pytest.raises(ManifestError, match=r"lm_head\.weight is missing"):
+        untied.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
