@@ -17,7 +17,7 @@ from megascend.testing.tiny_models import tiny_config
 
 
 def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
-    """The slice that a backend would be checked with; transformers fills in the architecture's defaults."""
+    """The slice that a backend of a model with this ``config.json`` would be checked with."""
     from transformers import AutoConfig
 
     # transformers changes what it is given: rope_scaling, for one
@@ -25,13 +25,20 @@ def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
     return slice_model(config, full, longest, window_in_force=False)
 
 
+def as_written(config: dict[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` that transformers writes for a model of this configuration: with the architecture's defaults."""
+    from transformers import AutoConfig
+
+    return json.loads(AutoConfig.for_model(**copy.deepcopy(config)).to_json_string())
+
+
 def warm(configs: Sequence[dict[str, Any]]) -> None:
-    """Make the verdicts on models of these configurations that are not kept yet.
+    """Make the verdicts on models of these configurations, as transformers writes them, that are not kept yet.
 
     Raises:
         DistributedTestError: one of them does not agree with transformers.
     """
-    slices = {check.place(part): part for part in map(slice_of, configs)}
+    slices = {check.place(part): part for part in map(slice_of, map(as_written, configs))}
     with files.locked(check.cache_folder()):
         missing = {path: part for path, part in slices.items() if not path.exists()}
         if not missing:
