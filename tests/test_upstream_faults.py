@@ -385,7 +385,7 @@ def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monk
 @pytest.mark.nightly
 def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_parallel_ranks(parity_folder, monkeypatch):
     """megatron-core's ``_reduce`` leaves a tensor that is not contiguous as it was: the loss is right, gradients are not."""
-    from megascend.bootstrap import patches as upstream_fixes
+    from megascend.bootstrap import patches
 
     case = Case("TP2, padded", 2, Parallel(tensor=2), packing=False, micro_batch_tokens=WHOLE_BATCH)
     assert_equal(compare(case, parity_folder, steps=3), case)
@@ -395,7 +395,7 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
             torch.distributed.all_reduce(input_.contiguous(), group=group)
         return input_
 
-    source = inspect.getsource(upstreams_module := importlib.import_module(upstream_fixes.MAPPINGS))
+    source = inspect.getsource(upstreams_module := importlib.import_module(patches.MAPPINGS))
     assert "all_reduce(input_.contiguous(), group=group)\n\n    return input_" in source  # still upstream's own text
     monkeypatch.setattr(upstreams_module, "_reduce", upstreams)
     found = compare(case, parity_folder, steps=1)

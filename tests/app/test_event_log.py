@@ -66,12 +66,12 @@ def test_nothing_is_written_to_a_directory_that_is_not_this_runs(tmp_path: Path)
     assert (tmp_path / "run" / "events.jsonl").exists()
 
 
-def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     event_log = EventLog(tmp_path / "file" / "run", Launch())
     event_log.event("save")
     event_log.event("saved")
-    assert capsys.readouterr().out.count("cannot be written") == 1
+    assert caplog.text.count("cannot be written") == 1
 
 
 @pytest.fixture

@@ -30,18 +30,23 @@ def checkpoint(parity_folder):
 
 def two_checkpoints(backend, output, hf=False, adapters=()):
     """Of steps 1 and 2, as a run writes them; the model is at step 3. The states at each step."""
-    series, states = Retention(output / "checkpoints"), {}
+    retention, states = Retention(output / "checkpoints"), {}
     for name in adapters:
         backend.add_adapter(name, Lora(rank=4, seed=len(name)))
     for step in (1, 2):
         train(backend, adapters=adapters)
         backend.save(
-            series.path(step), progress={"step": step}, config={"seed": 1}, hf=hf, after=series.committed, wait=True
+            retention.path(step),
+            progress={"step": step},
+            config={"seed": 1},
+            hf=hf,
+            after=retention.committed,
+            wait=True,
         )
         states[step] = exact_state(backend)
     train(backend, adapters=adapters)
     states[3] = exact_state(backend)
-    return series, states
+    return retention, states
 
 
 def message_of(backend, path):
@@ -62,22 +67,22 @@ def on_rank_0(action):
 
 
 def in_backend(kind, checkpoint, output, body):
-    """Call ``body(backend, series, states, journal)`` on two ranks; rank 0's result."""
+    """Call ``body(backend, retention, states, event_log)`` on two ranks; rank 0's result."""
     options = dict(KINDS[kind])
 
     def work():
         settings = {"adapters": Adapters(max_count=2)} if "adapters" in options else {}
         with make_backend(checkpoint, **settings) as backend:
-            series, states = two_checkpoints(backend, output, **options)
-            return body(backend, series, states, EventLog(output, backend.groups.launch))
+            retention, states = two_checkpoints(backend, output, **options)
+            return body(backend, retention, states, EventLog(output, backend.groups.launch))
 
     return run_distributed(work, 2, init=False, timeout_s=120)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damage_to_every_file_is_refused_and_changes_nothing(kind, checkpoint, tmp_path):
-    def body(backend, series, states, journal):
-        newest = series.path(2)
+    def body(backend, retention, states, event_log):
+        newest = retention.path(2)
         names, tried = files_of(newest), 0
         for name in names:
             file = newest / name
@@ -108,13 +113,13 @@ def test_every_damage_to_every_file_is_refused_and_changes_nothing(kind, checkpo
 
 @pytest.mark.parametrize("kind", ["full", "adapters"])
 def test_the_one_before_is_taken_and_said_so(kind, checkpoint, tmp_path, capfd):
-    def body(backend, series, states, journal):
-        newest = series.path(2)
+    def body(backend, retention, states, event_log):
+        newest = retention.path(2)
         names = files_of(newest)
         for name in names:
             content = (newest / name).read_bytes()
             on_rank_0(lambda name=name: damages(newest / name)[-2][1]())
-            progress, config = load_first_good(backend, tuple(series.candidates()), journal)
+            progress, config = load_first_good(backend, tuple(retention.candidates()), event_log)
             assert (progress, config) == ({"step": 1}, {"seed": 1})
             assert exact_state(backend) == states[1], name
             on_rank_0(lambda name=name, content=content: restore(newest / name, content))
@@ -131,18 +136,18 @@ def test_the_one_before_is_taken_and_said_so(kind, checkpoint, tmp_path, capfd):
 
 
 def test_if_all_are_damaged_there_is_an_error_and_nothing_has_changed(checkpoint, tmp_path):
-    def body(backend, series, states, journal):
+    def body(backend, retention, states, event_log):
         for pair in (
             ("__0_0.distcp", "megascend.json"),
             ("megascend.json", "megascend.json"),
             (".metadata", "common.pt"),
         ):
-            files = [series.path(step) / name for step, name in zip((1, 2), pair, strict=True)]
+            files = [retention.path(step) / name for step, name in zip((1, 2), pair, strict=True)]
             contents = [file.read_bytes() for file in files]
             for number in range(len(damages(files[0]))):
                 on_rank_0(lambda files=files, number=number: [damages(file)[number][1]() for file in files])
                 with pytest.raises(CheckpointError, match="no checkpoint can be loaded: ") as caught:
-                    load_first_good(backend, tuple(series.candidates()), journal)
+                    load_first_good(backend, tuple(retention.candidates()), event_log)
                 assert all(name in str(caught.value) for name in (*pair, "step-00000001", "step-00000002"))
                 assert exact_state(backend) == states[3]
                 on_rank_0(lambda files=files, contents=contents: list(map(restore, files, contents)))
@@ -151,12 +156,12 @@ def test_if_all_are_damaged_there_is_an_error_and_nothing_has_changed(checkpoint
 
 
 def test_a_damaged_latest_hides_nothing(checkpoint, tmp_path):
-    def body(backend, series, states, journal):
-        latest = series.directory / "latest"
+    def body(backend, retention, states, event_log):
+        latest = retention.directory / "latest"
         content = latest.read_bytes()
         for number, (damage, _) in enumerate(damages(latest)):
             on_rank_0(lambda number=number: damages(latest)[number][1]())
-            load_first_good(backend, tuple(series.candidates()), journal)
+            load_first_good(backend, tuple(retention.candidates()), event_log)
             assert exact_state(backend) == states[2], damage
             train(backend)
             on_rank_0(lambda: restore(latest, content))
@@ -177,8 +182,8 @@ def seal(directory):
 def test_files_that_were_written_wrong_are_refused_on_every_rank_too(checkpoint, tmp_path):
     """Their digests are right. The data files of a checkpoint cannot be checked before they are read."""
 
-    def body(backend, series, states, journal):
-        newest = series.path(2)
+    def body(backend, retention, states, event_log):
+        newest = retention.path(2)
         for name in (".metadata", "__1_0.distcp"):
             content = (newest / name).read_bytes()
 
@@ -198,8 +203,8 @@ def test_files_that_were_written_wrong_are_refused_on_every_rank_too(checkpoint,
 
 
 def test_adapters_that_were_written_wrong_leave_the_present_ones(checkpoint, tmp_path):
-    def body(backend, series, states, journal):
-        newest = series.path(2)
+    def body(backend, retention, states, event_log):
+        newest = retention.path(2)
         files = [Path("adapters/b") / name for name in files_of(newest / "adapters" / "b")]
         for name in [*files, Path(".metadata")]:
             file = newest / name

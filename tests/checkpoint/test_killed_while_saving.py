@@ -71,40 +71,40 @@ def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoi
     """Copies of the directory before every change to it are what SIGKILL would have left: each of them is gone on from."""
 
     def work():
-        series, points, states = Retention(tmp_path / "series", keep_last=2), [], {}
+        retention, points, states = Retention(tmp_path / "retention", keep_last=2), [], {}
         with make_backend(checkpoint) as backend:
 
-            def save(series):
-                pending = backend.save(series.path(backend.step_count), after=series.committed)
+            def save(retention):
+                pending = backend.save(retention.path(backend.step_count), after=retention.committed)
                 pending.wait()
 
             for _ in range(2):
                 train(backend)
-                save(series)
+                save(retention)
                 states[backend.step_count] = exact_state(backend)
             complete = [2]
 
             def copy(name):
                 target = tmp_path / f"point-{len(points)}"
-                shutil.copytree(series.directory, target)
+                shutil.copytree(retention.directory, target)
                 points.append((target, complete[0], name))
 
             before_every_call(lambda name: copy(name) if complete[0] else None)
             for _ in range(2):
                 train(backend)
                 states[backend.step_count] = exact_state(backend)
-                save(series)
+                save(retention)
                 complete[0] = backend.step_count
             complete[0] = 0  # no copies any more
 
             for folder, last, name in points:
                 left = Retention(folder, keep_last=2)
-                # Every name in the series is a whole checkpoint, and `latest` is one of them.
+                # Every name in the directory is a whole checkpoint, and `latest` is one of them.
                 assert all(whole(left.path(step)) for step in left.steps()), (folder, name)
                 assert left.candidates()[0] == left.path(left.latest())
                 assert left.latest() in (last, last + 1)
                 assert set(left.steps()) >= {last - 1, last} or left.steps() == [last, last + 1]
-                # The next run of the series goes on from it ...
+                # The next run there goes on from it ...
                 backend.load(left.candidates()[0])
                 assert exact_state(backend) == states[left.latest()]
                 # ... saves and prunes, and nothing is left behind.
@@ -202,11 +202,11 @@ def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
         dies: (rank, n): that rank kills itself before its n-th call of :data:`CALLS`.
     """
     backend = make_backend(checkpoint, timeout_s=20)
-    series = Retention(output / "checkpoints", keep_last=2)
-    candidates = tuple(series.candidates())
+    retention = Retention(output / "checkpoints", keep_last=2)
+    candidates = tuple(retention.candidates())
     if candidates:
         load_first_good(backend, candidates, EventLog(output, backend.groups.launch))
-        assert series.path(backend.step_count) == candidates[0]
+        assert retention.path(backend.step_count) == candidates[0]
     resumed = backend.step_count
     if dies is not None and backend.rank == dies[0]:
         count = [0]
@@ -220,7 +220,7 @@ def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
     try:
         while backend.step_count < until:
             train(backend)
-            backend.save(series.path(backend.step_count), after=series.committed)
+            backend.save(retention.path(backend.step_count), after=retention.committed)
             if wait_for is not None and backend.step_count == resumed + 2:  # the first is complete
                 wait_for.write_text("running")
     except MegascendError as error:
@@ -257,9 +257,9 @@ def reached(output):
 
     The newest is not the one to go on from yet if the kill fell between its renaming and that of ``latest``.
     """
-    series = Retention(output / "checkpoints")
-    assert all(whole(path) for path in series.candidates())
-    steps, latest = series.steps(), series.latest()
+    retention = Retention(output / "checkpoints")
+    assert all(whole(path) for path in retention.candidates())
+    steps, latest = retention.steps(), retention.latest()
     assert latest in steps[-2:] if latest is not None else len(steps) <= 1
     return latest or max(steps, default=0)
 

@@ -18,10 +18,11 @@ from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.diagnosis import LISTED, Failure, Kind, PeerStatus, Record, diagnose, not_arrived, shorten
-from megascend.diagnostics.hang_monitor import EXIT_PEER_LOST, HangMonitor
+from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.diagnostics.heartbeat import Observer
 from megascend.diagnostics.processes import Process, started
 from megascend.diagnostics.upstream_errors import is_secondary, library_of
+from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import initialize
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
@@ -417,7 +418,7 @@ def test_a_rank_that_waits_for_one_that_is_gone_ends_itself(runtime: Runtime, tm
     assert time.monotonic() - start < 20
     said = output.read_text().splitlines()
     assert len(said) == 2, said
-    assert said[0].startswith("megascend: rank 0: forward of step 3 has taken ")
+    assert said[0].startswith("rank 0: forward of step 3 has taken ")
     assert "rank 1 is gone: its process has ended, last heard of" in said[0]
     assert said[1].endswith(f"ending this process with code {EXIT_PEER_LOST}")
     error = json.loads(error_file.read_text())["message"]
@@ -441,7 +442,7 @@ def test_a_rank_that_is_only_slow_is_waited_for(runtime: Runtime, tmp_path) -> N
 
     assert run_distributed(work, 2, init=False, timeout_s=40) == ["waited", "slow"]
     (line,) = output.read_text().splitlines()
-    assert line.startswith("megascend: rank 0: forward of step 1 has taken ")
+    assert line.startswith("rank 0: forward of step 1 has taken ")
     assert "rank 1 has not come: after start-up" in line
 
 

@@ -155,7 +155,7 @@ OTHER_WAYS = {
 }
 
 
-def test_micro_batches_recomputation_and_company_do_not_matter(dense):
+def test_micro_batches_recomputation_and_other_adapters_do_not_matter(dense):
     """Two tenants with dropout, of other ranks and targets, in every way to run them; each also alone."""
     loras = {
         "a": Lora(rank=3, dropout=0.3, seed=1),

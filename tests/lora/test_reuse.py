@@ -55,12 +55,12 @@ def test_a_thousand_adapters_leave_nothing_behind(parity_folder, arch):
                 Sample([7, 8, 9, 3], [8, 9, 3, 4], [1.0] * 4, adapter="stays"),
             ]
 
-        def life(name, lora, steps, company):
+        def life(name, lora, steps, mixed):
             """Added, trained and removed; returns what it became."""
             backend.add_adapter(name, lora)
             for _ in range(steps):
-                backend.forward_backward(batch(name)[: 1 + company])
-                if company:
+                backend.forward_backward(batch(name)[: 1 + mixed])
+                if mixed:
                     backend.discard_gradients("stays")
                 backend.optimizer_step(name)
             adapter = backend.adapters[name]
@@ -69,14 +69,14 @@ def test_a_thousand_adapters_leave_nothing_behind(parity_folder, arch):
             return state
 
         probe = Lora(rank=5, seed=9, targets=("q_proj", "down_proj"))
-        first = [life("probe", probe, 3, company) for company in (False, True)]
+        first = [life("probe", probe, 3, mixed) for mixed in (False, True)]
         memory, tensors = [], []
         for number in range(rounds):
             if number in (rounds * SETTLED // ROUNDS, rounds - 2):  # after rounds of the same kind
                 tensors.append(live_tensors())
                 memory.append(resident_mib())
             life(f"tenant-{number}", Lora(rank=RANKS[number % len(RANKS)], seed=number), 1, bool(number % 2))
-        last = [life("probe", probe, 3, company) for company in (False, True)]
+        last = [life("probe", probe, 3, mixed) for mixed in (False, True)]
         same = [
             torch.equal(*pair) for one, other in zip(first, last, strict=True) for pair in zip(one, other, strict=True)
         ]

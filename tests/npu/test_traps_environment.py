@@ -19,7 +19,7 @@ BRANCH = "core_r0.16.0" if IS_0_16 else "core_r0.15.3"
 
 
 @pytest.fixture(scope="module")
-def refusals(run_python, tmp_path_factory) -> dict[str, dict[str, Any]]:
+def refused(run_python, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """The report of ``trap_report.py``: one process for all scenarios."""
     code = "import runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
     done = run_python(code, str(HERE / "trap_report.py"), str(tmp_path_factory.mktemp("traps")))
@@ -58,9 +58,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("scenario", "error", "messages"), REFUSED)
 def test_a_broken_environment_is_refused_with_the_remedy_before_anything_changes(
-    scenario: str, error: str, messages: list[str], refusals: dict[str, dict[str, Any]]
+    scenario: str, error: str, messages: list[str], refused: dict[str, dict[str, Any]]
 ) -> None:
-    found = refusals[scenario]
+    found = refused[scenario]
     assert found["error"] == error, found["message"]
     for message in messages:
         assert message.format(folder=found["folder"]) in found["message"]

@@ -10,7 +10,7 @@ import pytest
 
 from megascend.backend import GRACE_S
 from megascend.config import Parallel
-from megascend.diagnostics.hang_monitor import EXIT_PEER_LOST
+from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import initialize
 from megascend.errors import (

@@ -127,7 +127,7 @@ def test_the_place_of_the_cache(monkeypatch, tmp_path) -> None:
     assert check.cache_folder() == Path.home() / ".cache" / "megascend" / "self-check"
 
 
-def test_a_difference_that_needs_company_is_told_as_such(folder, monkeypatch) -> None:
+def test_a_difference_of_mixed_micro_batches_is_told_as_such(folder, monkeypatch) -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     config = QWEN | {"max_position_embeddings": 8192, "rope_scaling": rope}
     counted(monkeypatch, [DIFFERS, AGREES])

@@ -110,7 +110,7 @@ def test_every_ignored_setting_is_found_and_named() -> None:
         assert [each.name for each in guilty] == expected, name
 
     beside = first[list(IGNORED).index("longrope, its switch beside it")]
-    assert max(beside.alone) <= BOUND  # the factor is chosen for the whole micro batch: only company shows it
+    assert max(beside.alone) <= BOUND  # the factor is chosen for the whole micro batch: only a mixed one shows it
     assert max(beside.together) > 100 * BOUND
 
 

@@ -263,7 +263,7 @@ def test_a_loss_of_ones_own_gets_its_extra_fields(checkpoint):
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
-def test_a_rank_without_samples_keeps_the_others_company(parity_folder, arch):
+def test_a_rank_without_samples_joins_the_others_collectives(parity_folder, arch):
     checkpoint = case_checkpoint(parity_folder, arch)
     parallel = Parallel(expert=2) if arch == "qwen3_moe" else Parallel()
     tokens = token_lists()

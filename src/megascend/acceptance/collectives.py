@@ -12,9 +12,7 @@ RANKS_TIMEOUT_S = 540.0
 def run(settings: Settings, results: Results) -> None:
     """Run :mod:`collective_ranks` on all cards; its first rank writes the results."""
     job = {"results": str(results.path), "simulated": settings.simulated, "quick": settings.quick}
-    patience = 2 if settings.simulated else 1
-    ended = run_ranks(
-        settings, settings.cards, "megascend.acceptance.collective_ranks", job, RANKS_TIMEOUT_S * patience
-    )
-    if problem := ended.problem(RANKS_TIMEOUT_S * patience):
+    factor = 2 if settings.simulated else 1
+    ended = run_ranks(settings, settings.cards, "megascend.acceptance.collective_ranks", job, RANKS_TIMEOUT_S * factor)
+    if problem := ended.problem(RANKS_TIMEOUT_S * factor):
         results.add(failed(f"all collectives on {settings.cards} cards", f"{problem}: {last_error(ended)}"))

@@ -14,7 +14,7 @@ from megascend.testing.parity import STEPS, Case, Trajectory, case_checkpoint, d
 
 START_S, CASE_S = 180, 90
 """Seconds that the ranks may take to start, and for a layout."""
-SIMULATED_PATIENCE = 4
+SIMULATED_TIMEOUT_FACTOR = 4
 
 
 def run(settings: Settings, results: Results) -> None:
@@ -44,7 +44,7 @@ def train(together: Sequence[Case], settings: Settings, results: Results) -> Non
             "quick": settings.quick,
             "folder": str(folder),
         }
-        limit = (START_S + CASE_S * len(waiting)) * (SIMULATED_PATIENCE if settings.simulated else 1)
+        limit = (START_S + CASE_S * len(waiting)) * (SIMULATED_TIMEOUT_FACTOR if settings.simulated else 1)
         ended = run_ranks(settings, size, "megascend.acceptance.parity_ranks", job, limit)
         problem = ended.problem(limit)
         while waiting:

@@ -40,7 +40,7 @@ SECTIONS = (
     Section("speed", "speed and memory", 900),
 )
 NAMES = tuple(section.name for section in SECTIONS)
-SIMULATED_PATIENCE = 2.0
+SIMULATED_TIMEOUT_FACTOR = 2.0
 """Deadlines are this many times as long on the simulated device."""
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megascend.acceptance import processes
-from megascend.acceptance.plan import SIMULATED_PATIENCE, Section, reason_to_leave_out
+from megascend.acceptance.plan import SIMULATED_TIMEOUT_FACTOR, Section, reason_to_leave_out
 from megascend.acceptance.records import SectionResult, Verdict, left_out, read_results
 from megascend.acceptance.settings import Settings
 
@@ -30,7 +30,7 @@ def run_sections(
     """
     for section in sections:
         reason = reason_to_leave_out(section, settings.cards)
-        limit = deadline_s or section.deadline_s * (SIMULATED_PATIENCE if settings.simulated else 1)
+        limit = deadline_s or section.deadline_s * (SIMULATED_TIMEOUT_FACTOR if settings.simulated else 1)
         if reason:
             yield SectionResult(section.name, "left out", 0.0, limit, (left_out(section.name, reason),), reason)
             continue

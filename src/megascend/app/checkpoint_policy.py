@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
     from megascend.backend import Backend
     from megascend.checkpoint.saver import PendingSave
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointPolicy:
@@ -34,7 +37,7 @@ class CheckpointPolicy:
             progress: what the loop needs to go on, as JSON; asked for at every save.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
-        self._journal, self._progress = event_log, progress
+        self._event_log, self._progress = event_log, progress
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
@@ -88,13 +91,13 @@ class CheckpointPolicy:
                 self._pending.wait()
             stall_s = time.perf_counter() - start
             self.stall_s += stall_s
-            self._journal.event("save", step=step, stall_s=round(stall_s, 3))
+            self._event_log.event("save", step=step, stall_s=round(stall_s, 3))
         except CheckpointError as error:
             self._failed(str(error))
 
     def _committed(self, path: Path) -> None:
         self._series.committed(path)
-        self._journal.event("saved", checkpoint=path.name)
+        self._event_log.event("saved", checkpoint=path.name)
 
     def _settle(self) -> None:
         """Wait for the checkpoint under way, if there is one, and take note of how it has ended: alike on every rank."""
@@ -110,8 +113,8 @@ class CheckpointPolicy:
     def _failed(self, problem: str) -> None:
         self._pending, self.problem = None, problem
         self._last = -1  # there is no checkpoint of that step: finish() tries once more
-        self._journal.event("save_failed", problem=problem)
+        self._event_log.event("save_failed", problem=problem)
         if self._settings.on_failure == "stop":
             raise CheckpointError(problem)
         if self._backend.rank == 0:
-            print(f"{problem}; going on (checkpoint.on_failure: continue)", flush=True)
+            logger.warning("%s; going on (checkpoint.on_failure: continue)", problem)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megascend.distributed.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 EVENTS = "events.jsonl"
 ERRORS = "errors"
@@ -92,7 +95,7 @@ class EventLog:
         except OSError as problem:
             if not self._failed:
                 self._failed = True
-                print(f"rank {self._launch.rank}: {path} cannot be written: {problem}", flush=True)
+                logger.warning("rank %d: %s cannot be written: %s", self._launch.rank, path, problem)
 
 
 def agent() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from megascend.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
     from megascend.backend import Backend
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 RUN_FILES = (
@@ -151,7 +154,7 @@ def load_first_good(
             refused.append(str(error))
             event_log.event("refused", checkpoint=str(path), problem=str(error))
             if backend.rank == 0:
-                print(f"not resuming from {path.name}: {error}", flush=True)
+                logger.warning("not resuming from %s: %s", path.name, error)
             continue
         event_log.event("resumed", checkpoint=str(path), step=backend.step_count)
         if backend.rank == 0:

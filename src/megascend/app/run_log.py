@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -12,6 +13,8 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from megascend.files import replacing
+
+logger = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
@@ -170,14 +173,14 @@ class AppendFile:
         except OSError as error:
             if not self._told:
                 self._told = True
-                print(f"{self._path} cannot be written: {error}; its lines wait for room", file=sys.stderr, flush=True)
+                logger.warning("%s cannot be written: %s; its lines wait for room", self._path, error)
 
     def close(self) -> None:
         """Close the file; says what is lost, if something still waits."""
         os.close(self._descriptor)
         if self._waiting:
             lost = self._waiting.count(b"\n")
-            print(f"{self._path}: the last {lost} lines could not be written", file=sys.stderr, flush=True)
+            logger.warning("%s: the last %d lines could not be written", self._path, lost)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -250,13 +250,7 @@ def bootstrap(
         )
     stack = require_supported(installed_versions(), needs.packages)
     chosen = choose(platform)
-    made = None
-    if needs.megatron:
-        if provider is None and chosen.name == "cuda" and os.environ.get("MEGASCEND_REFERENCE_TE") == "1":
-            provider = "reference"
-        made = providers.create(provider, Setup(chosen, stack, parallel or Parallel(), precision))
-        if made.must_come_first:
-            require_clean(sys.modules, chosen.name)
+    made = _made_provider(provider, Setup(chosen, stack, parallel or Parallel(), precision)) if needs.megatron else None
     with no_collection():
         record(chosen.configure_products(bool(tf32)))
         if made is not None:
@@ -266,6 +260,17 @@ def bootstrap(
             record(install_missing_leaves())
     _current = Runtime(chosen, stack, engine, made, precision, bool(tf32))
     return _current
+
+
+def _made_provider(name: str | None, setup: Setup) -> PatchProvider:
+    """The provider to use; nothing that it has to patch first is imported yet."""
+    platform = setup.platform.name
+    if name is None and platform == "cuda" and os.environ.get("MEGASCEND_REFERENCE_TE") == "1":
+        name = "reference"
+    made = providers.create(name, setup)
+    if made.must_come_first:
+        require_clean(sys.modules, platform)
+    return made
 
 
 def current_runtime(needed_by: str) -> Runtime:

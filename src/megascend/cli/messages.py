@@ -17,9 +17,21 @@ def show_messages(environment: Mapping[str, str] = os.environ) -> None:
         return
     handler = _Shown()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter(f"{prefix(environment)}%(message)s"))
+    handler.setFormatter(RankFormatter(environment))
     logger.addHandler(handler)
     logger.propagate = False
+
+
+class RankFormatter(logging.Formatter):
+    """The message alone, with the rank in front where there are several; a message that begins with its rank is left as it is."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        super().__init__()
+        self._prefix = prefix(environment)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if text.startswith("rank ") else self._prefix + text
 
 
 def prefix(environment: Mapping[str, str]) -> str:

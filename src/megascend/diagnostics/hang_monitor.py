@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import linecache
+import logging
 import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megascend.diagnostics.collective_sequence import CollectiveCounts, CollectiveSequence
 from megascend.diagnostics.diagnosis import (
@@ -36,8 +33,10 @@ from megascend.diagnostics.diagnosis import (
     shorten,
 )
 from megascend.diagnostics.heartbeat import Heartbeat
+from megascend.diagnostics.phase_stack import Phase, PhaseStack
 from megascend.diagnostics.processes import Process
 from megascend.diagnostics.upstream_errors import is_secondary, library_of
+from megascend.diagnostics.watchdog import Watchdog
 from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
 
 if TYPE_CHECKING:
@@ -45,45 +44,12 @@ if TYPE_CHECKING:
 
     from megascend.diagnostics.faults import Armed
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-EXIT_PEER_LOST = 76
-"""Exit code of a rank that was stuck in a phase because another rank is gone or has failed."""
-GRACE_S = 3.0
-"""How much longer than its timeout a phase may take before the monitor speaks up: Gloo's own errors come first."""
 ANSWER_S = 2.5 * SILENT_S
 """How long an error waits for the store, in seconds."""
 PUBLISH_S = 1.0
 """How long a failure waits to be published, in seconds."""
-
-
-class Phase:
-    """What a thread does for a while: a context manager that :meth:`HangMonitor.phase` makes."""
-
-    __slots__ = ("_monitor", "label", "name", "since")
-
-    def __init__(self, monitor: HangMonitor, name: str, label: str) -> None:
-        self._monitor, self.name, self.label = monitor, name, label
-        self.since = 0.0
-
-    def __enter__(self) -> None:
-        self._monitor._enter(self, skippable=False)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._monitor._leave(self, error)
-
-
-@dataclass
-class _PhaseStack:
-    """Where one thread is. ``generation`` counts entries and exits: it differs whenever the thread has moved on."""
-
-    thread: int
-    phases: list[Phase] = field(default_factory=list)
-    generation: int = 0
-    since: float = 0.0
-    last: str = "start-up"
 
 
 class HangMonitor:
@@ -121,21 +87,19 @@ class HangMonitor:
         self.step = 1
         self.sequence = CollectiveSequence()
         self.last_words: Callable[[BaseException], None] | None = None
-        self._rank, self._timeout_s, self._waits_on_host = rank, timeout_s, waits_on_host
-        self._attend_after = min(5.0, 0.5 * timeout_s)
+        self._rank, self._waits_on_host = rank, waits_on_host
         self._process = Process.own()
         self._counts: dict[str, int] = {}
-        self._main = _PhaseStack(threading.get_ident(), since=time.monotonic())
-        self._background: dict[int, _PhaseStack] = {}
+        self._main = PhaseStack(threading.get_ident(), since=time.monotonic())
+        self._background: dict[int, PhaseStack] = {}
+        self._watchdog = Watchdog(rank, self._main, lambda: self._describe(self._main, 0), self._speak_last, timeout_s)
         self._failure: Failure | None = None
         self._told: BaseException | None = None
         self._explaining = self._ended = False
-        self._spoken = self._noticed_in = -1
-        self._noticed_at = self._attended = 0.0
         self._faults = _armed_faults(rank, attempt)
         self._heartbeat: Heartbeat | None = None
         if store is not None and world_size > 1:
-            self._heartbeat = Heartbeat(store, rank, world_size, self._record, self._moved, self._attend)
+            self._heartbeat = Heartbeat(store, rank, world_size, self._record, self._moved, self._look)
             # A daemon thread that is inside the store when the interpreter goes would take the process down with it.
             atexit.register(self._at_exit)
 
@@ -166,19 +130,19 @@ class HangMonitor:
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run ``function`` in a phase; for functions that return nothing, whose phase fault injection can skip."""
         phase = Phase(self, name, name)
-        skip = self._enter(phase, skippable=True)
+        skip = self.enter(phase, skippable=True)
         try:
             if not skip:
                 function(*args, **kwargs)
         except BaseException as error:
-            self._leave(phase, error)
+            self.leave(phase, error)
             raise
-        self._leave(phase, None)
+        self.leave(phase, None)
 
     def close(self) -> None:
         """Tell the others that this rank leaves, and publish nothing more. Harmless to repeat."""
         if self._faults is not None and self._faults.waiting:
-            _say(f"rank {self._rank}: armed, but never fired: {self._faults}")
+            logger.warning("rank %d: armed, but never fired: %s", self._rank, self._faults)
             self._faults = None
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None and os.getpid() == self._process.number:
@@ -186,8 +150,8 @@ class HangMonitor:
             atexit.unregister(self._at_exit)
             heartbeat.close()
 
-    def _enter(self, phase: Phase, skippable: bool) -> bool:
-        """Enter ``phase``; True if fault injection skips its body."""
+    def enter(self, phase: Phase, *, skippable: bool) -> bool:
+        """This thread enters ``phase``; True if fault injection skips its body."""
         stack = self._stack()
         if not stack.phases:
             self._counts[phase.name] = self._counts.get(phase.name, 0) + 1
@@ -203,10 +167,11 @@ class HangMonitor:
                 phase.name, self.step, skippable=skippable, publish=self._publish, quiet=self._store_lock
             )
         except BaseException as error:
-            self._leave(phase, error)
+            self.leave(phase, error)
             raise
 
-    def _leave(self, phase: Phase, error: BaseException | None) -> None:
+    def leave(self, phase: Phase, error: BaseException | None) -> None:
+        """This thread leaves ``phase``; see :meth:`phase`."""
         stack = self._stack()
         try:
             if error is not None and error is not self._told:
@@ -218,15 +183,15 @@ class HangMonitor:
             if stack is not self._main and not stack.phases:
                 del self._background[stack.thread]
 
-    def _stack(self) -> _PhaseStack:
+    def _stack(self) -> PhaseStack:
         thread = threading.get_ident()
         if thread == self._main.thread:
             return self._main
-        return self._background.setdefault(thread, _PhaseStack(thread))
+        return self._background.setdefault(thread, PhaseStack(thread))
 
     # --- errors ---
 
-    def _failed(self, phase: Phase, stack: _PhaseStack, error: BaseException) -> None:
+    def _failed(self, phase: Phase, stack: PhaseStack, error: BaseException) -> None:
         """Publish ``error``, which leaves ``phase``; raise in its place what names the culprit, if another rank is."""
         if self._heartbeat is None or os.getpid() != self._process.number:  # a forked child has no thread
             return
@@ -311,7 +276,7 @@ class HangMonitor:
             self._explaining = False
 
     def _diagnose(
-        self, stack: _PhaseStack, peers: Mapping[int, PeerStatus | None] | None, suspects: Sequence[int]
+        self, stack: PhaseStack, peers: Mapping[int, PeerStatus | None] | None, suspects: Sequence[int]
     ) -> Diagnosis:
         blamed = tuple(suspects)
         if self._heartbeat is None:
@@ -355,13 +320,13 @@ class HangMonitor:
     def _record(self, heartbeat: int) -> Record:
         return self._describe(self._main, heartbeat)
 
-    def _describe(self, stack: _PhaseStack, heartbeat: int, waiting: bool | None = None) -> Record:
+    def _describe(self, stack: PhaseStack, heartbeat: int, waiting: bool | None = None) -> Record:
         phases = list(stack.phases)
         opened = [other.phases[0].name for other in (self._main, *list(self._background.values())) if other.phases]
         seconds = time.monotonic() - stack.since
         frame, waits = "", False
-        if phases and seconds >= min(2.0, self._attend_after / 2):
-            frame, waits = _where(sys._current_frames().get(stack.thread))
+        if phases and seconds >= min(2.0, self._watchdog.look_after_s / 2):
+            frame, waits = stack.line()
         return Record(
             heartbeat=heartbeat,
             step=self.step,
@@ -380,48 +345,14 @@ class HangMonitor:
             process=self._process,
         )
 
-    # --- deadlines ---
+    def _look(self, heartbeat: Heartbeat) -> None:
+        """Called on the heartbeat's thread, again and again."""
+        if not self._explaining:
+            self._watchdog.look(heartbeat)
 
-    def _attend(self, heartbeat: Heartbeat) -> None:
-        """Speak up, and at last end the process, if the main thread is stuck because of another rank. On the thread."""
-        stack, generation, now = self._main, self._main.generation, time.monotonic()
-        seconds = now - stack.since
-        if (
-            not stack.phases
-            or self._explaining
-            or seconds < self._attend_after
-            or now - self._attended < heartbeat.poll_s
-        ):
-            return
-        self._attended = now
-        found = diagnose(self._rank, self._describe(stack, 0), heartbeat.poll())
-        if found.kind not in LOST:
-            self._noticed_in = -1
-        elif self._noticed_in != generation:
-            self._noticed_in, self._noticed_at = generation, now
-        if generation != stack.generation:
-            return
-        if seconds > self._timeout_s + GRACE_S and self._spoken != generation:
-            self._spoken = generation
-            _say(self._stuck(found, seconds))
-        if self._noticed_in == generation and now - self._noticed_at > self._timeout_s + GRACE_S:
-            self._give_up(found, seconds, heartbeat)
-
-    def _stuck(self, found: Diagnosis, seconds: float) -> str:
-        place = of_step(self._main.phases[-1].label, self.step) if self._main.phases else "?"
-        reasons = "; ".join(found.reasons) or "no rank is gone, has failed or is in another phase"
-        taken = f"has taken {seconds:.0f} s (timeout_s is {self._timeout_s:g})"
-        return f"rank {self._rank}: {place} {taken}: {reasons}. {found.positions}"
-
-    def _give_up(self, found: Diagnosis, seconds: float, heartbeat: Heartbeat) -> None:
-        message = self._stuck(found, seconds)
-        _say(f"{message}. Nothing will come of waiting: ending this process with code {EXIT_PEER_LOST}")
-        frame = sys._current_frames().get(self._main.thread)
-        error = PeerLostError(message)
+    def _speak_last(self, error: BaseException) -> None:
         if self.last_words is not None:
             self.last_words(error)
-        _write_error_file(error, "".join(traceback.format_stack(frame)) if frame else "")
-        os._exit(EXIT_PEER_LOST)
 
     def _at_exit(self) -> None:
         """The interpreter is going, perhaps because of an exception outside of every phase."""
@@ -434,40 +365,6 @@ class HangMonitor:
         self.close()
 
 
-def _where(frame: FrameType | None) -> tuple[str, bool]:
-    """A thread's innermost Python frame, and whether it waits for other ranks there."""
-    if frame is None:
-        return "", False
-    code = frame.f_code
-    text = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
-    outer: FrameType | None = frame
-    for _ in range(6):
-        if outer is None:
-            break
-        if "/torch/distributed/" in outer.f_code.co_filename:
-            return text, True
-        outer = outer.f_back
-    # Megatron waits for the handles of asynchronous collectives itself.
-    return text, ".wait(" in linecache.getline(code.co_filename, frame.f_lineno)
-
-
-def _say(line: str) -> None:
-    print(f"megascend: {line}", file=sys.stderr, flush=True)
-
-
-def _write_error_file(error: BaseException, stack: str) -> None:
-    """Leave the error where torchrun looks for it (``TORCHELASTIC_ERROR_FILE``), with the stack of the thread that was stuck."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise error from RuntimeError(f"the main thread was here:\n{stack}")
-    except type(error):
-        try:
-            get_error_handler().record_exception(error)
-        except OSError as problem:
-            _say(f"torchrun's error file cannot be written: {problem}")
-
-
 def _armed_faults(rank: int, attempt: int) -> Armed | None:
     """Faults to inject, for tests: the one place that looks for them."""
     text = os.environ.get("MEGASCEND_FAULTS")
@@ -477,5 +374,5 @@ def _armed_faults(rank: int, attempt: int) -> Armed | None:
 
     armed = faults.Armed.from_text(text, rank, attempt)
     if armed is not None:
-        _say(f"rank {rank}: FAULTS ARE ARMED (MEGASCEND_FAULTS): {armed}")
+        logger.warning("rank %d: FAULTS ARE ARMED (MEGASCEND_FAULTS): %s", rank, armed)
     return armed

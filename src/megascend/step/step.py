@@ -160,7 +160,7 @@ class Step:
                 members.sort(key=lambda member: index[member])  # in the plan itself: forward() finds its results by it
                 batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index)
             else:
-                # Keeps other ranks company in collectives: a real sample where there is one, with weight 0.
+                # Joins the other ranks in collectives: a real sample where there is one, with weight 0.
                 if not samples:
                     chosen, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
                 shortest = min(range(len(chosen)), key=lambda member: len(chosen[member]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megascend.cli.messages import RankFormatter
 from megascend.files import replacing
 
 STORE_VARIABLE = "MEGASCEND_STORE"
@@ -98,6 +100,7 @@ def _outcome_of(
 ) -> Outcome:
     try:
         _set_environment(files, world_size)
+        _show_messages()
         _set_up_torch(files, world_size, backend, timeout_s)
         return Outcome(result=pickle.dumps(call()), at=time.monotonic())
     except BaseException as error:  # noqa: BLE001  SystemExit and pytest's outcomes are failures of the rank too
@@ -122,6 +125,14 @@ def _set_environment(files: RankFiles, world_size: int) -> None:
     os.environ[STORE_VARIABLE] = str(files.folder / "store")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
+
+
+def _show_messages() -> None:
+    """Let what this rank logs be part of its output, whatever its parent does with messages of its own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(RankFormatter())
+    logging.getLogger("megascend").addHandler(handler)
 
 
 def _set_up_torch(files: RankFiles, world_size: int, backend: str | None, timeout_s: float) -> None:
