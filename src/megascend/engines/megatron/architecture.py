@@ -8,6 +8,7 @@ from pathlib import Path
 from mcore_bridge.model import get_mcore_model_type, get_model_meta, register
 from transformers import AutoConfig
 
+from megascend.changes import patch
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import import_part, make_known_to_transformers, registered
 from megascend.huggingface.unsupported import unsupported_settings
@@ -44,7 +45,9 @@ def _make_known_to_mcore_bridge(model_type: str) -> None:
     if architecture is None or architecture.megatron is None:
         return
     import_part(model_type, architecture.megatron)
-    register.model_type_mapping = None  # mcore-bridge makes it when it is first asked, and never looks again
+    if register.get_mcore_model_type(model_type) is None:
+        # mcore-bridge makes the table when it is first asked for a type, and does not look again.
+        patch(register, "model_type_mapping", None, f"is made again, so that {model_type} is in it")
     if get_model_meta(get_mcore_model_type(model_type)) is None:  # type: ignore[reportArgumentType]
         raise ConfigError(
             f"architecture {model_type!r}: importing {architecture.megatron!r} has registered no model of that type with "
