@@ -228,8 +228,8 @@ class Sender:
     def _hand_over(self, bucket: Bucket, buffer: Tensor, source: torch.device) -> None:
         for device in {buffer.device, source}:
             synchronise_stream(device)
-        self._digests.append(digest.begin(self.manifest.digest, buffer))
         self._works[bucket.index % 2] = self._transport.send(buffer)
+        self._digests.append(digest.begin(self.manifest.digest, buffer))  # while it travels
         self.traffic.buckets += 1
         self.traffic.nbytes += buffer.numel()
         self._group.progress(self.traffic.buckets)
