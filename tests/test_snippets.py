@@ -348,6 +348,7 @@ COMMANDS = {
     "bash scripts/quickstart.sh": "tests/test_snippets.py::test_the_quick_start_runs",
     "bash scripts/test.sh": "what .ci/run runs",
     ".ci/run": "continuous integration itself",
+    "bash scripts/test_vllm.sh": "needs a vLLM of 3.5 GB; runs tests/real_vllm",
     "megascend train examples/quickstart/quickstart.yaml": "tests/test_snippets.py::test_the_quick_start_runs",
     "megascend train run.yaml --nproc 2": "tests/cli/test_cli_resume.py",
     "megascend train run.yaml --resume auto": "tests/cli/test_cli_resume.py",
