@@ -72,6 +72,8 @@ _PUBLIC = {
     "ControllerLostError": "megascend.errors",
     "ControllerRestartedError": "megascend.errors",
     "RolloutTaskError": "megascend.errors",
+    "WeightSync": "megascend.weightsync",
+    "WeightSyncError": "megascend.errors",
     "SelfCheckError": "megascend.errors",
 }
 __all__ = [*_PUBLIC, "__version__"]
@@ -123,10 +125,12 @@ if TYPE_CHECKING:
         SelfCheckError,
         TopologyError,
         VersionError,
+        WeightSyncError,
     )
     from megascend.huggingface.architectures import register_architecture
     from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.lora.target_maps import register_lora_targets
+    from megascend.weightsync import WeightSync
 
 
 def __getattr__(name: str) -> Any:

@@ -330,6 +330,17 @@ class Backend:
             return ((name, tensor if device is None else tensor.to(device)) for name, tensor in found.items() if mine)
         return self.engine.named_weights(adapter, receivers=receivers, device=device)
 
+    def adapter_as_peft(self, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+        """An adapter as ``peft`` has it: the content of ``adapter_config.json`` and the tensors, float32 on the CPU.
+
+        On rank 0; None on the others. All ranks call it.
+
+        Raises:
+            ConfigError: there is no such adapter.
+        """
+        self._together(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
+        return self._adapters().as_peft(name, self._model_dir.name)
+
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:
         """Write the model as a Hugging Face directory that ``transformers`` loads; it appears only when complete.
 

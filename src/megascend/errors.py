@@ -76,6 +76,10 @@ class NonFiniteError(MegascendError, ArithmeticError):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
+class WeightSyncError(MegascendError, RuntimeError):
+    """Weights did not reach an engine, or are not in force there; the message names it and says which weights are in force."""
+
+
 class QueueFullError(MegascendError, RuntimeError):
     """An adapter has as many requests waiting as its queue takes."""
 

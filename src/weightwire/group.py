@@ -115,6 +115,7 @@ class Group:
         self._identities: dict[int, Identity] = {}
         self._seen: dict[int, Member] = {}
         self._lost: PeerLostError | None = None
+        self._at_fault = True
         self._progress, self._beat, self._left = 0, 0, False
         self._unanswered = 0.0
         self._lock = threading.Lock()
@@ -148,6 +149,11 @@ class Group:
     def progress(self, buckets: int) -> None:
         """Note that this member has finished so many buckets; others learn it with the next sign of life."""
         self._progress = buckets
+
+    def progress_of(self, rank: int) -> int:
+        """How many buckets another member had finished when it was last heard of."""
+        seen = self._seen.get(rank)
+        return 0 if seen is None else seen.progress
 
     def check(self) -> None:
         """Raise PeerLostError if a member is known to have failed or gone. Costs nothing."""
@@ -190,9 +196,13 @@ class Group:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
-    def fail(self, reason: str) -> None:
-        """Tell all members that this one has failed. The first to say so is believed."""
-        text = json.dumps([self.rank, reason[:2000]])
+    def fail(self, reason: str, *, at_fault: bool = True) -> None:
+        """Tell all members that this one has failed. The first to say so is believed.
+
+        Args:
+            at_fault: it is this member's own fault. Without it the others look for whoever kept this one waiting.
+        """
+        text = json.dumps([self.rank, reason[:2000], int(at_fault)])
         try:
             with self._lock:
                 self._store.compare_set(self._key("failure"), "", text)
@@ -208,27 +218,38 @@ class Group:
             what: this member's part in it: ``"sending bucket 3 of 12"``.
         """
         where = f"{self.member(self.rank)}, {what}"
-        if isinstance(error, PeerLostError) and self._lost is not None:
-            return PeerLostError(f"{where}: {error}")
         until = time.monotonic() + EXPLAIN_S
         before = {rank: self._seen[rank].beat for rank in self._others() if rank in self._seen}
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._halted():
             self._look()
-            if self._lost is not None:
+            if self._lost is not None and self._at_fault:
                 return PeerLostError(f"{where}: {self._lost}")
             if before and all(
                 self._seen[rank].beat > beat + 1 or self._seen[rank].left for rank, beat in before.items()
             ):
                 break  # all of them are alive
             self._ended.wait(0.05)
-        quiet = [rank for rank, beat in before.items() if self._seen[rank].beat == beat and not self._seen[rank].left]
+        silent = {rank for rank, beat in before.items() if self._seen[rank].beat == beat and not self._seen[rank].left}
+        halted = self._halted()
         state = self.describe()
-        if isinstance(error, DeadlineError):
-            return DeadlineError(f"{where}: {error}; {state}")
-        if quiet:
-            names = ", ".join(map(self.member, quiet))
-            return PeerLostError(f"{where}: {error}; no sign of life from {names}; {state}")
+        if halted or silent:
+            words = {"ended": "is gone: its process has ended", "stopped": "is stopped"}
+            told = [f"{self.member(rank)} {words[how]}" for rank, how in halted.items()]
+            told += [f"{self.member(rank)} gives no sign of life" for rank in sorted(silent - halted.keys())]
+            kind = DeadlineError if isinstance(error, DeadlineError) else PeerLostError
+            return kind(f"{where}: {', '.join(told)} ({error}); {state}")
+        if self._lost is not None:
+            return PeerLostError(f"{where}: {self._lost}; {state}")
         return type(error)(f"{where}: {error}; {state}")
+
+    def _halted(self) -> dict[int, str]:
+        """Members of this machine whose processes have ended without having left, or are stopped."""
+        found = {}
+        for rank, identity in self._identities.items():
+            seen = self._seen.get(rank)
+            if rank != self.rank and not (seen is not None and seen.left) and (how := identity.state()) is not None:
+                found[rank] = how
+        return found
 
     def describe(self) -> str:
         """How far the other members are, and when each was last heard of."""
@@ -377,9 +398,10 @@ class Group:
         text = self._ask("failure")
         if text is None:
             return None
-        rank, reason = _fields(text, (int, str))
+        rank, reason, at_fault = _fields(text, (int, str, int))
         if rank == self.rank or not 0 <= rank < self.size:
             return None
+        self._at_fault = bool(at_fault)
         return PeerLostError(f"{self.member(rank)} has failed: {reason}")
 
     # --- the store ---

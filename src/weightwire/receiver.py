@@ -422,7 +422,7 @@ def _receive(name: str, update: _Update) -> None:
         group.acknowledge(RECEIVED)
     except TransportError as error:
         explained = group.explain(error, f"receiving bucket {min(update.buckets + 1, len(buckets))} of {len(buckets)}")
-        group.fail(str(error))
+        group.fail(str(error), at_fault=False)
         if transport is not None:
             transport.abort()
         raise explained from error

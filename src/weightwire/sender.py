@@ -6,6 +6,7 @@ the transfer. No thread is needed for that, since a transport only begins to sen
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,7 @@ class Sender:
         self._device, self._timeout_s, self._overlap = device, timeout_s, overlap
         self._buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
         self._buffers: list[Tensor] = []
-        self._works: list[Work | None] = [None, None]
+        self._works: deque[Work] = deque()
         self._digests: list[digest.Pending] = []
 
     @classmethod
@@ -126,7 +127,8 @@ class Sender:
         """Leave the group and let go of buffers."""
         self._transport.close()
         self._group.close()
-        self._buffers, self._works = [], [None, None]
+        self._buffers = []
+        self._works.clear()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Seal:
         """Send the tensors, which come in the manifest's order, and return when every receiver has them all.
@@ -144,7 +146,7 @@ class Sender:
         except TransportError as error:
             where = f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
             explained = self._group.explain(error, where)
-            self._group.fail(str(error))
+            self._group.fail(str(error), at_fault=False)
             self._transport.abort()
             raise explained from error
         except BaseException as error:
@@ -181,9 +183,7 @@ class Sender:
         if not self._buckets:  # empty tensors alone
             for _ in tensors:
                 pass
-        for work in self._works:
-            if work is not None:
-                work.wait(self._timeout_s)
+        self._wait_until_under_way(0)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         """(place in the manifest, the tensor's bytes, flat) of each tensor, held against the manifest."""
@@ -210,15 +210,13 @@ class Sender:
         side = bucket.index % 2
         if len(self._buffers) <= side:
             self._buffers.append(self._new_buffer())
-        if not self._overlap:
-            self._wait(1 - side)
-        self._wait(side)
+        self._wait_until_under_way(1 if self._overlap else 0)
         return self._buffers[side][: bucket.nbytes]
 
-    def _wait(self, side: int) -> None:
-        work, self._works[side] = self._works[side], None
-        if work is not None:
-            work.wait(self._timeout_s)
+    def _wait_until_under_way(self, count: int) -> None:
+        """Wait for the oldest buckets, in order, until so many are left."""
+        while len(self._works) > count:
+            self._works.popleft().wait(self._timeout_s)
 
     def _new_buffer(self) -> Tensor:
         size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
@@ -228,7 +226,7 @@ class Sender:
     def _hand_over(self, bucket: Bucket, buffer: Tensor, source: torch.device) -> None:
         for device in {buffer.device, source}:
             synchronise_stream(device)
-        self._works[bucket.index % 2] = self._transport.send(buffer)
+        self._works.append(self._transport.send(buffer))
         self._digests.append(digest.begin(self.manifest.digest, buffer))  # while it travels
         self.traffic.buckets += 1
         self.traffic.nbytes += buffer.numel()

@@ -173,6 +173,10 @@ class AdapterTrainable(Trainable, Protocol):
         """An adapter alone, under peft's names, float32 on the CPU, on rank 0 or ``everywhere``. Collective."""
         ...
 
+    def as_peft(self, name: str, base_model: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """(``adapter_config.json``, its tensors in float32 on the CPU) of an adapter on rank 0, None on others. Collective."""
+        ...
+
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter as a directory that ``peft`` loads. Collective."""
         ...

@@ -21,6 +21,7 @@ from megascend.lora.base_weights import check_base_weights
 from megascend.lora.factors import Factors
 from megascend.lora.layout import ShapeGroup
 from megascend.lora.optimizer import AdapterOptimizer, loss_scales
+from megascend.lora.peft_settings import to_config
 from megascend.lora.peft_tensors import to_tensors
 from megascend.lora.registry import AdapterRegistry
 from megascend.lora.target_modules import matches
@@ -218,6 +219,14 @@ class AdapterSet:
         """
         found = self.factors(name, everywhere=everywhere)
         return {} if found is None else to_tensors(found[1], found[0].rank)
+
+    def as_peft(self, name: str, base_model: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """(``adapter_config.json``, its tensors in float32 on the CPU) of an adapter on rank 0, None on others. Collective."""
+        found = self.factors(name)
+        if found is None:
+            return None
+        lora, factors = found
+        return to_config(lora, factors, base_model, list(self.registry.projections)), to_tensors(factors, lora.rank)
 
     def forget(self, name: str) -> None:
         """Remove an adapter with all that belongs to it."""

@@ -91,9 +91,11 @@ POLL_S = 0.2
 
 BUILT_IN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "cuda_ipc": ("weightwire.transports.cuda_ipc", "CudaIpcTransport", ("cuda",)),
+    "files": ("weightwire.transports.files", "FilesTransport", ("cpu", "cuda", "npu")),
     "gloo": ("weightwire.transports.gloo", "GlooTransport", ("cpu",)),
     "hccl": ("weightwire.transports.hccl", "HcclTransport", ("npu",)),
     "nccl": ("weightwire.transports.nccl", "NcclTransport", ("cuda",)),
+    "shared_memory": ("weightwire.transports.shared_memory", "SharedMemoryTransport", ("cpu", "cuda", "npu")),
     "vllm_hccl": ("weightwire.vllm.hccl_transport", "VllmHcclTransport", ("npu",)),
 }
 """Name: (module, class, types of devices that the buffers may be on)."""

@@ -1,0 +1,356 @@
+"""A push of weights from all ranks of a trainer to all engines.
+
+Rank 0 talks to engines and sends; the other ranks take part in the export, and learn how each phase ended before they enter the
+next one. So no rank waits for one that has given up, and after a failure the trainer's own groups are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
+from megascend.errors import ConfigError, MegascendError, WeightSyncError
+from megascend.weightsync.engine_calls import LoopThread, Run, UpdatableEngine, at_once
+from megascend.weightsync.source import Source, Sources
+from weightwire import digest as digests
+from weightwire.errors import WireError
+from weightwire.group import EXPLAIN_S, Listener
+from weightwire.manifest import DEFAULT_BUCKET_BYTES, Manifest
+from weightwire.offer import Offer, Seal
+from weightwire.sender import Sender
+from weightwire.transports.base import device_types
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+
+T = TypeVar("T")
+
+MARGIN_S = EXPLAIN_S + 2.0
+"""What rank 0 may take longer than a deadline until it has told the other ranks, in seconds."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push has done.
+
+    Attributes:
+        version: now in force on all engines.
+        nbytes: that were sent to each receiver.
+        buckets: that they travelled in.
+        engines: their names.
+        seconds: of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
+    """
+
+    version: int
+    nbytes: int
+    buckets: int
+    engines: tuple[str, ...]
+    seconds: Mapping[str, float]
+
+
+@dataclass
+class _Update:
+    """What rank 0 keeps of the push that runs."""
+
+    name: str = ""
+    engines: list[UpdatableEngine] = field(default_factory=list)
+    sender: Sender | None = None
+    seal: Seal | None = None
+    nbytes: int = 0
+    buckets: int = 0
+
+
+class WeightSync:
+    """Sends a backend's weights to inference engines. Every method is collective: all ranks call it, in the same order.
+
+    Args:
+        backend: whose weights.
+        engines: of rank 0; other ranks' are ignored. The list may be changed between pushes (:attr:`engines`).
+        transport: how the bytes travel: a name of :func:`weightwire.transports.transport_names`.
+        host: address of rank 0 under which engines reach it; the store binds to it. The default is for engines on this machine.
+        bucket_bytes: size of a bucket. Two are in memory on rank 0.
+        digest: what both sides compare buckets by: a name of :data:`weightwire.digest.ALGORITHMS`.
+        timeout_s: deadline of every single wait, in seconds; default: less than half of the backend's own timeout, at most 120.
+        overlap: export into one bucket while another one travels.
+        options: settings of the transport.
+        run: runs a coroutine to its end, for engines that belong to an event loop of yours, on a thread that it does not run on:
+            ``lambda c: asyncio.run_coroutine_threadsafe(c, loop).result()``. Default: a loop on a thread of its own.
+
+    Raises:
+        ConfigError: the transport or the digest is not known, it does not work with the backend's device, or ``timeout_s`` is
+            longer than what other ranks wait.
+        WeightSyncError: on every rank: rank 0 cannot listen on ``host``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        engines: Sequence[UpdatableEngine] = (),
+        *,
+        transport: str = "gloo",
+        host: str = "127.0.0.1",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        digest: str = "multilinear64",
+        timeout_s: float | None = None,
+        overlap: bool = True,
+        options: Mapping[str, Any] | None = None,
+        run: Run[Any] | None = None,
+    ) -> None:
+        self.engines = list(engines)
+        self._backend, self._groups = backend, backend.groups
+        self._sources = Sources(backend)
+        self._transport, self._options, self._overlap = transport, dict(options or {}), overlap
+        self._bucket_bytes, self._digest = bucket_bytes, digest
+        self._device = _bucket_device(transport, backend.groups.device)
+        self._timeout_s = _deadline(timeout_s, backend)
+        try:
+            digests.require(digest)
+        except WireError as error:
+            raise ConfigError(f"WeightSync: {error}") from error
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._listener: Listener | None = None
+        self._loop: LoopThread | None = None
+        self._run: Run[Any] | None = run
+        self._on_rank_0(lambda: self._listen(host), f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
+
+    def push(self, version: int, adapter: str | None = None, *, alone: bool = False) -> Pushed:
+        """Put the present weights in force on all engines, as ``version``. Collective.
+
+        The engines answer with the old weights while they receive, and pause only for the commit, which nobody begins before all
+        have verified what they got.
+
+        Args:
+            version: greater than the last one of the same target.
+            adapter: merged into the model that is sent.
+            alone: send the adapter's factors instead of the model; the engines load them under its name.
+
+        Raises:
+            WeightSyncError: on every rank. The message names the engine and what happened to it, and says where the old weights
+                are in force; unless it speaks of a commit, they are everywhere. The next push works.
+            ConfigError: there is no such adapter, or none was named for ``alone``.
+            OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
+        """
+        update, seconds = _Update(), {}
+        with self._groups.monitor.phase("weight sync"):
+            self._agree(version, adapter, alone)
+            with _timed(seconds, "describe"):
+                source = self._describe(adapter, alone)
+            try:
+                with _timed(seconds, "begin"):
+                    self._on_rank_0(lambda: self._begin(update, version, source), "whether the engines receive")
+                with _timed(seconds, "transfer"):
+                    raise_on_all_ranks(self._transfer(update, source), self._groups, "how the transfer went")
+                with _timed(seconds, "verify"):
+                    self._on_rank_0(lambda: self._verify(update), "whether the engines verified it")
+            except BaseException:
+                self._drop(update)
+                raise
+            with _timed(seconds, "commit"):
+                self._on_rank_0(lambda: self._commit(update, version), "whether the engines committed it")
+            names = tuple(engine.name for engine in update.engines)
+            return from_rank_0(
+                lambda: Pushed(version, update.nbytes, update.buckets, names, seconds), self._groups, "what was pushed"
+            )
+
+    def close(self) -> None:
+        """Stop listening. The engines keep what they have. Not collective."""
+        if self._loop is not None:
+            self._loop.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._loop = self._listener = None
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- on all ranks ---
+
+    def _agree(self, version: int, adapter: str | None, alone: bool) -> None:
+        problem: MegascendError | None = None
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            problem = ConfigError(f"push: version {version!r} is not a number from 0 on")
+        elif alone and adapter is None:
+            problem = ConfigError("push(alone=True): name the adapter")
+        elif adapter is not None and adapter not in self._backend.adapters:
+            known = ", ".join(self._backend.adapters) or "none"
+            problem = ConfigError(f"push: there is no adapter {adapter!r}; there are: {known}")
+        agree(f"push({version=}, {adapter=}, {alone=})", self._groups, problem)
+
+    def _describe(self, adapter: str | None, alone: bool) -> Source:
+        return self._sources.adapter(adapter) if alone and adapter is not None else self._sources.model(adapter)
+
+    def _transfer(self, update: _Update, source: Source) -> MegascendError | None:
+        """The export, sent on rank 0; what went wrong on this rank. Raising would leave other ranks waiting."""
+        try:
+            with contextlib.closing(source.stream):  # a rank that stops early tells the others here
+                if update.sender is None:
+                    for _ in source.stream:
+                        pass
+                    return None
+                with update.sender as sender:
+                    update.seal = sender.send(source.stream)
+            update.nbytes, update.buckets = sender.traffic.nbytes, sender.traffic.buckets
+        except MegascendError as error:
+            return error
+        except WireError as error:
+            return WeightSyncError(f"{_target(source)}: {error}; the old weights are in force on all engines")
+        except Exception as error:  # noqa: BLE001  the other ranks wait for what this one has to say
+            return WeightSyncError(
+                f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            )
+        return None
+
+    def _on_rank_0(self, do: Callable[[], None], what: str) -> None:
+        """``do`` on rank 0; whatever it raises is raised on all ranks."""
+
+        def done() -> None:
+            try:
+                do()
+            except WireError as error:
+                raise WeightSyncError(str(error)) from error
+            except MegascendError:
+                raise
+            except Exception as error:
+                raise WeightSyncError(f"rank 0: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
+
+        from_rank_0(done, self._groups, what)
+
+    # --- on rank 0 ---
+
+    def _listen(self, host: str) -> None:
+        self._listener = Listener(host)
+        if self._run is None:
+            self._loop = LoopThread()
+            self._run = self._loop.run
+
+    def _all(
+        self, update: _Update, call: Callable[[UpdatableEngine], Any], timeout_s: float
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        assert self._run is not None
+        return self._run(at_once(update.engines, call, timeout_s))
+
+    def _begin(self, update: _Update, version: int, source: Source) -> None:
+        """Offer the update to all engines, and wait for their receivers."""
+        assert self._listener is not None
+        update.engines = list(self.engines)
+        if not update.engines:
+            raise ConfigError("push: there are no engines")
+        names = [engine.name for engine in update.engines]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"push: engines have one name twice: {', '.join(names)}")
+        manifest = Manifest(version, source.specs, self._bucket_bytes, self._digest, source.adapter)
+        counts = self._require_all(*self._all(update, lambda engine: engine.receivers(), self._timeout_s), "push", "")
+        members = [
+            name if counts[name] == 1 else f"{name} worker {worker}" for name in names for worker in range(counts[name])
+        ]
+        update.name = self._listener.new_group([f"trainer {self._owner}", *members])
+        offers, first = {}, 1
+        for name in names:
+            offers[name] = self._offer(update.name, first, counts[name], manifest).to_json()
+            first += counts[name]
+        begun = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+        self._require_all(*begun, f"version {version} was not begun", "; the old weights are in force on all engines")
+        update.sender = Sender.connect(
+            self._listener,
+            update.name,
+            manifest,
+            transport=self._transport,
+            device=self._device,
+            timeout_s=self._timeout_s,
+            options=self._options,
+            overlap=self._overlap,
+        )
+
+    def _offer(self, name: str, first: int, workers: int, manifest: Manifest) -> Offer:
+        assert self._listener is not None
+        return Offer(
+            update=name,
+            owner=self._owner,
+            host=self._listener.host,
+            port=self._listener.port,
+            first=first,
+            workers=workers,
+            transport=self._transport,
+            timeout_s=self._timeout_s,
+            lease_s=2 * self._timeout_s + MARGIN_S,
+            manifest=manifest,
+            options=self._options,
+        )
+
+    def _verify(self, update: _Update) -> None:
+        assert update.seal is not None
+        seal = update.seal.to_json()
+        found = self._all(update, lambda engine: engine.verify(seal, self._timeout_s), self._timeout_s)
+        what = f"version {update.seal.version} was not verified"
+        self._require_all(*found, what, "; the old weights are in force on all engines")
+
+    def _commit(self, update: _Update, version: int) -> None:
+        done, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
+        in_force = f"; version {version} is in force on {', '.join(done)}" if done else ""
+        self._require_all(done, failed, f"version {version} was not committed everywhere", in_force)
+
+    def _drop(self, update: _Update) -> None:
+        """What is left of an update that failed. Errors here would hide the one that is being raised."""
+        if self._groups.rank != 0 or not update.name:
+            return
+        if update.sender is not None:
+            update.sender.close()
+        with contextlib.suppress(Exception):
+            self._all(update, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
+
+    def _require_all(self, done: dict[str, Any], failed: dict[str, str], what: str, after: str) -> dict[str, Any]:
+        if failed:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+            raise WeightSyncError(f"{what}: {reasons}{after}")
+        return done
+
+
+def _target(source: Source) -> str:
+    return "the model was not sent" if source.adapter is None else f"adapter {source.adapter.name} was not sent"
+
+
+def _bucket_device(transport: str, device: torch.device) -> torch.device:
+    """Where buckets are: with the model if the transport can move them from there, else where it prefers them."""
+    try:
+        possible = device_types(transport)
+    except WireError as error:
+        raise ConfigError(f"WeightSync: {error}") from error
+    if device.type in possible:
+        return device
+    if "cpu" not in possible:
+        raise ConfigError(
+            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device.type}"
+        )
+    return torch.device("cpu")
+
+
+def _deadline(timeout_s: float | None, backend: Backend) -> float:
+    limit = backend.groups.timeout_s - MARGIN_S
+    if timeout_s is None:
+        timeout_s = max(1.0, min(120.0, limit / 2))
+    if backend.world_size > 1 and timeout_s > limit:
+        raise ConfigError(
+            f"WeightSync: timeout_s {timeout_s:g} is too long: other ranks wait {backend.groups.timeout_s:g} s for rank 0; set "
+            f"it to at most {limit:g}, or the backend's timeout_s higher"
+        )
+    return timeout_s
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Any:
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start

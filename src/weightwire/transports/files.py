@@ -1,0 +1,179 @@
+"""Through a directory that the trainer and the engines see: a safetensors file of each version, which any engine can load."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from weightwire.errors import DeadlineError, TransportError
+from weightwire.manifest import Manifest
+from weightwire.transports.base import POLL_S, Setup
+
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What safetensors calls torch's dtypes."""
+_VERSION = re.compile(r"v\d{19}")
+
+
+def header(manifest: Manifest) -> bytes:
+    """What stands in front of the tensors' bytes, which follow one another as they do in the buckets."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "version": str(manifest.version)}}
+    begin = 0
+    for spec in manifest.tensors:
+        entries[spec.name] = {
+            "dtype": DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, begin + spec.nbytes],
+        }
+        begin += spec.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+class FilesTransport:
+    """The sender writes ``DIRECTORY/vVERSION/model.safetensors`` (of an adapter ``adapter_model.safetensors`` beside its
+    ``adapter_config.json``), which has its name when it is complete; the receivers read it then.
+
+    Options: ``directory``, which all members see under this path; ``keep``, how many complete versions stay (default 1).
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        directory, keep = setup.options.get("directory"), setup.options.get("keep", 1)
+        if not isinstance(directory, str) or not Path(directory).is_absolute():
+            raise TransportError(f"files: options must have directory, an absolute path, and not {directory!r:.120}")
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise TransportError(f"files: keep is {keep!r:.40}, not a number from 1 on")
+        self._setup, self._keep = setup, keep
+        adapter = setup.manifest.adapter
+        self._root = Path(directory) if adapter is None else Path(directory) / adapter.name
+        name = "model.safetensors" if adapter is None else "adapter_model.safetensors"
+        self.path = self._root / f"v{setup.manifest.version:019d}" / name
+        self._store = setup.group.store("transport", setup.timeout_s)
+        self._store.set_timeout(timedelta(seconds=setup.timeout_s))
+        self._left = setup.manifest.nbytes
+        self._file: BinaryIO | None = None
+        self._writing = self.path.with_name(f".{name}.writing")
+        if setup.group.rank == 0:
+            try:
+                self._writing.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._writing.open("wb")
+                self._file.write(header(setup.manifest))
+            except OSError as error:
+                raise TransportError(f"files: {self._writing} cannot be written: {error}") from error
+
+    def send(self, buffer: torch.Tensor) -> FilesWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return FilesWork(self._write, buffer)
+
+    def receive(self, buffer: torch.Tensor) -> FilesWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return FilesWork(self._read, buffer)
+
+    def abort(self) -> None:
+        """An incomplete file is removed."""
+        self._remove()
+
+    def close(self) -> None:
+        """See :class:`weightwire.transports.base.Transport`."""
+        if self._setup.group.rank == 0:
+            self._remove()
+        elif self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, buffer: torch.Tensor, _: float) -> None:
+        if self._file is None:
+            raise TransportError("files: closed")
+        self._file.write(buffer.cpu().numpy().data)
+        self._left -= buffer.numel()
+        if self._left == 0:
+            self._complete()
+
+    def _complete(self) -> None:
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        adapter = self._setup.manifest.adapter
+        if adapter is not None:
+            (self.path.parent / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
+        self._writing.replace(self.path)
+        for old in sorted(path for path in self._root.iterdir() if _VERSION.fullmatch(path.name))[: -self._keep]:
+            for file in old.iterdir():
+                file.unlink()
+            old.rmdir()
+        self._store.set("complete", "1")
+
+    def _read(self, buffer: torch.Tensor, timeout_s: float) -> None:
+        if self._file is None:
+            self._wait_until_complete(timeout_s)
+            self._file = self.path.open("rb")
+            expected = header(self._setup.manifest)
+            if self._file.read(len(expected)) != expected:
+                raise TransportError(f"files: {self.path} is not of this update")
+        content = buffer if buffer.device.type == "cpu" else torch.empty(buffer.numel(), dtype=torch.uint8)
+        if self._file.readinto(content.numpy().data) != buffer.numel():  # type: ignore[reportAttributeAccessIssue]
+            raise TransportError(f"files: {self.path} is too short")
+        if content is not buffer:
+            buffer.copy_(content)
+
+    def _wait_until_complete(self, timeout_s: float) -> None:
+        """The sender has the deadline for each of its buckets, so this one begins again as long as it goes on."""
+        deadline, progress = time.monotonic() + timeout_s, -1
+        while not (self._store.check(["complete"]) and self.path.exists()):
+            self._setup.group.check()
+            now = self._setup.group.progress_of(0)
+            if now != progress:
+                deadline, progress = time.monotonic() + timeout_s, now
+            if time.monotonic() > deadline:
+                seen = "is not visible here" if self._store.check(["complete"]) else "is not complete"
+                raise DeadlineError(f"files: {self.path} {seen} after {timeout_s:g} s")
+            time.sleep(POLL_S / 10)
+
+    def _remove(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            if self._setup.group.rank == 0:
+                self._writing.unlink(missing_ok=True)
+
+
+class FilesWork:
+    """A bucket that is written or read by whoever waits for it."""
+
+    def __init__(self, do: object, buffer: torch.Tensor) -> None:
+        self._do, self._buffer, self._done = do, buffer, False
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`weightwire.transports.base.Work`."""
+        if self._done:
+            return
+        try:
+            self._do(self._buffer, timeout_s)  # type: ignore[reportCallIssue]
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(f"files: {type(error).__name__}: {error}") from error
+        self._done = True

@@ -1,0 +1,105 @@
+"""Buckets through a place that all members can reach: two slots, which the sender fills in turn and every receiver empties.
+
+What a slot is made of is the medium's; who may use it when is told through the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.distributed import Store
+
+from weightwire.errors import DeadlineError, TransportError
+from weightwire.group import Group
+
+SLOTS = 2
+
+
+class Medium(Protocol):
+    """Where bytes lie between the sender and the receivers."""
+
+    def write(self, bucket: int, content: torch.Tensor) -> None:
+        """Put a bucket where the receivers find it; its slot, ``bucket % SLOTS``, is free."""
+        ...
+
+    def read(self, bucket: int, content: torch.Tensor) -> None:
+        """Fill ``content`` with a bucket that was written."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+class SlotTransport:
+    """Buckets in turn through the slots of a medium."""
+
+    def __init__(self, group: Group, store: Store, medium: Medium) -> None:
+        self._group, self._store, self._medium = group, store, medium
+        self._begun = 0
+
+    def send(self, buffer: torch.Tensor) -> SlotWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._work(self._send, buffer)
+
+    def receive(self, buffer: torch.Tensor) -> SlotWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._work(self._receive, buffer)
+
+    def abort(self) -> None:
+        """Nothing is under way but what a ``wait`` does."""
+
+    def close(self) -> None:
+        """See :class:`weightwire.transports.base.Transport`."""
+        self._medium.close()
+
+    def _work(self, do: Callable[[int, torch.Tensor, float], None], buffer: torch.Tensor) -> SlotWork:
+        bucket, self._begun = self._begun, self._begun + 1
+        work = SlotWork(do, bucket, buffer)
+        if self._group.rank == 0 and bucket < SLOTS:
+            work.wait(0.0)  # its slot is free: receivers can begin
+        return work
+
+    def _send(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
+        if bucket >= SLOTS:
+            readers = [f"read/{bucket - SLOTS}/{rank}" for rank in range(1, self._group.size)]
+            self._wait_for(readers, timeout_s, f"bucket {bucket - SLOTS + 1} has not been read")
+        self._medium.write(bucket, buffer)
+        self._store.set(f"written/{bucket}", "1")
+
+    def _receive(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
+        self._wait_for([f"written/{bucket}"], timeout_s, f"bucket {bucket + 1} has not been written")
+        self._medium.read(bucket, buffer)
+        self._store.set(f"read/{bucket}/{self._group.rank}", "1")
+
+    def _wait_for(self, keys: list[str], timeout_s: float, what: str) -> None:
+        deadline, pause = time.monotonic() + timeout_s, 0.0002
+        while not self._store.check(keys):
+            self._group.check()
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{what} within {timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+
+class SlotWork:
+    """A bucket that is written or read by whoever waits for it."""
+
+    def __init__(self, do: Callable[[int, torch.Tensor, float], None], bucket: int, buffer: torch.Tensor) -> None:
+        self._do, self._bucket, self._buffer = do, bucket, buffer
+        self._done = False
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`weightwire.transports.base.Work`."""
+        if self._done:
+            return
+        try:
+            self._do(self._bucket, self._buffer, timeout_s)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(f"bucket {self._bucket + 1}: {type(error).__name__}: {error}") from error
+        self._done = True

@@ -1,0 +1,365 @@
+"""What engines have in force after a push is the checkpoint, from every layout; after a failure it is what they had before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
+from engine_process import engines
+
+import megascend
+from megascend import Adam, Adapters, Batching, Lora, Parallel
+from megascend.errors import ConfigError, MegascendError, OutOfStepError, WeightSyncError
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+LAYOUTS: dict[str, tuple[int, Parallel, str, dict[str, Any]]] = {
+    "one rank": (1, Parallel(), "qwen3", {}),
+    "TP2": (2, Parallel(tensor=2), "qwen3", {}),
+    "PP2, tied": (2, Parallel(pipeline=2), "qwen3", {"tie_word_embeddings": True}),
+    "MoE EP2": (2, Parallel(expert=2), "qwen3_moe", {}),
+    "DP2 x TP2": (4, Parallel(tensor=2), "qwen2", {}),
+}
+
+
+def make_backend(checkpoint: Path, parallel: Parallel | None = None, **options: Any) -> Any:
+    settings: dict[str, Any] = {"precision": "fp32", "timeout_s": 60, "batching": Batching(micro_batch_tokens=64)}
+    return megascend.MegatronBackend(checkpoint, parallel, **settings | options)
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in wanted.items()
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
+    world_size, parallel, arch, overrides = LAYOUTS[name]
+    checkpoint = case_checkpoint(parity_folder, arch, **overrides)
+    source = load_file(checkpoint / "model.safetensors")
+    payload = sum(tensor.numel() * tensor.element_size() for tensor in source.values())
+
+    with engines(tmp_path, "engine-a", "engine-b", workers=2) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, parallel)
+            with megascend.WeightSync(backend, served, bucket_bytes=100_000) as sync:
+                first = sync.push(1)
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+                second = sync.push(2)
+                backend.export_hf(tmp_path / "after")
+            return first, second
+
+        results = run_distributed(on_rank, world_size, init=False, timeout_s=120)
+        trained = load_file(tmp_path / "after" / "model.safetensors")
+        assert not equal(trained, source)
+        for engine in served:
+            assert engine.state()["versions"] == {"model": 2}
+            for worker in engine.weights()[0]:
+                assert equal(worker, trained)
+    for first, second in results:
+        assert first.version == 1
+        assert second.engines == ("engine-a", "engine-b")
+        assert payload <= first.nbytes <= 1.01 * payload
+        assert first.buckets == -(-payload // 100_000)
+
+
+def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):
+    """Held against the file, with nothing of ours in between; engines of different sizes in one group."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "small") as small, engines(tmp_path, "large", workers=3) as large:
+
+        def on_rank():
+            with megascend.WeightSync(make_backend(checkpoint, Parallel(tensor=2)), [*small, *large]) as sync:
+                return sync.push(0).nbytes
+
+        run_distributed(on_rank, 2, init=False, timeout_s=120)
+        source = load_file(checkpoint / "model.safetensors")
+        for engine in (*small, *large):
+            for worker in engine.weights()[0]:
+                assert equal(worker, source)
+
+
+def test_adapters_merged_and_alone(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    with engines(tmp_path, "engine") as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, Parallel(tensor=2), adapters=Adapters())
+            backend.add_adapter("a", Lora(rank=4, alpha=6.0, optimizer=Adam(lr=1e-2)))
+            for _ in range(2):
+                backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter="a")
+                backend.optimizer_step()
+            with megascend.WeightSync(backend, served) as sync:
+                merged, alone = sync.push(1, "a"), sync.push(1, "a", alone=True)
+                again = sync.push(2, "a", alone=True)
+                with pytest.raises(ConfigError, match="no adapter 'b'; there are: a"):
+                    sync.push(3, "b")
+                with pytest.raises(ConfigError, match="name the adapter"):
+                    sync.push(3, alone=True)
+            backend.save_adapter("a", tmp_path / "adapter", optimizer=False)
+            backend.export_hf(tmp_path / "merged", adapter="a")
+            return merged.nbytes, alone.nbytes, again.version
+
+        (whole, factors, version), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
+        weights, adapters = served[0].weights()
+        assert equal(weights[0], load_file(tmp_path / "merged" / "model.safetensors"))
+        assert equal(adapters["adapter a"], load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+        assert served[0].state()["versions"] == {"model": 1, "adapter a": 2}
+    assert factors < whole / 4
+    assert version == 2
+
+
+OLD = {"old": torch.arange(5.0)}
+
+
+def pushes_that_fail(
+    checkpoint: Path, tmp_path: Path, parallel: Parallel, world_size: int, fault: Any, names: int = 2
+) -> Any:
+    """A push during which ``fault(engines, number)`` was applied, an optimizer step, and a push after it was taken back.
+
+    Returns:
+        The message on every rank.
+    """
+    with engines(tmp_path, *(f"engine-{number}" for number in range(1, names + 1)), weights=OLD, version=3) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, parallel, timeout_s=30)
+            with megascend.WeightSync(backend, served, bucket_bytes=50_000, timeout_s=3.0) as sync:
+                undo = fault(sync, served) if backend.rank == 0 else None
+                with pytest.raises(MegascendError) as caught:
+                    sync.push(4)
+                before = [(engine.state(), engine.weights()[0]) for engine in sync.engines if engine.alive()]
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+                if undo is not None:
+                    undo()
+                after = sync.push(5)
+                backend.export_hf(tmp_path / "after")
+            states = [
+                (state["versions"], state["serving"], all(equal(w, OLD) for w in weights)) for state, weights in before
+            ]
+            return type(caught.value).__name__, str(caught.value), states, after.engines
+
+        results = run_distributed(on_rank, world_size, init=False, timeout_s=150)
+        trained = load_file(tmp_path / "after" / "model.safetensors")
+        for engine in served:
+            if engine.name in results[0][3]:
+                weights = engine.weights()[0]
+                for worker in weights:
+                    worker.pop("old")
+                    assert equal(worker, trained)
+    assert len({(kind, message) for kind, message, *_ in results}) == 1, "ranks differ in what they raise"
+    return results[0]
+
+
+FAULTED: dict[str, tuple[Parallel, int]] = {"TP2": (Parallel(tensor=2), 2), "PP2": (Parallel(pipeline=2), 2)}
+
+
+def test_an_engine_that_does_not_come(parity_folder, tmp_path):
+    def fault(sync, served):
+        served[1].now("fault", deaf=True)
+        return lambda: served[1].now("fault")
+
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    kind, message, states, _ = pushes_that_fail(checkpoint, tmp_path, Parallel(tensor=2), 2, fault)
+    assert kind == "WeightSyncError"
+    assert "receiver 2 (engine-2" in message
+    assert states == [({"model": 3}, True, True)] * 2
+
+
+@pytest.mark.parametrize("layout", FAULTED)
+def test_an_engine_killed_during_the_transfer(parity_folder, tmp_path, layout):
+    parallel, world_size = FAULTED[layout]
+
+    def fault(sync, served):
+        from weightwire.sender import Sender
+
+        handed_over = Sender._hand_over
+
+        def killing(self, bucket, *rest):
+            if bucket.index == 3:
+                served[1].kill()
+            handed_over(self, bucket, *rest)
+
+        Sender._hand_over = killing
+
+        def undo():
+            Sender._hand_over = handed_over
+            sync.engines.remove(served[1])
+
+        return undo
+
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    kind, message, states, engines_after = pushes_that_fail(checkpoint, tmp_path, parallel, world_size, fault)
+    assert kind == "WeightSyncError"
+    assert "receiver 2 (engine-2" in message
+    assert "is gone" in message
+    assert states == [({"model": 3}, True, True)]
+    assert engines_after == ("engine-1",)
+
+
+def test_a_silent_engine(parity_folder, tmp_path):
+    """Stopped, not dead: the deadline ends it."""
+
+    def fault(sync, served):
+        from weightwire.sender import Sender
+
+        handed_over = Sender._hand_over
+
+        def stopping(self, bucket, *rest):
+            if bucket.index == 3:
+                served[1].kill(signal.SIGSTOP)
+            handed_over(self, bucket, *rest)
+
+        Sender._hand_over = stopping
+
+        def undo():
+            Sender._hand_over = handed_over
+            sync.engines.remove(served[1])
+
+        return undo
+
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    from engine_process import EngineProcess
+
+    alive = EngineProcess.alive
+
+    def running(self):
+        return alive(self) and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+
+    EngineProcess.alive = running
+    try:
+        kind, message, states, _ = pushes_that_fail(checkpoint, tmp_path, Parallel(tensor=2), 2, fault)
+    finally:
+        EngineProcess.alive = alive
+    assert kind == "WeightSyncError"
+    assert re.search(r"receiver 2 \(engine-2, process \d+ on [^)]*\) is stopped", message)
+    assert states == [({"model": 3}, True, True)]
+
+
+def test_a_commit_that_fails_on_one_worker_is_undone_on_all(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, weights=OLD, version=3) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint)
+            with megascend.WeightSync(backend, served) as sync:
+                served[0].now("fault", fails=1)
+                with pytest.raises(WeightSyncError, match="worker 1 cannot load") as caught:
+                    sync.push(4)
+                weights = served[0].weights()[0]
+                served[0].now("fault")
+                sync.push(5)
+                return str(caught.value), [equal(worker, OLD) for worker in weights], served[0].state()["versions"]
+
+        ((message, old, versions),) = run_distributed(on_rank, 1, init=False, timeout_s=90)
+    assert "engine: CommitError: " in message or "CommitError" in message
+    assert old == [True, True]
+    assert versions == {"model": 5}
+
+
+def test_what_is_refused(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", weights=OLD, version=3) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, Parallel(tensor=2))
+            messages = []
+            for options in ({"transport": "pigeon"}, {"timeout_s": 100.0}, {"digest": "xxh3"}):
+                with pytest.raises(ConfigError) as refused:
+                    megascend.WeightSync(backend, served, **options)
+                messages.append(str(refused.value))
+            with pytest.raises(WeightSyncError) as unreachable:
+                megascend.WeightSync(backend, served, host="192.0.2.1")
+            messages.append(str(unreachable.value))
+            with megascend.WeightSync(backend, served) as sync:
+                for version in (3, 2):
+                    with pytest.raises(
+                        WeightSyncError, match=f"engine: VersionError: .*version {version} of model is offered"
+                    ):
+                        sync.push(version)
+                with pytest.raises(ConfigError, match="not a number"):
+                    sync.push(-1)
+                with pytest.raises(OutOfStepError):
+                    sync.push(4 + backend.rank)
+                sync.push(9)
+            with megascend.WeightSync(backend, []) as sync, pytest.raises(ConfigError, match="there are no engines"):
+                sync.push(10)
+            return messages
+
+        (transport, timeout, digest, host), _ = run_distributed(on_rank, 2, init=False, timeout_s=90)
+    assert "no transport 'pigeon'; known: " in transport
+    assert "gloo" in transport
+    assert "other ranks wait 60 s" in timeout
+    assert "no digest 'xxh3'; known: multilinear64" in digest
+    assert "cannot listen on '192.0.2.1'" in host
+
+
+def test_two_trainers_at_one_engine(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", weights=OLD, version=3) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint)
+            with megascend.WeightSync(backend, served) as first, megascend.WeightSync(backend, served) as second:
+                verify = first._verify
+                messages = []
+
+                def meanwhile(update):
+                    verify(update)
+                    with pytest.raises(WeightSyncError) as caught:
+                        second.push(5)
+                    messages.append(str(caught.value))
+
+                first._verify = meanwhile
+                first.push(4)
+                return messages[0], first._owner, served[0].state()["versions"]
+
+        ((message, owner, versions),) = run_distributed(on_rank, 1, init=False, timeout_s=90)
+    assert "OwnerError" in message
+    assert owner in message
+    assert versions == {"model": 4}
+
+
+def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folder, tmp_path):
+    """And another trainer can go on, at the latest when the lease has lapsed."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", weights=OLD, version=3) as served:
+
+        def dying():
+            with megascend.WeightSync(make_backend(checkpoint), served, timeout_s=1.0) as sync:
+                sync._verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
+                sync.push(4)
+
+        run_distributed(dying, 1, init=False, timeout_s=60, expect_lost={0})
+        assert equal(served[0].weights()[0][0], OLD)
+
+        def next_one():
+            with megascend.WeightSync(make_backend(checkpoint), served) as sync:
+                until = time.monotonic() + 30
+                while True:
+                    with contextlib.suppress(WeightSyncError):
+                        return sync.push(4).version
+                    assert time.monotonic() < until, served[0].state()
+                    time.sleep(0.2)
+
+        assert run_distributed(next_one, 1, init=False, timeout_s=90) == [4]
+        assert served[0].state()["versions"] == {"model": 4}

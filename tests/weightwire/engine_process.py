@@ -1,0 +1,217 @@
+"""An engine in a process of its own, forked: receivers of weightwire behind a Unix socket, one JSON line for each call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import socketserver
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightwire.errors import WireError, from_json, to_json
+from weightwire.offer import Offer, Seal
+from weightwire.receiver import Receiver
+
+DEADLINE_S = 60.0
+
+
+class Served:
+    """What the process has: a receiver for each worker, and the weights in force."""
+
+    def __init__(self, name: str, workers: int, weights: dict[str, torch.Tensor], version: int | None) -> None:
+        self.receivers = [Receiver(f"{name} worker {worker}", version=version) for worker in range(workers)]
+        self.weights: list[dict[str, torch.Tensor]] = [dict(weights) for _ in range(workers)]
+        self.adapters: dict[str, Any] = {}
+        self.faults: dict[str, Any] = {}
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        return getattr(self, what)(**arguments)
+
+    def count(self) -> int:
+        return len(self.receivers)
+
+    def fault(self, **faults: Any) -> None:
+        self.faults = faults
+
+    def begin(self, offer: Any) -> None:
+        if "deaf" in self.faults:
+            return
+        for worker, receiver in enumerate(self.receivers):
+            receiver.open(Offer.from_json(offer), worker)
+
+    def verify(self, seal: Any, timeout_s: float) -> None:
+        for receiver in self.receivers:
+            receiver.verify(Seal.from_json(seal), timeout_s)
+
+    def commit(self, update: str) -> None:
+        committed = []
+        for worker, receiver in enumerate(self.receivers):
+            kept = dict(self.weights[worker])
+
+            def load(found: Any, worker: int = worker) -> None:
+                described = self.receivers[worker].status()["update"]["target"]
+                target = self.weights[worker] if described == "model" else {}
+                for number, (name, tensor) in enumerate(found):
+                    if self.faults.get("fails") == worker and number == 2:
+                        raise RuntimeError(f"worker {worker} cannot load {name}")
+                    target[name] = tensor.clone()
+                if described != "model":
+                    self.adapters[described] = target
+
+            def restore(worker: int = worker, kept: dict[str, torch.Tensor] = kept) -> None:
+                self.weights[worker] = kept
+
+            try:
+                receiver.commit(update, load, restore)
+                committed.append(receiver)
+            except WireError as error:
+                for other in committed:
+                    other.revert(update, str(error))
+                raise
+        for receiver in self.receivers:
+            receiver.settle(update)
+
+    def drop(self, update: str) -> None:
+        for receiver in self.receivers:
+            receiver.drop(update)
+
+    def status(self) -> Any:
+        return [receiver.status() for receiver in self.receivers]
+
+    def dump(self, path: str) -> None:
+        torch.save([self.weights, self.adapters], path)
+
+
+def serve(path: Path, name: str, workers: int, weights: dict[str, torch.Tensor], version: int | None) -> None:
+    torch.set_num_threads(1)
+    served = Served(name, workers, weights, version)
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            for line in self.rfile:
+                try:
+                    answer = {"value": served.call(**json.loads(line))}
+                except WireError as error:
+                    answer = to_json(error)
+                except Exception as error:  # noqa: BLE001
+                    answer = {"error": "", "message": f"{error}\n{traceback.format_exc()}"}
+                self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+    class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+        daemon_threads = True
+
+    with Server(str(path), Handler) as server:
+        server.serve_forever()
+
+
+class EngineProcess:
+    """The test's, and a trainer's, side: an ``UpdatableEngine``."""
+
+    def __init__(
+        self, folder: Path, name: str, workers: int = 1, weights: Any = None, version: int | None = None
+    ) -> None:
+        self.name, self._path, self._folder = name, folder / f"{name}.socket", folder
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setpgid(0, 0)
+                serve(self._path, name, workers, weights or {}, version)
+            except BaseException:  # noqa: BLE001  the process ends here
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+
+    # --- a trainer's ---
+
+    async def receivers(self) -> int:
+        return await self.ask("count")
+
+    async def begin_update(self, offer: Any) -> None:
+        await self.ask("begin", offer=offer)
+
+    async def verify(self, seal: Any, timeout_s: float) -> None:
+        await self.ask("verify", seal=seal, timeout_s=timeout_s)
+
+    async def commit(self, update: str) -> None:
+        await self.ask("commit", update=update)
+
+    async def drop(self, update: str) -> None:
+        await self.ask("drop", update=update)
+
+    async def ask(self, what: str, **arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: self.now(what, **arguments))
+
+    # --- a test's ---
+
+    def now(self, what: str, **arguments: Any) -> Any:
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as line:
+                line.settimeout(DEADLINE_S)
+                line.connect(str(self._path))
+                line.sendall(json.dumps({"what": what, **arguments}).encode() + b"\n")
+                with line.makefile() as answers:
+                    text = answers.readline()
+                if not text:
+                    raise ConnectionError(f"{self.name} is gone")
+                answer = json.loads(text)
+                if "error" in answer:
+                    raise from_json(answer)
+                return answer["value"]
+            if time.monotonic() > until or not self.alive():
+                raise ConnectionError(f"{self.name} is not there")
+            time.sleep(0.01)
+
+    def state(self) -> dict[str, Any]:
+        """Of the first worker."""
+        return self.now("status")[0]
+
+    def weights(self) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]]:
+        """(those in force on each worker, adapters by target)."""
+        path = self._folder / f"{self.name}.{os.getpid()}.pt"
+        self.now("dump", path=str(path))
+        weights, adapters = torch.load(path, weights_only=True)
+        return weights, adapters
+
+    def alive(self) -> bool:
+        try:
+            return (
+                f"({self.pid})" != ""
+                and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            )
+        except OSError:
+            return False
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        self.kill()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+@contextlib.contextmanager
+def engines(folder: Path, *names: str, **options: Any) -> Iterator[list[EngineProcess]]:
+    """Engines that end with the block."""
+    started: list[EngineProcess] = []
+    try:
+        for name in names:
+            started.append(EngineProcess(folder, name, **options))
+        yield started
+    finally:
+        for engine in started:
+            engine.end()
