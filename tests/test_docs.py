@@ -28,6 +28,14 @@ def test_every_trap_names_tests_that_exist() -> None:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
+def test_every_promise_about_weights_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "weightsync.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 20
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
 def test_the_refused_options_are_listed() -> None:
     paragraph = NPU[NPU.index("The names refused for `megatron.training`") :].partition("\n\n")[0]
     assert tuple(re.findall(r"`(\w+)`", paragraph)) == NEEDS_MEGATRON_TRAINING

@@ -94,6 +94,14 @@ ELSEWHERE = {
 
 REASONS = {
     (
+        "docs/contributing.md",
+        "from weightwire.transports import register_transport",
+    ): "names a package that is not there; tests/weightwire/test_transports.py::test_a_transport_from_outside does the same",
+    (
+        "docs/weightsync.md",
+        "sync = megascend.WeightSync(",
+    ): "needs engines; tests/weightsync/test_push.py::test_engines_get_the_checkpoint_bit_for_bit makes these calls",
+    (
         "docs/npu.md",
         "from simnpu import call_log",
     ): "needs the simulated device; tests/npu/test_attention_calls.py does the same",

@@ -36,8 +36,8 @@ EXPLAIN_S = 3.0
 """How long an error waits to learn whose fault it is."""
 STORE_S = 5.0
 """Deadline of one question to the store."""
-CONNECT_S = 30.0
-"""Deadline of a connection to the store. torch asks the name server for the name of every address, which may take 5 s or more."""
+ATTEMPT_S = 6.0
+"""Deadline of an attempt to connect to it. torch asks the name server for the name of every address, which may take 5 s."""
 MOST_MEMBERS = 4096
 
 
@@ -467,16 +467,25 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
     Raises:
         TransportError: nobody answers there.
     """
-    try:
-        socket.create_connection((host, port), timeout=max(timeout_s, 0.1)).close()  # says at once that nobody is there
-        store = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout_s, CONNECT_S))
-        )
-    except (OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:200]
-        raise TransportError(
-            f"nobody listens at {host}:{port}: the sender is gone, or not reachable ({reason})"
-        ) from error
+    deadline, limit = time.monotonic() + max(timeout_s, 5 * ATTEMPT_S), timedelta(seconds=ATTEMPT_S)
+    failure: RuntimeError | None = None
+    while failure is None or time.monotonic() < deadline:
+        try:
+            socket.create_connection(
+                (host, port), timeout=max(timeout_s, 0.1)
+            ).close()  # tells at once that nobody is there
+        except OSError as error:
+            raise TransportError(
+                f"nobody listens at {host}:{port}: the sender is gone, or not reachable ({error})"
+            ) from error
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            break
+        except RuntimeError as error:
+            failure = error
+    else:
+        reason = str(failure).splitlines()[0][:200]
+        raise TransportError(f"the store at {host}:{port}, the sender's, does not answer ({reason})") from failure
     store.set_timeout(timedelta(seconds=max(timeout_s, 0.1)))
     return store
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
-from engine_process import engines
+from engine_process import ended_by, engines
 
 import megascend
 from megascend import Adam, Adapters, Batching, Lora, Parallel
@@ -349,7 +349,7 @@ def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folde
                 sync._verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
                 sync.push(4)
 
-        run_distributed(dying, 1, init=False, timeout_s=60, expect_lost={0})
+        assert run_distributed(lambda: ended_by(dying), 1, init=False, timeout_s=60) == [-signal.SIGKILL]
         assert equal(served[0].weights()[0][0], OLD)
 
         def next_one():

@@ -12,7 +12,7 @@ import socketserver
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +139,10 @@ class EngineProcess:
         return await self.ask("count")
 
     async def begin_update(self, offer: Any) -> None:
-        await self.ask("begin", offer=offer)
+        await self.ask("begin", offer=offer.to_json())
 
     async def verify(self, seal: Any, timeout_s: float) -> None:
-        await self.ask("verify", seal=seal, timeout_s=timeout_s)
+        await self.ask("verify", seal=seal.to_json(), timeout_s=timeout_s)
 
     async def commit(self, update: str) -> None:
         await self.ask("commit", update=update)
@@ -215,3 +215,27 @@ def engines(folder: Path, *names: str, **options: Any) -> Iterator[list[EnginePr
     finally:
         for engine in started:
             engine.end()
+
+
+def ended_by(do: Callable[[], object], timeout_s: float = 60.0) -> int:
+    """Minus the signal that ended a fork of this process in which ``do`` ran; 1 if ``do`` raised, 0 if it returned."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            do()
+            status = 0
+        except BaseException:  # noqa: BLE001  the process ends here
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    until = time.monotonic() + timeout_s
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError(f"it has not ended within {timeout_s:g} s")
+        time.sleep(0.01)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
+
+from weightwire.offer import Offer, Seal
 
 T = TypeVar("T")
 
@@ -20,9 +22,9 @@ class UpdatableEngine(Protocol):
 
     async def receivers(self) -> int: ...
 
-    async def begin_update(self, offer: Mapping[str, Any]) -> None: ...
+    async def begin_update(self, offer: Offer) -> None: ...
 
-    async def verify(self, seal: Mapping[str, Any], timeout_s: float) -> None: ...
+    async def verify(self, seal: Seal, timeout_s: float) -> None: ...
 
     async def commit(self, update: str) -> None: ...
 

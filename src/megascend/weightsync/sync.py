@@ -259,7 +259,7 @@ class WeightSync:
         update.name = self._listener.new_group([f"trainer {self._owner}", *members])
         offers, first = {}, 1
         for name in names:
-            offers[name] = self._offer(update.name, first, counts[name], manifest).to_json()
+            offers[name] = self._offer(update.name, first, counts[name], manifest)
             first += counts[name]
         begun = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
         self._require_all(*begun, f"version {version} was not begun", "; the old weights are in force on all engines")
@@ -292,9 +292,10 @@ class WeightSync:
 
     def _verify(self, update: _Update) -> None:
         assert update.seal is not None
-        seal = update.seal.to_json()
-        found = self._all(update, lambda engine: engine.verify(seal, self._timeout_s), self._timeout_s)
-        what = f"version {update.seal.version} was not verified"
+        seal = update.seal
+        in_time = max(0.1, self._timeout_s - 2.0)  # leaves it time to answer
+        found = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
+        what = f"version {seal.version} was not verified"
         self._require_all(*found, what, "; the old weights are in force on all engines")
 
     def _commit(self, update: _Update, version: int) -> None:

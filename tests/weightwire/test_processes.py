@@ -1,0 +1,203 @@
+"""Trainers and engines in processes of their own; and the package without anything of megascend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from engine_process import ended_by, engines
+from in_process import TIMEOUT_S, Trainer, manifest_of, same, tensors
+
+from megascend.testing import run_distributed
+from weightwire.errors import WireError
+from weightwire.offer import Offer
+from weightwire.sender import Sender
+
+OLD, NEW = tensors(1), tensors(2)
+ROOT = Path(__file__).parents[2]
+
+
+class Remote(Trainer):
+    """A trainer of engines in other processes."""
+
+    def begin(self, manifest):
+        (offer,) = self.offers(manifest)
+        self.receivers[0].now("begin", offer=offer.to_json())
+        return offer
+
+    def connect(self, offer: Offer) -> Sender:
+        return Sender.connect(
+            self.listener, offer.update, offer.manifest, transport=self.transport, timeout_s=self.timeout_s
+        )
+
+    def whole(self, version, weights):
+        offer = self.begin(manifest_of(weights, version, 300))
+        with self.connect(offer) as sender:
+            seal = sender.send(weights.items())
+        self.receivers[0].now("verify", seal=seal.to_json(), timeout_s=TIMEOUT_S)
+        self.receivers[0].now("commit", update=offer.update)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def weights_and_death(after: int):
+    for number, item in enumerate(NEW.items()):
+        if number == after:
+            die()
+        yield item
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after", "verified", "committed"])
+def test_a_trainer_killed_at_any_point(tmp_path, when):
+    """The old weights are in force (or, once committed, the new ones), and the next trainer's update works."""
+    with engines(tmp_path, "engine", weights=OLD, version=1) as (engine,):
+
+        def dying():
+            trainer = Remote([engine], owner="dying")
+            trainer.timeout_s, trainer.lease_s = 5.0, 1.0
+            offer = trainer.begin(manifest_of(NEW, 2, 300))
+            if when == "before":
+                die()
+            with trainer.connect(offer) as sender:
+                seal = sender.send(weights_and_death(4) if when == "during" else NEW.items())
+                if when == "after":
+                    die()
+                engine.now("verify", seal=seal.to_json(), timeout_s=TIMEOUT_S)
+                if when == "verified":
+                    die()
+                engine.now("commit", update=offer.update)
+                die()
+
+        assert run_distributed(lambda: ended_by(dying), 1, init=False, timeout_s=60) == [-signal.SIGKILL]
+        committed = when == "committed"
+        assert same(engine.weights()[0][0], NEW if committed else OLD)
+        assert engine.state()["versions"] == {"model": 2 if committed else 1}
+        dropped = run_distributed(lambda: until_free(engine), 1, init=False, timeout_s=60)[0]
+        if when in ("before", "during"):
+            assert "the sender" in dropped
+            assert "gone" in dropped or "not reachable" in dropped
+        elif not committed:
+            assert "nobody went on with it for 1 s" in dropped
+        newest = tensors(3)
+        run_distributed(lambda: Remote([engine]).whole(3, newest), 1, init=False, timeout_s=60)
+        assert same(engine.weights()[0][0], newest)
+
+
+def until_free(engine):
+    """Why the update that was open is not any more."""
+    until = time.monotonic() + TIMEOUT_S
+    while (state := engine.state())["update"]["state"] not in ("dropped", "committed"):
+        assert time.monotonic() < until, state
+        time.sleep(0.05)
+    return state["update"]["problem"]
+
+
+def test_an_engine_killed_while_it_receives_and_started_again(tmp_path):
+    def killing(engine):
+        for number, item in enumerate(NEW.items()):
+            if number == 4:
+                engine.kill()
+            yield item
+
+    with engines(tmp_path, "first", version=1) as (engine,):
+
+        def on_rank():
+            trainer = Remote([engine])
+            with pytest.raises(WireError) as caught, trainer.connect(trainer.begin(manifest_of(NEW, 2, 300))) as sender:
+                sender.send(killing(engine))
+            return str(caught.value)
+
+        (message,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
+        assert "receiver 1 (first" in message
+        assert "is gone" in message
+    with engines(tmp_path, "second") as (engine,):
+        run_distributed(lambda: Remote([engine]).whole(2, NEW), 1, init=False, timeout_s=60)
+        assert same(engine.weights()[0][0], NEW)
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+
+import weightwire
+assert weightwire.__file__.startswith(sys.argv[1]), weightwire.__file__
+import torch
+from weightwire.group import Listener
+from weightwire.manifest import Manifest
+from weightwire.offer import Offer
+from weightwire.receiver import Receiver
+from weightwire.sender import Sender, spec_of
+
+weights = {"a": torch.arange(7.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+manifest = Manifest(1, tuple(spec_of(*item) for item in weights.items()), 16)
+listener, receiver, found = Listener(), Receiver("engine"), {}
+name = listener.new_group(["trainer", "engine"])
+receiver.open(Offer(name, "trainer", listener.host, listener.port, 1, 1, "gloo", 30.0, 30.0, manifest))
+with Sender.connect(listener, name, manifest, transport="gloo", timeout_s=30.0) as sender:
+    seal = sender.send(weights.items())
+receiver.verify(seal, 30.0)
+receiver.commit(name, lambda tensors: found.update((key, tensor.clone()) for key, tensor in tensors))
+assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in weights)
+foreign = [name for name in sys.modules if name.split(".")[0] in ("megascend", "megatron", "transformers", "vllm", "simnpu")]
+assert foreign == [], foreign
+print("in force")
+"""
+
+
+def test_the_small_distribution_stands_alone(tmp_path):
+    """Built as an engine's environment installs it, it has all of weightwire, brings nothing, and an update runs on it."""
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, str(ROOT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    (wheel,) = tmp_path.glob("weightwire-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+        metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+        entry_points = next(
+            archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt")
+        )
+        packed = {name for name in archive.namelist() if name.startswith("weightwire/")}
+    assert [line for line in metadata.splitlines() if line.startswith("Requires-Dist")] == ["Requires-Dist: torch>=2.6"]
+    assert "[vllm.general_plugins]\nweightwire = weightwire.vllm:register" in entry_points
+    source = ROOT / "src" / "weightwire"
+    assert packed == {f"weightwire/{path.relative_to(source)}" for path in source.rglob("*.py")} | {
+        "weightwire/py.typed"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "installed")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "in force"
+
+
+BUILD = """
+import os, shutil, sys
+from pathlib import Path
+
+root, target = map(Path, sys.argv[1:])
+shutil.copytree(root / "receiver", target / "tree" / "receiver", ignore=shutil.ignore_patterns("build"))
+shutil.copytree(root / "src" / "weightwire", target / "tree" / "src" / "weightwire", ignore=shutil.ignore_patterns("__pycache__"))
+os.chdir(target / "tree" / "receiver")
+from setuptools import build_meta
+
+build_meta.build_wheel(str(target))
+"""
