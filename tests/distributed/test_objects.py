@@ -26,6 +26,9 @@ from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, P
 from megascend.testing import Lost, run_distributed
 from megascend.topology.topology import plan
 
+NEVER_S = 3600.0
+"""Longer than any deadline here: what waits so long fails the test."""
+
 
 @pytest.fixture
 def groups_of_two_by_two(runtime: Runtime):
@@ -74,38 +77,35 @@ def test_one_process(runtime: Runtime) -> None:
 
 
 def test_ranks_that_do_not_come_are_named(groups_of_two_by_two) -> None:
-    def work() -> tuple[str, float]:
+    def work() -> str:
         groups: ProcessGroups = groups_of_two_by_two(2.0)
         assert gather_objects(groups.rank, "world", groups) == [0, 1, 2, 3]
-        start = time.monotonic()
         if groups.rank == 2:
-            time.sleep(6)
-            return "", 0.0
+            time.sleep(NEVER_S)
         with pytest.raises(CollectiveTimeoutError) as caught:
             gather_objects(groups.rank, "world", groups)
-        return str(caught.value), time.monotonic() - start
+        return str(caught.value)
 
-    results = run_distributed(work, 4, init=False, timeout_s=30)
+    results = run_distributed(work, 4, init=False, expect_lost={2})
     for rank in (0, 1, 3):
-        message, seconds = results[rank]
+        message = results[rank]
         assert message.startswith(f"rank {rank}: 1 of 4 ranks did not arrive at gather_objects within 2 s: rank 2."), (
             message
         )
-        assert seconds < 6
 
 
 def test_a_group_error_names_the_group(groups_of_two_by_two) -> None:
     def work() -> str:
         groups: ProcessGroups = groups_of_two_by_two(2.0)
         if groups.rank == 3:
-            time.sleep(4)
+            time.sleep(NEVER_S)
         if groups.rank != 2:
             return ""
         with pytest.raises(CollectiveTimeoutError) as caught:
             all_reduce_numbers([1.0], "tp", groups)
         return str(caught.value)
 
-    message = run_distributed(work, 4, init=False, timeout_s=30)[2]
+    message = run_distributed(work, 4, init=False, expect_lost={3})[2]
     assert "1 of 2 ranks did not arrive at all_reduce_numbers on group 'tp' within 2 s: rank 3." in message
 
 
@@ -113,8 +113,7 @@ def test_who_misses_a_call_is_missed_at_the_call(groups_of_two_by_two) -> None:
     def work() -> list[str]:
         groups: ProcessGroups = groups_of_two_by_two(1.5)
         if groups.rank == 1:
-            time.sleep(6)
-            return []
+            time.sleep(NEVER_S)
         messages = []
         for collective in (
             lambda: agree("optimizer_step(['a'])", groups),
@@ -125,7 +124,7 @@ def test_who_misses_a_call_is_missed_at_the_call(groups_of_two_by_two) -> None:
             messages.append(str(caught.value))
         return messages
 
-    first, second = run_distributed(work, 4, init=False, timeout_s=180)[0]
+    first, second = run_distributed(work, 4, init=False, expect_lost={1})[0]
     assert "1 of 4 ranks did not arrive at optimizer_step within 1.5 s: rank 1." in first
     assert " did not arrive at gather_objects for forward_backward within 1.5 s: rank" in second
 
@@ -152,41 +151,38 @@ def test_what_one_rank_cannot_do_is_raised_on_all(groups_of_two_by_two) -> None:
 
 def test_a_barrier_with_its_own_timeout_and_label(groups_of_two_by_two) -> None:
     def work() -> tuple[str, float]:
-        groups: ProcessGroups = groups_of_two_by_two(60.0)
+        groups: ProcessGroups = groups_of_two_by_two(NEVER_S)
         start = time.monotonic()
         if groups.rank in (0, 3):
-            time.sleep(4)
-            return "", 0.0
+            time.sleep(NEVER_S)
         with pytest.raises(CollectiveTimeoutError) as caught:
             barrier(groups, timeout_s=1.0, label="the checkpoint of step 7")
         return str(caught.value), time.monotonic() - start
 
-    message, seconds = run_distributed(work, 4, init=False, timeout_s=30)[1]
+    message, seconds = run_distributed(work, 4, init=False, expect_lost={0, 3})[1]
     assert "2 of 4 ranks did not arrive at the checkpoint of step 7 within 1 s: ranks 0, 3." in message
-    assert 0.9 < seconds < 10
+    assert seconds > 0.9
 
 
 def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
-    def work() -> tuple[str, float]:
-        groups: ProcessGroups = groups_of_two_by_two(60.0)
+    def work() -> str:
+        groups: ProcessGroups = groups_of_two_by_two(NEVER_S)
         barrier(groups)
         if groups.rank == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         if groups.rank > 1:
             assert gather_objects(groups.rank, "tp", groups) == [2, 3]
-            return "", 0.0
-        start = time.monotonic()
+            return ""
         with pytest.raises(PeerLostError) as caught:
             gather_objects(groups.rank, "tp", groups)
-        return str(caught.value), time.monotonic() - start
+        return str(caught.value)
 
-    results = run_distributed(work, 4, init=False, timeout_s=30, expect_lost={1})
-    message, seconds = results[0]
+    results = run_distributed(work, 4, init=False, expect_lost={1})
+    message = results[0]
     assert "1 of 2 ranks did not arrive at gather_objects on group 'tp'" in message
     assert ": rank 1." in message
     assert "Rank 1 is gone: its process has ended, last heard of" in message
-    assert seconds < 10  # of a timeout of 60
     assert results[1] == Lost(-signal.SIGKILL)
 
 
