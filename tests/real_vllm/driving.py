@@ -55,6 +55,7 @@ class Server:
             "WEIGHTWIRE_FAULT": str(self.fault),
             "VLLM_SERVER_DEV_MODE": "1",  # routes that must be guarded
             "VLLM_NO_USAGE_STATS": "1",
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # else memory grows until it has seen 1024 shapes of products
             "HF_HUB_OFFLINE": "1",
         }
         self.process = VllmProcess(

@@ -591,7 +591,8 @@ def test_a_hundred_updates_lose_no_request_and_leave_memory_flat(server, weights
         assert any(one.first_version < one.last_version for one in answered)
 
     with_engine(server, act)
-    assert sizes[1] - sizes[0] < 40 * 2**20, sizes
+    print("bytes of server and workers after updates 21 and 100:", sizes)
+    assert sizes[1] - sizes[0] < 20 * 2**20, sizes
 
 
 def test_an_engine_that_is_killed_is_named(server, weights, listener):
