@@ -354,6 +354,7 @@ CARDS = "needs cards"
 INSTALLS = "installs packages"
 COMMANDS = {
     "bash scripts/quickstart.sh": "tests/test_snippets.py::test_the_quick_start_runs",
+    "bash scripts/vllm_env.sh": INSTALLS,
     "bash scripts/test.sh": "what .ci/run runs",
     ".ci/run": "continuous integration itself",
     "bash scripts/test_vllm.sh": "needs a vLLM of 3.5 GB; runs tests/real_vllm",
