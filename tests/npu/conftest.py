@@ -63,19 +63,27 @@ def npu_environment(**changes: str) -> dict[str, str]:
 def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Run code on the simulated device: ``run_python(code, *arguments, check=True, **environment)``.
 
-    Each in a fork of a process that has imported torch, transformers and peft, and nothing of Megatron or MindSpeed.
+    Each in a fork of a process that has imported torch and nothing of Megatron or MindSpeed; with ``huggingface=True``
+    transformers and peft as well, whose lazy modules MindSpeed's own import asks for what they cannot import.
     """
-    server = ProgramServer(("torch", "torch_npu", *IMPORTED["transformers"], "peft"))
+    device = ("torch", "torch_npu")
+    servers = {False: ProgramServer(device), True: ProgramServer((*device, *IMPORTED["transformers"], "peft"))}
 
     def run(
-        code: str, *arguments: str, check: bool = True, timeout: float = 300, **environment: str
+        code: str,
+        *arguments: str,
+        check: bool = True,
+        huggingface: bool = False,
+        timeout: float = 300,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        done = server.run(code, arguments, npu_environment(**environment), timeout_s=timeout)
+        done = servers[huggingface].run(code, arguments, npu_environment(**environment), timeout_s=timeout)
         assert not check or done.returncode == 0, done.stderr[-4000:]
         return done
 
     yield run
-    server.close()
+    for server in servers.values():
+        server.close()
 
 
 @pytest.fixture(scope="session")
