@@ -23,7 +23,7 @@ ROW = re.compile(r"^(copy|shift|count|phrase|\(base model\)) +([\d.]+) +([\d.]+)
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 
 
-def run(script: str, folder: Path, *arguments: str, **environment: str) -> str:
+def run(script: str, folder: Path, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str) -> str:
     """Output of a shell script of the cookbook, which ends with all its processes at the deadline."""
     path = os.pathsep.join([str(ROOT / "src"), *(entry for entry in sys.path if entry)])
     variables = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGASCEND_RUN": str(folder)}
@@ -37,7 +37,7 @@ def run(script: str, folder: Path, *arguments: str, **environment: str) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=deadline_s)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -119,3 +119,18 @@ def test_a_tenant_that_did_not_learn_is_found(monkeypatch: pytest.MonkeyPatch) -
     ):
         table = {name: dict(zip(tasks, row, strict=True)) for name, row in losses.items()}
         assert script.what_is_wrong(table) == problem
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+def test_async_grpo_raises_the_reward(engine: str, tmp_path: Path) -> None:
+    """By rewards alone; the script itself fails if it does not."""
+    python = Path(os.environ.get("MEGASCEND_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    if engine == "vllm" and not os.access(python, os.X_OK):
+        pytest.skip(f"no vLLM: {python} is missing (bash scripts/vllm_env.sh; MEGASCEND_VLLM_PYTHON names another one)")
+    chosen = ("--engine", engine, "--vllm-python", str(python), "--steps", "30", "--output", str(tmp_path / "out"))
+    output = run("async_grpo.sh", tmp_path, *chosen, "--tensor", "2", deadline_s=900, NPROC="2")
+    before, after = map(float, re.findall(r"reward on new prompts: ([\d.]+) before, ([\d.]+) after", output)[0])
+    assert after > before + 0.05
+    assert re.search(r"^step 1/30  reward [\d.]+  lag 0.0  mismatch \d.\de-0[6-9]", output, re.MULTILINE), output
+    assert (tmp_path / "out" / "async_grpo.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""Every example of a run file is one that ``megascend train`` accepts, and its data are there."""
+"""Every example of a run file is one that ``megascend train`` or ``megascend rl`` accepts, and its data are there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import pytest
 
 from megascend.app.data import read_documents
 from megascend.config import load_config
+from megascend.config.rl import load_rl_config
+from megascend.rollout.prompts import read_prompts
+from megascend.rollout.rewards import load_reward
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted((ROOT / "examples").rglob("*.yaml"))
+RL = ROOT / "examples" / "rl"
+FILES = sorted(set((ROOT / "examples").rglob("*.yaml")) - set(RL.rglob("*.yaml")))
 
 
 def test_there_are_examples() -> None:
@@ -23,3 +27,15 @@ def test_an_example_can_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     config = load_config(path)
     assert len(read_documents(config.data.path)) >= config.data.global_batch_size
     assert config.schedule.total_steps in (0, config.steps)
+
+
+def test_the_example_of_rl_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_rl_config(RL / "sort_digits.yaml")
+    assert config.evaluation is not None
+    assert len(read_prompts(config.rollout.prompts)) >= config.rollout.prompts_per_step
+    reward = load_reward(config.rollout.reward)
+    for prompt in read_prompts(config.evaluation.prompts):
+        assert reward(prompt["answer"], prompt) == 1.0
+        assert reward(prompt["answer"] + "x", prompt) == 4 / 5
+        assert sorted(prompt["prompt"][1:4]) == list(prompt["answer"][:3])

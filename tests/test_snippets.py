@@ -21,7 +21,8 @@ import yaml
 from typer.main import get_command
 
 from megascend.cli.main import app
-from megascend.config import Lora, RunConfig
+from megascend.config import Lora, RunConfig, TrainerConfig
+from megascend.config.rl import RlConfig
 from megascend.testing import run_distributed, write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -226,6 +227,10 @@ def check_targets_are_known(found: dict[str, Any]) -> None:
     assert target_maps._by_model_type["my_model_type"] is found["layer_targets"]
 
 
+def check_reward(found: dict[str, Any]) -> None:
+    assert found["sorted_digits"]("13", {"answer": "134."}) == 0.5
+
+
 def check_nothing(found: dict[str, Any]) -> None:
     """That it runs is all there is to see."""
 
@@ -243,6 +248,7 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),
     ("docs/quickstart.md", "megascend.bootstrap()"): (2, with_a_small_model, check_trained),
+    ("docs/rl.md", "def sorted_digits"): (1, nothing, check_reward),
     ("docs/reliability.md", "pending = backend.save"): (1, with_backend, check_progress),
     ("docs/contributing.md", "import torch"): (1, nothing, check_loss_is_known),
     ("docs/contributing.md", "class BigramBackend"): (1, nothing, check_engine_is_known),
@@ -318,11 +324,26 @@ def test_the_test_of_an_architecture_passes(tmp_path: Path, monkeypatch: pytest.
 # --- run files ---
 
 SETTINGS = {"model": "PATH", "output": "PATH", "data": {"path": "PATH"}}
+RL_SETTINGS = {
+    "model": "PATH",
+    "output": "PATH",
+    "rollout": {"prompts": "PATH", "reward": "package.module:function"},
+}
 
 
 @pytest.mark.parametrize("each", [b for b in BLOCKS if b.language == "yaml"], ids=str)
 def test_a_run_file_is_accepted(each: Block) -> None:
-    RunConfig.model_validate(SETTINGS | yaml.safe_load(each.text))
+    if each.page == "docs/rl.md":
+        assert RlConfig.model_validate(RL_SETTINGS | yaml.safe_load(each.text)) == RlConfig.model_validate(RL_SETTINGS)
+    else:
+        RunConfig.model_validate(SETTINGS | yaml.safe_load(each.text))
+
+
+def test_every_setting_of_rl_is_documented_with_its_default() -> None:
+    documented = yaml.safe_load(block("docs/rl.md", "engines: ").text)
+    defaults = RlConfig.model_validate(RL_SETTINGS).model_dump(mode="json")
+    own = {name: value for name, value in defaults.items() if name not in TrainerConfig.model_fields}
+    assert keys_of(documented) == keys_of(own)
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
@@ -362,6 +383,7 @@ COMMANDS = {
     "megascend train run.yaml --nproc 2": "tests/cli/test_cli_resume.py",
     "megascend train run.yaml --resume auto": "tests/cli/test_cli_resume.py",
     "megascend train chat.yaml": "a line that megascend doctor --run prints",
+    "megascend rl examples/rl/sort_digits.yaml": "tests/cli/test_cli_rl.py",
     "megascend show-config": "tests/cli/test_cli_new_model.py",
     "megascend new-model": "tests/cli/test_cli_new_model.py",
     "megascend export": "tests/cli/test_cli_train.py",

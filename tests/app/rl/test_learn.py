@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from megascend.config.rl import Objective
 from megascend.rollout.group import Group, Response
 from megascend.testing import run_distributed, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+WORKER = Path(__file__).with_name("single_gradients.py")
 VOCABULARY = 120
 
 
@@ -76,31 +82,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("rl") / "qwen3", "qwen3")
 
 
-@pytest.mark.parametrize(("loss", "correction", "average"), CASES)
-def test_gradients_of_a_step_are_those_of_plain_pytorch(
-    checkpoint: Path, loss: str, correction: str, average: str
-) -> None:
+def test_gradients_of_a_step_are_those_of_plain_pytorch(checkpoint: Path, tmp_path: Path) -> None:
+    """In a process of its own, with the engine that patches nothing: what it accumulates can be looked at."""
     from transformers import AutoModelForCausalLM
 
     groups, cap = recorded(), 1.5
-    expected: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    value = reference(expected, groups, loss, correction, average, cap)
-
-    def on_rank() -> tuple[float, dict[str, torch.Tensor], Any]:
-        objective = Objective(loss=loss, correction=correction, average=average, cap=cap)
-        with megascend.SingleBackend(checkpoint, precision="fp32") as backend:
-            learned = learn(backend, groups, objective)
-            model: Any = backend.engine.model  # type: ignore[attr-defined]
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-            return learned.result.loss, gradients, learned.mismatch
-
-    found, gradients, mismatch = run_distributed(on_rank, 1, init=False)[0]
-    assert found == pytest.approx(value, abs=2e-6)
-    for name, parameter in expected.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        assert float((gradients[name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, name
-    assert mismatch.tokens == sum(len(one.tokens) for group in groups for one in group.responses)
-    assert 0 < mismatch.truncated < mismatch.tokens
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    (tmp_path / "groups.json").write_text(json.dumps([group.to_json() for group in groups]))
+    job = [checkpoint, tmp_path / "groups.json", json.dumps(CASES), str(cap), tmp_path / "result"]
+    done = subprocess.run(
+        [sys.executable, WORKER, *map(str, job)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for case, found in zip(CASES, torch.load(tmp_path / "result", weights_only=True), strict=True):
+        expected: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        assert found["loss"] == pytest.approx(reference(expected, groups, *case, cap), abs=2e-6), case
+        for name, parameter in expected.named_parameters():
+            scale = float(parameter.grad.abs().max())
+            assert float((found["gradients"][name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, (case, name)
+        assert found["tokens"] == sum(len(one.tokens) for group in groups for one in group.responses)
+        assert 0 < found["truncated"] < found["tokens"]
 
 
 def test_samples_carry_advantages_on_responses_alone() -> None:
@@ -117,7 +123,6 @@ def test_samples_carry_advantages_on_responses_alone() -> None:
 
 
 def test_ranks_share_a_batch_and_agree_on_its_figures(checkpoint: Path) -> None:
-    megascend.bootstrap("cpu").load_megatron()
     groups = recorded(1)
 
     def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
 
     Raises:
         ConfigError: an entry is neither ``local`` nor an address.
+        SecretKeyError: servers are named, and the environment has no key for them (WEIGHTWIRE_KEY, WEIGHTWIRE_KEY_FILE).
     """
     return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
 
@@ -33,6 +35,12 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
             precision=config.precision,
             seed=config.seed + index,
         )
+    if address.startswith("http://"):
+        from megascend.rollout.engines.vllm import VllmEngine
+
+        # Under the same name a resumed run has its engines back.
+        owner = f"{socket.gethostname()}:{config.output.resolve()}"
+        return VllmEngine(address, owner=owner, generate_timeout_s=config.rollout.timeout_s)
     raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,11 @@ class LocalEngine:
     async def receivers(self) -> int:
         return 1
 
-    async def begin_update(self, offer: Offer | Mapping[str, Any]) -> None:
-        await self._ask("begin_update", self._control_s, offer=_json(offer))
+    async def begin_update(self, offer: Offer) -> None:
+        await self._ask("begin_update", self._control_s, offer=offer.to_json())
 
-    async def verify(self, seal: Seal | Mapping[str, Any], timeout_s: float) -> None:
-        await self._ask("verify", timeout_s + 5.0, seal=_json(seal), timeout_s=timeout_s)
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await self._ask("verify", timeout_s + 5.0, seal=seal.to_json(), timeout_s=timeout_s)
 
     async def commit(self, update: str) -> None:
         await self._ask("commit", self._control_s, update=update)
@@ -102,7 +102,3 @@ class LocalEngine:
             raise EngineError(
                 f"{self.name} does not load adapters ({adapter!r}): push the model with the adapter merged"
             )
-
-
-def _json(value: Offer | Seal | Mapping[str, Any]) -> dict[str, Any]:
-    return value.to_json() if isinstance(value, (Offer, Seal)) else dict(value)

@@ -1,0 +1,249 @@
+"""Asynchronous GRPO as one flat script: a real vLLM samples while Megatron-Core learns, until a tiny model sorts digits.
+
+    bash cookbook/async_grpo.sh                                  # one trainer process and a vLLM on the CPU
+    NPROC=2 bash cookbook/async_grpo.sh --tensor 2               # two of them, tensor parallel
+    bash cookbook/async_grpo.sh --engine local                   # transformers in a process of its own instead of vLLM
+
+The task is "s314=" -> "134.". Some supervised steps on answers warm the model up, enough for some responses to be right. Then
+rewards alone teach it: eight responses to each of sixteen prompts, the share of right characters as the reward, advantages within
+each group (GRPO). The engine is never more than one step behind; it gets new weights after every step, while it samples.
+
+The script prints the reward before and after and ends with 1 unless it has risen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import megascend
+
+STOP = "."
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="GRPO with rollouts by vLLM beside the trainer.")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/cookbook/async_grpo"), help="figure, vLLM's log and key"
+    )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=["vllm"],
+        metavar="vllm|local|http://HOST:PORT",
+        help="one or several: a vLLM started here, transformers in a process of its own, or a server that runs already",
+    )
+    parser.add_argument("--platform", choices=("auto", "cpu", "cuda", "npu"), default="auto")
+    parser.add_argument(
+        "--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="of scripts/vllm_env.sh"
+    )
+    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--digits", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=90, help="supervised steps before the first reward")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--prompts", type=int, default=16, help="of one step")
+    parser.add_argument("--responses", type=int, default=8, help="to one prompt")
+    parser.add_argument("--max-lag", type=int, default=1, help="steps that the engine may be behind")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    return parser.parse_args()
+
+
+def draw_task(digits: int, draw: random.Random) -> dict[str, str]:
+    """A prompt and its answer."""
+    number = "".join(draw.choice("0123456789") for _ in range(digits))
+    return {"prompt": f"s{number}=", "answer": "".join(sorted(number)) + STOP}
+
+
+def reward(response: str, task: Mapping[str, Any]) -> float:
+    """Share of characters that are those of the answer, at their places."""
+    answer = task["answer"]
+    return sum(mine == right for mine, right in zip(response, answer, strict=False)) / max(len(answer), len(response))
+
+
+class Tasks:
+    """Prompts without end, as the collector wants them."""
+
+    def __init__(self, digits: int, seed: int) -> None:
+        self._digits, self._seed, self._drawn = digits, seed, 0
+
+    def __iter__(self) -> Iterator[list[dict[str, str]]]:
+        return self
+
+    def __next__(self) -> list[dict[str, str]]:
+        self._drawn += 1
+        return [draw_task(self._digits, random.Random(f"{self._seed}/{self._drawn}"))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drawn = state["drawn"]
+
+
+def warm_up(backend: Any, tokenizer: Any, arguments: argparse.Namespace) -> float:
+    """Supervised steps on answers; the last loss. Every rank draws the same samples."""
+    draw, loss = random.Random(0), float("nan")
+    for _ in range(arguments.warm_up):
+        samples = []
+        for _ in range(32):
+            task = draw_task(arguments.digits, draw)
+            prompt = tokenizer.encode(task["prompt"])
+            samples.append(
+                megascend.Sample.causal(prompt + tokenizer.encode(task["answer"]), prompt_length=len(prompt))
+            )
+        result = backend.forward_backward(backend.shard(samples))
+        backend.optimizer_step()
+        loss = result.loss
+    return loss
+
+
+def bars(rows: list[dict[str, Any]], width: int = 50) -> str:
+    """Rewards over the steps as text: ten lines, each the mean of a tenth of the run."""
+    lines, size = [], max(1, len(rows) // 10)
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        mean = sum(row["reward"] for row in part) / len(part)
+        lines.append(f"steps {part[0]['step']:4}-{part[-1]['step']:<4} {mean:.3f} {'#' * round(mean * width)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    parallel = megascend.Parallel(tensor=arguments.tensor)
+    megascend.bootstrap(arguments.platform, parallel)
+    from megascend.app.plot import plot_metrics
+    from megascend.app.rl.learn import learn
+    from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.run import load_tokenizer
+    from megascend.config.rl import Objective
+    from megascend.rollout.buffer import RolloutBuffer
+    from megascend.rollout.collector import RolloutCollector, Task
+    from megascend.rollout.engines.base import Sampling
+    from megascend.rollout.engines.local import LocalEngine
+    from megascend.rollout.engines.vllm import VllmEngine
+    from megascend.rollout.engines.vllm_process import VllmProcess
+    from weightwire.keys import read_key, write_key
+
+    tokenizer: Any = load_tokenizer(arguments.model)
+    with ExitStack() as stack:
+        backend = megascend.MegatronBackend(
+            model=arguments.model,
+            parallel=parallel,
+            precision="fp32",
+            platform=arguments.platform,
+            optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
+        )
+        stack.enter_context(backend)
+        main_rank = backend.rank == 0
+
+        # Engines start, in processes and environments of their own, while the model warms up. Their first weights do not matter.
+        servers: dict[int, Any] = {}
+        key_file = arguments.output / "key"
+        if main_rank:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            if "vllm" in arguments.engine:
+                key_file.unlink(missing_ok=True)
+                write_key(key_file)
+            for number, kind in enumerate(arguments.engine):
+                if kind == "vllm":
+                    servers[number] = VllmProcess(
+                        arguments.vllm_python,
+                        arguments.model,
+                        key_file=key_file,
+                        log=arguments.output / f"vllm-{number}.log",
+                        options=("--enforce-eager", "--dtype=float32", "--max-model-len=64", "--max-num-seqs=128"),
+                    )
+                    stack.callback(servers[number].close)
+        start = time.perf_counter()
+        loss = warm_up(backend, tokenizer, arguments)
+        if main_rank:
+            print(
+                f"warmed up: loss {loss:.3f} after {arguments.warm_up} steps, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+        engines: list[Any] = []
+        collector = None
+        if main_rank:
+            for number, kind in enumerate(arguments.engine):
+                if kind == "local":
+                    engines.append(LocalEngine(arguments.model, name=f"local engine {number}"))
+                elif kind == "vllm":
+                    servers[number].wait_until_listening(timeout_s=540)
+                    engines.append(VllmEngine(servers[number].address, key=read_key(key_file)))
+                else:
+                    engines.append(VllmEngine(kind))  # the key comes from the environment: WEIGHTWIRE_KEY_FILE
+            print(f"{len(engines)} engines after {time.perf_counter() - start:.0f} s", flush=True)
+
+            # Whatever waits for engines' answers runs on the collector's thread.
+            (stop,) = tokenizer.encode(STOP)
+            task = Task(
+                encode=lambda prompt: tokenizer.encode(prompt["prompt"]),
+                decode=lambda tokens: tokenizer.decode(list(tokens)),
+                reward=reward,
+                sampling=Sampling(max_tokens=arguments.digits + 3, stop_token_ids=(stop,), seed=0),
+                group_size=arguments.responses,
+            )
+            buffer = RolloutBuffer(arguments.prompts, arguments.max_lag)
+            collector = RolloutCollector(engines, Tasks(arguments.digits, seed=1), buffer, task)
+            stack.callback(collector.close)
+
+        # All ranks call these; rank 0 alone talks to engines.
+        rollouts = SharedRollouts(backend, collector, patience_s=300)
+        sync = stack.enter_context(megascend.WeightSync(backend, engines))
+        sync.push(version=1)
+        held_out = [draw_task(arguments.digits, random.Random(f"held out/{number}")) for number in range(48)]
+        before = rollouts.evaluate(held_out, temperature=1.0, n=4)
+        rollouts.on_rank_0(lambda collector: collector.start(step=0, offset=1))
+
+        rows = []
+        for step in range(1, arguments.steps + 1):
+            begun = time.perf_counter()
+            groups = rollouts.take(step - 1, stop=lambda: False)
+            assert groups is not None
+            waited = time.perf_counter() - begun
+            learned = learn(backend, groups, Objective(loss="ppo", advantages="grpo"))
+            update = backend.optimizer_step()
+            pushed = sync.push(version=step + 1)
+            rollouts.on_rank_0(lambda collector, step=step: collector.updated(step))
+            assert learned.mismatch is not None
+            rewards = [value for group in groups for value in group.rewards]
+            rows.append(
+                {
+                    "step": step,
+                    "reward": sum(rewards) / len(rewards),
+                    "lag": sum(step - 1 - group.version for group in groups) / len(groups),
+                    "mismatch": learned.mismatch.mean_abs,
+                    "pause_s": pushed.seconds["commit"],
+                    "grad_norm": update.grad_norm,
+                    "wait_s": waited,
+                }
+            )
+            if main_rank and (step % 5 == 0 or step == 1):
+                row, seconds = rows[-1], time.perf_counter() - begun
+                print(
+                    f"step {step}/{arguments.steps}  reward {row['reward']:.3f}  lag {row['lag']:.1f}  mismatch "
+                    f"{row['mismatch']:.1e}  {seconds:.2f} s, {waited:.2f} s of it waiting, paused {row['pause_s']:.3f} s",
+                    flush=True,
+                )
+        after = rollouts.evaluate(held_out, temperature=1.0, n=4)
+        if main_rank:
+            labels = ("reward", "lag", "mismatch", "pause_s", "grad_norm", "wait_s")
+            panels = [(label, label, f"C{number}") for number, label in enumerate(labels)]
+            figure = arguments.output / "async_grpo.png"
+            plot_metrics(rows, figure, f"async GRPO, lag {arguments.max_lag}, {', '.join(arguments.engine)}", panels)
+            print(
+                f"\n{bars(rows)}\n\nreward on new prompts: {before:.3f} before, {after:.3f} after; see {figure}",
+                flush=True,
+            )
+    if not after > before:
+        raise SystemExit("FAILED: the reward has not risen")
+
+
+if __name__ == "__main__":
+    main()

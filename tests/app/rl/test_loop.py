@@ -1,0 +1,216 @@
+"""The whole loop with a real engine in the same process: staleness, weights in force, resume, signals, failures."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascend.app.rl.loop import RlResult, train_rl
+from megascend.config.rl import RlConfig
+from megascend.errors import DataError, EngineError
+from megascend.rollout.engines.base import Completion, Sampling
+from megascend.rollout.engines.local import LocalEngine
+from megascend.testing import faults, run_distributed
+
+REWARD = """
+import os, signal
+
+def vowels(response, example):
+    return sum(letter in "aeiou0123" for letter in response) / max(1, len(response))
+
+def broken(response, example):
+    raise KeyError("no such thing")
+"""
+DEADLINE_S = 240
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+
+class RecordedEngine(LocalEngine):
+    """Answers by prompt and seed alone, as a recording would; takes updates like any other."""
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
+    ) -> list[Completion]:
+        draw, version = random.Random(f"{prompt}/{sampling.seed}"), await self.version()
+        found = []
+        for _ in range(n):
+            count = draw.randint(1, sampling.max_tokens)
+            tokens = tuple(draw.randrange(97, 123) for _ in range(count))
+            logprobs = tuple(-draw.uniform(5.0, 6.5) for _ in tokens)
+            found.append(Completion(tokens, logprobs, "stop", version, version))
+        return found
+
+
+class FailingEngine(LocalEngine):
+    async def generate(self, *_: Any, **__: Any) -> list[Completion]:
+        raise EngineError(f"{self.name} is out of order")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, prompts and rewards."""
+    from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+
+    folder = tmp_path_factory.mktemp("rl")
+    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
+    lines = [{"prompt": f"say {number}:"} for number in range(7)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def settings(folder: Path, output: str, **changes: Any) -> RlConfig:
+    rollout = {
+        "prompts": folder / "prompts.jsonl",
+        "reward": f"{folder / 'reward.py'}:vowels",
+        "prompts_per_step": 2,
+        "group_size": 3,
+        "max_tokens": 5,
+    } | changes.pop("rollout", {})
+    values = {
+        "model": folder / "model",
+        "output": folder / output,
+        "steps": 5,
+        "self_check": False,
+        "platform": "cpu",
+        "precision": "fp32",
+        "optimizer": {"lr": 0.01},
+        "rollout": rollout,
+        "plot": False,
+        "export": False,
+        "timeout_s": 60,
+    }
+    return RlConfig(**(values | changes))
+
+
+def run(
+    config: RlConfig, kind: Callable[..., LocalEngine] = LocalEngine, engines: int = 1, resume: str | None = None
+) -> RlResult:
+    return train_rl(
+        config,
+        resume=resume,
+        engines=lambda config: [
+            kind(config.model, name=f"engine {index}", own_process=False, seed=index) for index in range(engines)
+        ],
+    )
+
+
+def in_a_fork(act: Callable[[], Any]) -> Any:
+    return run_distributed(act, 1, init=False, timeout_s=DEADLINE_S)
+
+
+def rows(config: RlConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_no_response_is_older_than_the_bound_and_engines_have_the_weights_they_say(folder: Path, lag: int) -> None:
+    config = settings(folder, f"lag-{lag}", rollout={"max_lag": lag})
+    result = in_a_fork(lambda: run(config, engines=2))[0]
+    found = rows(config)
+    assert result.steps == len(found) == 5
+    assert [row["version"] for row in found] == [1, 2, 3, 4, 5]
+    assert all(row["max_lag"] <= lag for row in found)
+    # Engine and trainer agree wherever the same weights sampled and learned: on every step without lag, and on the first one.
+    fresh = [row for row in found if row["max_lag"] == 0]
+    assert len(fresh) == (5 if lag == 0 else len(fresh)) > 0
+    assert all(row["mismatch_max"] < 1e-5 for row in fresh)
+    # Weights of a step before give others: at this learning rate the difference shows.
+    assert all(row["mismatch_max"] > 1e-4 for row in found if row["lag"] == row["max_lag"] > 0)
+
+
+def test_with_updates_every_second_step_lags_alternate(folder: Path) -> None:
+    config = settings(folder, "every-2", rollout={"max_lag": 1}, sync={"every": 2}, steps=6)
+    in_a_fork(lambda: run(config))
+    found = rows(config)
+    assert [row["version"] for row in found] == [0, 2, 2, 4, 4, 6]
+    assert all(row["max_lag"] <= 1 for row in found)
+
+
+def test_a_run_killed_at_random_and_resumed_is_the_undisturbed_one_bit_for_bit(folder: Path) -> None:
+    def config(output: str) -> RlConfig:
+        changes = {"max_lag": 1, "in_order": True}
+        return settings(folder, output, rollout=changes, checkpoint={"every": 1, "asynchronous": False}, steps=7)
+
+    whole, broken = config("whole"), config("broken")
+    in_a_fork(lambda: run(whole, RecordedEngine))
+    draw = random.Random(5)
+    phases = ("rollout", "forward and backward", "weight sync", "save")
+    for start in (3, 5):
+        fault = faults.Fault("die", rank=0, phase=draw.choice(phases), step=start + draw.randint(0, 1))
+        with faults.inject(fault):
+            process = multiprocessing.get_context("fork").Process(target=run, args=(broken, RecordedEngine, 1, "auto"))
+            process.start()
+            process.join(DEADLINE_S)
+        assert process.exitcode == -signal.SIGKILL
+    result = in_a_fork(lambda: run(broken, RecordedEngine, resume="auto"))[0]
+    assert result.steps == 7
+    of_the_clock = {"seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s"}
+    # What engines had sampled ahead depends on timing, what is learned does not.
+    ahead = {"reward", "equal", "stale", "prompts", "lag", "max_lag"}
+    kept = [{key: row[key] for key in row.keys() - of_the_clock - ahead} for row in rows(whole)]
+    assert [{key: row[key] for key in row.keys() - of_the_clock - ahead} for row in rows(broken)] == kept
+    assert len({row["loss"] for row in kept}) == 7
+
+
+def test_sigterm_while_engines_are_at_work_saves_and_the_run_goes_on_from_there(folder: Path) -> None:
+    config = settings(folder, "stopped", steps=4)
+
+    class Interrupting(RecordedEngine):
+        answered = 0
+
+        async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
+            self.answered += 1
+            if self.answered == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return await super().generate(*arguments, **options)
+
+    stopped = in_a_fork(lambda: run(config, Interrupting))[0]
+    assert stopped.stopped == "SIGTERM"
+    assert 0 < stopped.steps < 4
+    resumed = in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
+    assert (resumed.steps, resumed.stopped) == (4, None)
+    assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
+
+
+def test_what_engines_and_rewards_do_wrong_ends_the_run_with_their_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascend.rollout.collector.BACKOFF_S", 0.01)
+
+    def problem(config: RlConfig, kind: type[LocalEngine], expected: type[Exception]) -> str:
+        def act() -> str:
+            with pytest.raises(expected) as caught:
+                run(config, kind)
+            return str(caught.value)
+
+        return in_a_fork(act)[0]
+
+    assert problem(settings(folder, "engine"), FailingEngine, EngineError) == "engine 0 is out of order"
+    broken = settings(folder, "reward", rollout={"reward": f"{folder / 'reward.py'}:broken"})
+    assert "the reward function raised KeyError: 'no such thing'; the response was" in problem(
+        broken, RecordedEngine, DataError
+    )
+
+
+def test_two_tensor_parallel_ranks_learn_from_one_engine(folder: Path) -> None:
+    config = settings(folder, "tensor", steps=3, parallel={"tensor": 2}, rollout={"max_lag": 0})
+    first, second = run_distributed(lambda: run(config), 2, init=False, timeout_s=DEADLINE_S)
+    assert first.steps == second.steps == 3
+    assert all(row["mismatch_max"] < 1e-5 for row in rows(config))
+
+
+def test_an_adapter_is_merged_for_the_engine(folder: Path) -> None:
+    config = settings(folder, "lora", lora={"rank": 4}, rollout={"max_lag": 0}, steps=3)
+    in_a_fork(lambda: run(config))
+    found = rows(config)
+    assert all(row["mismatch_max"] < 1e-5 for row in found)
+    assert found[0]["grad_norm"] > 0

@@ -1,0 +1,84 @@
+"""The local engine in a process of its own: the same answers as in this one, and an end that is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megascend.errors import CheckpointError, EngineError, EngineLostError
+from megascend.rollout.engines.base import Sampling
+from megascend.rollout.engines.local import LocalEngine
+from megascend.testing import write_tiny_checkpoint
+
+SAMPLING = Sampling(max_tokens=6, seed=4)
+
+
+def test_a_process_of_its_own_answers_as_this_one_does_and_its_end_is_an_error(tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "qwen3", "qwen3")
+
+    async def compare() -> None:
+        near = LocalEngine(checkpoint, own_process=False)
+        far = LocalEngine(checkpoint, name="far engine")
+        try:
+            prompts = [[5, 6, 7], [9]]
+            mine = await asyncio.gather(*(near.generate(prompt, SAMPLING, 3) for prompt in prompts))
+            theirs = await asyncio.gather(*(far.generate(prompt, SAMPLING, 3) for prompt in prompts))
+            for some, others in zip(mine, theirs, strict=True):
+                assert [one.tokens for one in some] == [one.tokens for one in others]
+                for one, other in zip(some, others, strict=True):
+                    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+            assert await far.version() == 0
+            with pytest.raises(EngineError, match="at least 1 of each"):
+                await far.generate([], SAMPLING)
+            with pytest.raises(EngineError, match="does not load adapters"):
+                await far.load_adapter("a", "somewhere")
+            process = far._service._process  # type: ignore[attr-defined]
+            waiting = asyncio.ensure_future(far.generate([1] * 20, Sampling(max_tokens=100)))
+            await asyncio.sleep(0)
+            os.kill(process.pid, signal.SIGKILL)
+            with pytest.raises(
+                EngineLostError, match=f"far engine: its process {process.pid} has ended with exit code -9"
+            ):
+                await waiting
+            with pytest.raises(EngineLostError, match="far engine"):
+                await far.version()
+        finally:
+            await near.close()
+            await far.close()
+
+    asyncio.run(compare())
+
+
+def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+    async def ask() -> None:
+        engine = LocalEngine(tmp_path)
+        try:
+            with pytest.raises(CheckpointError, match=r"config.json is missing"):
+                await engine.version()
+        finally:
+            await engine.close()
+
+    asyncio.run(ask())
+
+
+def test_a_pause_holds_tokens_back_until_its_lease_lapses(tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "qwen3", "qwen3")
+
+    async def pause() -> None:
+        engine = LocalEngine(checkpoint, own_process=False)
+        try:
+            await engine.pause(lease_s=3600)
+            waiting = asyncio.ensure_future(engine.generate([5], SAMPLING))
+            assert not (await asyncio.wait({waiting}, timeout=0.3))[0]
+            await engine.resume()
+            assert len((await waiting)[0].tokens) == 6
+            await engine.pause(lease_s=0.05)  # nobody resumes it
+            assert len((await engine.generate([5], SAMPLING))[0].tokens) == 6
+        finally:
+            await engine.close()
+
+    asyncio.run(pause())
