@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from wire_members import next_group, run_meeting
 
+from weightwire.errors import DeadlineError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.transports import Setup
 from weightwire.transports.communicators import Communicators
@@ -67,3 +69,19 @@ def test_devices_and_other_processes_have_their_own() -> None:
         return [first.handle, other.handle, last, *library.ended]
 
     assert run_meeting(on_member, 2) == [[1, 2, 3, 1, 2]] * 2
+
+
+def test_one_is_not_left_behind_when_the_others_do_not_answer() -> None:
+    def on_member(meet: Any) -> list[Any]:
+        library, group = Library(), meet()
+        library.kept.keep(library.connect(group), torch.device("cpu"))
+        second = next_group(group)
+        if group.rank == 0:
+            with pytest.raises(DeadlineError, match="not all members have said"):
+                library.kept.connect(Setup(second, MANIFEST, torch.device("cpu"), 0.5))
+            group.store("over", 20.0).set("over", "1")
+        else:
+            group.store("over", 20.0).wait(["over"])  # the other one is to see a silent member, not one that is gone
+        return library.ended
+
+    assert run_meeting(on_member, 2) == [[1], []]

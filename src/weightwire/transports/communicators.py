@@ -63,11 +63,14 @@ class Communicators:
         if kept is not None and kept.members != members:
             self._end(kept.handle)
             kept = None
-        if self._others_have(kept, setup):
-            assert kept is not None
+        shared = False
+        try:
+            shared = self._others_have(kept, setup)
+        finally:
+            if kept is not None and not shared:
+                self._end(kept.handle)
+        if kept is not None and shared:
             return kept
-        if kept is not None:
-            self._end(kept.handle)
         return Communicator(self._make(setup), members, setup.group.name)
 
     def keep(self, communicator: Communicator, device: Any) -> None:
