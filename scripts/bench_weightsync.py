@@ -36,11 +36,12 @@ from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.sender import Sender, spec_of
-from weightwire.transports import Setup, make_transport, transport_names
+from weightwire.transports import Setup, make_transport
 from weightwire.transports.base import device_types
 
 GIB = 2**30
 TIMEOUT_S = 60.0
+ON_GPUS, ON_A_CPU = ("nccl", "cuda_ipc"), ("gloo", "shared_memory")
 LARGE = {"hidden": 2560, "ffn": 9728, "query": 4096, "key": 1024, "vocabulary": 151936}
 """Qwen3-4B; with 36 layers 8.04 GB."""
 SMALL = {"hidden": 512, "ffn": 1536, "query": 1024, "key": 512, "vocabulary": 8192}
@@ -95,8 +96,8 @@ class Side:
         return self.pipe.recv()
 
     def bare(self, transport: Any, sends: bool, nbytes: int) -> float:
-        """Seconds for ``nbytes`` in pieces of ``--bare-mb``, two under way."""
-        piece = min(self.arguments.bare_mb * 2**20, nbytes)
+        """Seconds for ``nbytes``, two pieces under way: of ``--bare-mb`` on GPUs, on a CPU of a bucket's size."""
+        piece = min(self.bucket_bytes if self.device.type == "cpu" else self.arguments.bare_mb * 2**20, nbytes)
         buffers = [torch.zeros(piece, dtype=torch.uint8, device=self.device) for _ in range(2)]
         begin = transport.send if sends else transport.receive
         self.synchronise()
@@ -233,13 +234,13 @@ def local(device: str, arguments: argparse.Namespace, results: Any) -> None:
 def pairs(asked: list[str] | None) -> Iterator[tuple[str, str, str]]:
     """(transport, trainer's device, engine's device) of what this machine has."""
     gpus = torch.cuda.device_count()
-    for transport in asked or transport_names():
+    for transport in asked or (ON_GPUS if gpus else ON_A_CPU):
         kinds = device_types(transport)
         if "cuda" in kinds and gpus >= 2:
             yield transport, "cuda:0", "cuda:1"
         if transport == "cuda_ipc" and gpus >= 1:
             yield transport, "cuda:0", "cuda:0"
-        if "cpu" in kinds and transport != "files" and (asked or not gpus):
+        if "cpu" in kinds and (asked or not gpus):
             yield transport, "cpu", "cpu"
 
 
@@ -292,10 +293,12 @@ def main() -> None:
     parser.add_argument("--gb", type=float, help="size of the model in 10^9 bytes (default: 8 with a GPU, 0.2 without)")
     parser.add_argument("--bucket-mb", type=int, nargs="*", help="MiB of a bucket (default: 256, 512; on a CPU 16)")
     parser.add_argument(
-        "--bare-mb", type=int, default=1024, help="MiB of a piece of the bare transport (default: 1024)"
+        "--bare-mb", type=int, default=1024, help="MiB of a piece of the bare transport on GPUs (default: 1024)"
     )
     parser.add_argument("--times", type=int, default=3, help="rounds, after one to warm up (default: 3)")
-    parser.add_argument("--transports", nargs="*", help="default: all that the machine has devices for")
+    parser.add_argument(
+        "--transports", nargs="*", help=f"default: {', '.join(ON_GPUS)} with GPUs, {', '.join(ON_A_CPU)} without"
+    )
     parser.add_argument("--deadline", type=float, default=120, help="seconds for one transport (default: 120)")
     parser.add_argument("--json", help="where to write all figures")
     arguments = parser.parse_args()
