@@ -445,7 +445,7 @@ def join(
     except RuntimeError as error:
         if isinstance(error, WireError):
             raise
-        raise TransportError(f"the store at {host}:{port} does not answer: {error}") from error
+        raise _unreachable(host, port, error) from error
     if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
         raise GroupError(f"group {name!r:.120} has no list of members")
     if not 0 <= rank < len(members):
@@ -457,7 +457,7 @@ def join(
         if isinstance(error, WireError):
             group.fail(str(error))
             raise
-        raise TransportError(f"{group.member(rank)}: the store at {host}:{port} does not answer: {error}") from error
+        raise _unreachable(host, port, error) from error
     return group
 
 
@@ -475,19 +475,21 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
                 (host, port), timeout=max(timeout_s, 0.1)
             ).close()  # tells at once that nobody is there
         except OSError as error:
-            raise TransportError(
-                f"nobody listens at {host}:{port}: the sender is gone, or not reachable ({error})"
-            ) from error
+            raise _unreachable(host, port, error) from error
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
             break
         except RuntimeError as error:
             failure = error
     else:
-        reason = str(failure).splitlines()[0][:200]
-        raise TransportError(f"the store at {host}:{port}, the sender's, does not answer ({reason})") from failure
+        raise _unreachable(host, port, failure) from failure
     store.set_timeout(timedelta(seconds=max(timeout_s, 0.1)))
     return store
+
+
+def _unreachable(host: str, port: int, error: Exception) -> TransportError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return TransportError(f"no store answers at {host}:{port}: the sender is gone, or not reachable ({reason})")
 
 
 def _fields(text: str, kinds: Sequence[type]) -> Any:

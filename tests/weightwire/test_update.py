@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -372,3 +373,38 @@ def test_the_check_sees_the_manifest():
     seal = Trainer([receiver]).send(manifest, NEW.items())
     receiver.verify(seal, TIMEOUT_S)
     assert seen == [manifest]
+
+
+def test_many_updates_leave_nothing_behind():
+    """Neither threads nor open files; the listener is the same for all."""
+    receivers, engine = [Receiver("engine-a"), Receiver("engine-b")], Engine()
+    trainer = Trainer(receivers)
+
+    def update(version):
+        seal = trainer.push(version, NEW, 1000)
+        for receiver in receivers:
+            receiver.commit(seal.update, engine.load)
+            receiver.settle(seal.update)
+
+    def held():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for version in range(3):
+        update(version)
+    at_rest(held)
+    before = held()
+    for version in range(3, 33):
+        update(version)
+    until = time.monotonic() + 20
+    while any(now > then for now, then in zip(held(), before, strict=True)):
+        assert time.monotonic() < until, (held(), before)
+        time.sleep(0.1)
+
+
+def at_rest(held):
+    """Wait until what ends by itself has ended."""
+    last, since = held(), time.monotonic()
+    while time.monotonic() < since + 1.5:
+        time.sleep(0.05)
+        if held() != last:
+            last, since = held(), time.monotonic()
