@@ -30,7 +30,7 @@ def test_a_process_of_its_own_answers_as_this_one_does_and_its_end_is_an_error(t
             for some, others in zip(mine, theirs, strict=True):
                 assert [one.tokens for one in some] == [one.tokens for one in others]
                 for one, other in zip(some, others, strict=True):
-                    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+                    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)  # other batches, other rounding
             assert await far.version() == 0
             with pytest.raises(EngineError, match="at least 1 of each"):
                 await far.generate([], SAMPLING)
