@@ -180,6 +180,22 @@ def test_a_recipe_learns_as_its_user_starts_it(recipe: str, ranks: int, tmp_path
     assert_it_learns(recipe, layout, output)
 
 
+@pytest.mark.nightly
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_four_ranks_learn_from_four_engines(tmp_path: Path) -> None:
+    """Asynchronous GRPO as its user starts it: TP 2 x DP 2 on the simulated device, transformers on the CPU as the engines."""
+    arguments = ("--steps", "10", "--warm-up", "90")
+    with started("async_grpo_npu", tmp_path, *arguments) as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output[-8000:]
+    assert "4 engines after" in output
+    # Before the first update the engines' weights are the trainer's, from four ranks of a simulated device.
+    assert re.search(r"^step 1/10  reward [\d.]+  lag 0.0  mismatch \d.\de-0[6-9]", output, re.MULTILINE), output[
+        -8000:
+    ]
+
+
 def assert_it_learns(recipe: str, layout: str, output: str) -> None:
     assert layout in output
     assert "parameters on npu" in output
