@@ -133,6 +133,7 @@ def measure(make: Callable[[], Any], engine: Any) -> tuple[int, int, float]:
 def on_rank(checkpoint: Path, parallel: Parallel, platform: str) -> dict[str, tuple[int, int, float]]:
     from megascend.backends import MegatronBackend
 
+    megascend.bootstrap(platform).load_megatron()
     precision = "fp32" if platform == "cpu" else "bf16"
     engine: Any = MegatronBackend(checkpoint, parallel, precision=precision, platform=platform, self_check=False).engine
     device = "cpu" if platform == "cpu" else f"cuda:{torch.cuda.current_device()}"
@@ -156,7 +157,8 @@ def main() -> None:
     parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu")
     platform = parser.parse_args().platform
     common = SIZES if platform == "cpu" else ON_CUDA
-    megascend.bootstrap(platform).load_megatron()
+    if platform == "cpu":
+        megascend.bootstrap(platform).load_megatron()  # once; a GPU must not be in use when ranks are forked
     print(
         "| layout | receivers, function | model MB | received MB, all ranks | peak MB, rank 0 | peak MB, others | seconds |"
     )

@@ -108,7 +108,7 @@ def test_a_lost_peer_is_an_error_and_the_device_goes_on(name: str, how: str) -> 
         try:
             work.wait(3.0)
         except TransportError as error:
-            told = [type(error).__name__]
+            told = [type(group.explain(error, "receiving")).__name__]
         medium.abort()
         medium.close()
         assert time.monotonic() - start < 15
