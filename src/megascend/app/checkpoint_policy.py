@@ -61,7 +61,9 @@ class CheckpointPolicy:
         stopping, running = self._backend.any_rank(stop, running)
         if not running:
             self._settle()
-        if stopping or (self._settings.every and step % self._settings.every == 0):
+        # Stopped while it waits for its next step, a run may have saved this one; of step 0 only a stop leaves a checkpoint.
+        due = self._settings.every and step % self._settings.every == 0
+        if (stopping or due) and (self._last != step or step == 0):
             self._save(step)
         return stopping
 

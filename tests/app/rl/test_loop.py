@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -161,21 +162,28 @@ def test_a_run_killed_at_random_and_resumed_is_the_undisturbed_one_bit_for_bit(f
     assert len({row["loss"] for row in kept}) == 7
 
 
-def test_sigterm_while_engines_are_at_work_saves_and_the_run_goes_on_from_there(folder: Path) -> None:
-    config = settings(folder, "stopped", steps=4)
+@pytest.mark.parametrize(("every", "answers"), [(0, 6), (1, 6), (0, 0)])
+def test_sigterm_while_the_trainer_waits_saves_and_the_run_goes_on_from_there(
+    folder: Path, every: int, answers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the step was saved already, or there was none yet."""
+    config = settings(folder, f"stopped-{every}-{answers}", steps=4, checkpoint={"every": every})
+    monkeypatch.setattr("megascend.app.rl.rollouts.SLICE_S", 0.2)
 
     class Interrupting(RecordedEngine):
         answered = 0
 
         async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
             self.answered += 1
-            if self.answered == 7:
+            if self.answered > answers:  # never answers again
                 os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(DEADLINE_S)
             return await super().generate(*arguments, **options)
 
     stopped = in_a_fork(lambda: run(config, Interrupting))[0]
     assert stopped.stopped == "SIGTERM"
-    assert 0 < stopped.steps < 4
+    assert (stopped.steps > 0) == (answers > 0)
+    assert stopped.steps < 4
     resumed = in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
     assert (resumed.steps, resumed.stopped) == (4, None)
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
