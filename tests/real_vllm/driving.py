@@ -13,12 +13,11 @@ import torch
 
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess
-from weightwire.group import Listener, join
+from weightwire.group import Listener
 from weightwire.keys import Key, read_key, write_key
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
 from weightwire.sender import Sender, spec_of
-from weightwire.transports import Setup, make_transport
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
@@ -101,16 +100,14 @@ def manifest_of(weights: Weights, version: int) -> Manifest:
     )
 
 
-def send(offer: Offer, weights: Weights, wrap: Callable[[Any], Any] = lambda transport: transport) -> Seal:
+def send(
+    listener: Listener, offer: Offer, weights: Weights, wrap: Callable[[Any], Any] = lambda transport: transport
+) -> Seal:
     """The trainer's side of an offer; ``wrap`` may put something around the transport."""
-    group = join(offer.host, offer.port, offer.update, 0, 20.0)
-    transport = wrap(make_transport("gloo", Setup(group, offer.manifest, torch.device("cpu"), 20.0)))
-    try:
-        sender = Sender(offer.manifest, group, transport, device=torch.device("cpu"), timeout_s=20.0)
-        return sender.send(iter(weights.items()))
-    finally:
-        transport.close()
-        group.close()
+    manifest, name = offer.manifest, offer.transport
+    with Sender.connect(listener, offer.update, manifest, transport=name, timeout_s=20.0) as sender:
+        sender._transport = wrap(sender._transport)
+        return sender.send(weights.items())
 
 
 async def push(
@@ -125,7 +122,7 @@ async def push(
     offer = offered(engine, listener, manifest or manifest_of(weights, version), await engine.receivers())
     await engine.begin_update(offer)
     try:
-        seal = await asyncio.to_thread(send, offer, weights, wrap)
+        seal = await asyncio.to_thread(send, listener, offer, weights, wrap)
         await engine.verify(seal, 30.0)
         await engine.commit(offer.update)
     except BaseException:

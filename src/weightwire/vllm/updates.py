@@ -21,7 +21,7 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
-from weightwire.vllm.model import Snapshot, Structure, load
+from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class WorkerUpdates:
         Raises:
             WireError: this worker cannot take it.
         """
+        if offer.manifest.adapter is None:
+            check_reloadable(self._model())
         self.receiver.open(offer, self._number)
         self._offer = offer
         if offer.manifest.adapter is None and self._copy is None:

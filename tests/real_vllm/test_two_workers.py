@@ -1,0 +1,58 @@
+"""An engine whose shards are in two workers: both have an update, or neither."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from driving import TOKENS, Reference, Server, changed, far, push, vllm_python
+from safetensors.torch import load_file
+
+from megascend.testing.tiny_models import write_tiny_checkpoint
+from weightwire.errors import CommitError
+from weightwire.group import Listener
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
+
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vllm_python()
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(checkpoint, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
+    yield found
+    found.process.close()
+
+
+def test_a_commit_that_fails_is_undone_on_both_workers(server, checkpoint):
+    weights, reference, listener = load_file(checkpoint / "model.safetensors"), Reference(checkpoint), Listener()
+
+    async def act():
+        engine = server.engine()
+        assert await engine.receivers() == 2
+        await push(engine, listener, weights, 1)
+        known = await engine.logprobs(TOKENS)
+        assert far(known, reference.logprobs(weights, TOKENS)) < BOUND
+        server.fault.write_text("load:1")  # in the second worker alone
+        try:
+            with pytest.raises(CommitError, match=r"worker 1.*no sixth tensor"):
+                await push(engine, listener, changed(weights, 1), 2)
+        finally:
+            server.fault.unlink()
+        assert await engine.logprobs(TOKENS) == known
+        info = await engine.info()
+        assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, 1)
+        new = changed(weights, 2)
+        await push(engine, listener, new, 2)
+        assert far(await engine.logprobs(TOKENS), reference.logprobs(new, TOKENS)) < BOUND
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(act(), 300))
