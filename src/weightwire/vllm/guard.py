@@ -78,7 +78,7 @@ class Guard:
                 await send({"type": "websocket.close", "code": 1008})
         elif path.startswith(PREFIX):
             await self._answer(path.removeprefix(PREFIX), scope, receive, send)
-        elif _is_open(path) or path.startswith(ALWAYS_OPEN):
+        elif _is_open(path) or path.rstrip("/") in ALWAYS_OPEN:
             await self._pass_on(path, scope, receive, send)
         else:
             try:

@@ -1,0 +1,71 @@
+"""Which requests pass the guard of vLLM's server; ``tests/real_vllm`` has the routes of a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightwire.auth import sign
+from weightwire.keys import Key, generate_key
+from weightwire.vllm.guard import BEARER, Guard
+
+KEY = Key(generate_key())
+
+
+def answer(path: str, authorization: str | None = None, body: bytes = b"", method: str = "POST") -> int:
+    """Status of a request; 299 if it came through to what is guarded."""
+    statuses: list[int] = []
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == body
+        await send({"type": "http.response.start", "status": 299, "headers": []})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=None))
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
+    asyncio.run(Guard(behind, KEY)(scope, receive, send))
+    return statuses[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/health", "/metrics", "/metrics/", "/version"])
+def test_inference_and_health_are_open(path):
+    assert answer(path) == 299
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pause",
+        "//pause",
+        "/collective_rpc",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/load_weights",
+        "/healthy",
+    ]
+    + ["/version_of", "/metrics_reset", "/", "/docs", "/v1", "/weightwire/commit", "/weightwire/", "/V1/models"],
+)
+def test_everything_else_wants_the_key(path):
+    assert answer(path) == 401
+    assert answer(path, "Bearer " + "0" * 64) == 401
+    assert answer(path, sign(Key(generate_key()), "POST", path).headers["Authorization"]) == 401
+
+
+def test_a_signature_or_the_token_opens_what_it_is_for():
+    signed = sign(KEY, "POST", "/pause", b"{}").headers["Authorization"]
+    assert answer("/pause", signed, b"{}") == 299
+    assert answer("/pause", signed, b"[]") == 401  # another body
+    assert answer("/resume", signed, b"{}") == 401  # another route
+    assert answer("/pause", "Bearer " + KEY.bearer_token(BEARER)) == 299
+    assert answer("/pause", "Bearer " + KEY.bearer_token("something else")) == 401
+    assert answer("/weightwire/nothing", "Bearer " + KEY.bearer_token(BEARER)) == 400
