@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from bigram_ranks import LR, STEPS, TOKENS
 from safetensors.torch import load_file, save_file
 
-from megascend import Adam, Backend, Batching, Recompute, RunConfig, Sample, backends, register_engine
+from megascend import Backend, Recompute, RunConfig, backends, register_engine
 from megascend.app import loop
 from megascend.bootstrap import engines
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config.plugins import check_plugins, import_plugins
 from megascend.errors import ConfigError
-from megascend.testing import run_distributed
 
 OUTSIDE = Path(__file__).parents[1] / "outside"
-VOCABULARY, HIDDEN, STEPS, LR = 320, 16, 4, 0.02
-TOKENS = [[5, 9, 7, 5, 9], [9, 7, 7, 5, 3, 9, 7], [1, 2, 3]]
+VOCABULARY, HIDDEN = 320, 16
 
 
 @pytest.fixture(scope="module")
@@ -62,40 +61,17 @@ def by_hand(checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> tu
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_trains_saves_loads_and_exports_as_any_engine(world_size: int, checkpoint: Path, tmp_path: Path) -> None:
-    def make(**options: Any) -> Backend:
-        adam = Adam(lr=LR, weight_decay=0.0, max_grad_norm=0.0)
-        batching = Batching(micro_batch_tokens=12)
-        return backends.make_backend(
-            "bigram", model=checkpoint, optimizer=adam, batching=batching, platform="cpu", timeout_s=60, **options
-        )
-
-    def on_rank() -> Any:
-        sys.path.insert(0, str(OUTSIDE))
-        import bigram  # noqa: F401
-
-        samples = [Sample.causal(ids) for ids in TOKENS]
-        losses, norms = [], []
-        with make() as first:
-            mine = first.shard(samples)
-            for _ in range(STEPS // 2):
-                losses.append(first.forward_backward(mine).loss)
-                norms.append(first.optimizer_step().grad_norm)
-            first.save(tmp_path / "saved", progress={"at": STEPS // 2}, wait=True)
-        with make(seed=7) as second:
-            assert second.load(tmp_path / "saved") == {"at": STEPS // 2}
-            for _ in range(STEPS // 2):
-                losses.append(second.forward_backward(mine).loss)
-                norms.append(second.optimizer_step().grad_norm)
-            second.export_hf(tmp_path / "out")
-            with pytest.raises(ConfigError, match="engine 'bigram' has no setting adapters, parallel"):
-                make(adapters=None, parallel=None)
-            trained = {name: tensor.clone() for name, tensor in second.named_weights()}
-            kinds = (second.engine.kind, second.world_size, second.platform.name)
-        foreign = sorted(name for name in sys.modules if name.split(".")[0] in ("megatron", "mcore_bridge"))
-        return losses, norms, kinds, trained, foreign
-
+    program = [
+        sys.executable,
+        str(Path(__file__).with_name("bigram_ranks.py")),
+        str(checkpoint),
+        str(tmp_path),
+        str(world_size),
+    ]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False, env=search_path())
+    assert done.returncode == 0, done.stderr
     wanted_losses, wanted_norms = by_hand(checkpoint, TOKENS)
-    for losses, norms, kinds, trained, foreign in run_distributed(on_rank, world_size, init=False):
+    for losses, norms, kinds, trained, foreign in torch.load(tmp_path / "ranks.pt"):
         assert losses == pytest.approx(wanted_losses, rel=1e-5)
         assert norms == pytest.approx(wanted_norms, rel=1e-5)
         assert kinds == ("bigram", world_size, "cpu")
@@ -103,6 +79,12 @@ def test_it_trains_saves_loads_and_exports_as_any_engine(world_size: int, checkp
         exported = load_file(tmp_path / "out" / "model.safetensors")
         assert exported.keys() == trained.keys() == load_file(checkpoint / "model.safetensors").keys()
         assert all(torch.equal(exported[name], tensor) for name, tensor in trained.items())
+
+
+def search_path(first: str = "") -> dict[str, str]:
+    """The environment of a program that finds what this process finds, and ``first`` before it."""
+    path = os.pathsep.join(filter(None, [first, *sys.path]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
 def command(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -114,12 +96,7 @@ def command(folder: Path, *arguments: str, path: str = "") -> subprocess.Complet
         cwd=folder,
         timeout=300,
         check=False,
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join([path, *(entry for entry in sys.path if entry)]),
-            "OMP_NUM_THREADS": "1",
-            "NO_COLOR": "1",
-        },
+        env=search_path(path),
     )
 
 

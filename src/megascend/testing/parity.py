@@ -358,8 +358,8 @@ def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int =
     return Trajectory(losses, norms, logits or [])
 
 
-def case_backend(case: Case, checkpoint: Path) -> MegatronBackend:
-    """The backend that ``case`` describes."""
+def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> MegatronBackend:
+    """The backend that ``case`` describes; without the self-check where a whole trajectory is held against Hugging Face."""
     from megascend.backends import MegatronBackend
 
     return MegatronBackend(
@@ -371,7 +371,7 @@ def case_backend(case: Case, checkpoint: Path) -> MegatronBackend:
         moe=Moe(aux_loss=case.aux_formula if case.aux_loss else "none", aux_loss_coefficient=case.aux_loss),
         batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
         timeout_s=60,
-        self_check=False,  # its whole trajectory is held against Hugging Face
+        self_check=self_check,
     )
 
 

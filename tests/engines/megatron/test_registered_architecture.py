@@ -78,7 +78,7 @@ def test_its_adapters_are_those_of_peft(parity_folder: Path, checkpoint: Path, t
 
 def test_the_self_check_compares_it_and_its_export_has_its_names(checkpoint: Path, tmp_path: Path) -> None:
     def on_rank() -> Any:
-        with case_backend(Case("parrot", arch="parrot"), checkpoint) as backend:
+        with case_backend(Case("parrot", arch="parrot"), checkpoint, self_check=True) as backend:
             loss = backend.forward_backward(causal_samples(token_lists())).loss
             backend.export_hf(tmp_path / "out")
             return backend.self_check.status, loss
