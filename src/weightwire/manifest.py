@@ -39,7 +39,14 @@ MOST_BYTES = 2**46
 MOST_BUCKET_BYTES = 2**33
 MOST_BUCKETS = 2**20
 MOST_ADAPTER_JSON = 65536
-DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+
+def default_bucket_bytes(device_type: str) -> int:
+    """Bytes of a bucket that nobody has chosen, by the type of the device it lies on.
+
+    The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs (docs/weightsync.md).
+    """
+    return (256 if device_type == "cpu" else 512) * 2**20
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Manifest:
 
     version: int
     tensors: tuple[TensorSpec, ...]
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int = 256 * 2**20
     digest: str = "multilinear64"
     adapter: AdapterInfo | None = None
 

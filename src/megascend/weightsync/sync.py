@@ -25,7 +25,7 @@ from megascend.weightsync.source import Source, Sources
 from weightwire import digest as digests
 from weightwire.errors import WireError
 from weightwire.group import EXPLAIN_S, Listener
-from weightwire.manifest import DEFAULT_BUCKET_BYTES, Manifest
+from weightwire.manifest import Manifest, default_bucket_bytes
 from weightwire.offer import Offer, Seal
 from weightwire.sender import Sender
 from weightwire.transports.base import device_types
@@ -78,7 +78,8 @@ class WeightSync:
         engines: of rank 0; other ranks' are ignored. The list may be changed between pushes (:attr:`engines`).
         transport: how the bytes travel: a name of :func:`weightwire.transports.transport_names`.
         host: address of rank 0 under which engines reach it; the store binds to it. The default is for engines on this machine.
-        bucket_bytes: size of a bucket. Two are in memory on rank 0.
+        bucket_bytes: size of a bucket. Two are in memory on rank 0. Default: 512 MiB where buckets are on an accelerator, 256 MiB
+            on a CPU.
         digest: what both sides compare buckets by: a name of :data:`weightwire.digest.ALGORITHMS`.
         timeout_s: deadline of every single wait, in seconds; default: less than half of the backend's own timeout, at most 120.
         overlap: export into one bucket while another one travels.
@@ -99,7 +100,7 @@ class WeightSync:
         *,
         transport: str = "gloo",
         host: str = "127.0.0.1",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         digest: str = "multilinear64",
         timeout_s: float | None = None,
         overlap: bool = True,
@@ -110,8 +111,9 @@ class WeightSync:
         self._backend, self._groups = backend, backend.groups
         self._sources = Sources(backend)
         self._transport, self._options, self._overlap = transport, dict(options or {}), overlap
-        self._bucket_bytes, self._digest = bucket_bytes, digest
         self._device = _bucket_device(transport, backend.groups.device)
+        self._bucket_bytes = default_bucket_bytes(self._device.type) if bucket_bytes is None else bucket_bytes
+        self._digest = digest
         self._timeout_s = _deadline(timeout_s, backend)
         try:
             digests.require(digest)

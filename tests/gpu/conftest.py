@@ -1,0 +1,12 @@
+"""Files that fork their members come first: a process that has used a GPU cannot hand it to forks."""
+
+from __future__ import annotations
+
+import pytest
+
+FORKS = ("test_weight_transports.py",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run :data:`FORKS` before whatever uses the GPU in this process."""
+    items.sort(key=lambda item: item.path.name not in FORKS)
