@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from weightwire.receiver import Receiver
 from weightwire.sender import Sender, spec_of
 
 TIMEOUT_S = 30.0
-KEPT: list[Listener] = []
-"""A listener outlives its groups."""
+KEPT: deque[Listener] = deque(maxlen=8)
+"""A listener outlives its groups; what of them ends by itself has ended eight listeners later."""
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:

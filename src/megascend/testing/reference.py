@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import re
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -110,10 +110,11 @@ class ProgramServer:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-            if select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                answer = process.stdout.readline()
-            else:
-                raise subprocess.TimeoutExpired("a reference program", timeout_s)
+            with selectors.DefaultSelector() as waiting:  # select() takes no descriptor above 1023
+                waiting.register(process.stdout, selectors.EVENT_READ)
+                if not waiting.select(max(0.0, deadline - time.monotonic())):
+                    raise subprocess.TimeoutExpired("a reference program", timeout_s)
+            answer = process.stdout.readline()
         finally:
             if not answer:  # it is busy still, or dead
                 self.close()
