@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forked_programs import run_forked
 from megascend import Adam, Batching, Parallel, Sample, load_config
 from megascend.bootstrap.versions import require_supported
 from megascend.errors import (
@@ -506,10 +506,7 @@ def test_a_rank_that_stops_between_steps_is_named_in_time(checkpoint):
 
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+    return run_forked(program)
 
 
 def test_the_wrong_import_order_is_refused_before_anything_is_built(checkpoint):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import megascend
+from forked_programs import run_forked
 from megascend import changes
 from megascend.changes import ABSENT, changed, listed, patch, patched, restore
 
@@ -305,9 +304,7 @@ def test_whatever_of_ours_sits_in_others_modules_classes_and_objects_is_listed(k
     from megascend.testing.tiny_models import write_tiny_checkpoint
 
     checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
-    done = subprocess.run(
-        [sys.executable, "-c", REAL, str(checkpoint), kind], capture_output=True, text=True, timeout=180, check=False
-    )
+    done = run_forked(REAL, checkpoint, kind)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     words = set(re.findall(r"[\w.]+", "\n".join(report["changes"])))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
 
+from forked_programs import run_forked
 from megascend.bootstrap.import_order import PATCHED_FIRST, imported_too_early, require_clean
 from megascend.errors import ImportOrderError, MegascendError
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+    """In a fork that finds torch, transformers and peft imported."""
+    return run_forked(program)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked_programs import run_forked
 from megascend.bootstrap import providers, transformer_engine
 from megascend.bootstrap.providers import Entry, PatchProvider, Setup, create, names, register
 from megascend.bootstrap.reference import Reference
@@ -201,9 +200,7 @@ print(own_provider.seen)
 @pytest.fixture
 def python():
     def run(program: str, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False
-        )
+        done = run_forked(program, *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

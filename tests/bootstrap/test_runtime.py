@@ -8,15 +8,24 @@ import sys
 
 import pytest
 
+from forked_programs import run_forked
 
-def run(program: str, *arguments: str, **environment: str) -> str:
-    """Standard output of a program that must succeed."""
+
+def run(program: str, *arguments: str) -> str:
+    """Standard output of a program that must succeed, in a fork that finds torch, transformers and peft imported."""
+    done = run_forked(program, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_started(program: str, **environment: str) -> str:
+    """Standard output of a program that must succeed, in a process that has imported nothing before."""
     inherited = {
         n: v for n, v in os.environ.items() if n not in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "WORLD_SIZE")
     }
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=300,
@@ -86,10 +95,12 @@ assert all(f'{name}={after[name]}' in reported for name in changed), (changed, r
 print(*changed)
 """
     # torch and others set variables of their own for their first import; those are not the bootstrap's.
-    baseline = set(run("import os; b = dict(os.environ); import torch; print(*set(os.environ) - set(b))").split())
-    assert set(run(program).split()) - baseline == {"TORCHDYNAMO_DISABLE"}
-    assert set(run(program, WORLD_SIZE="2").split()) - baseline == {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
-    assert set(run(program, WORLD_SIZE="2", OMP_NUM_THREADS="3").split()) - baseline == {"TORCHDYNAMO_DISABLE"}
+    baseline = set(
+        run_started("import os; b = dict(os.environ); import torch; print(*set(os.environ) - set(b))").split()
+    )
+    assert set(run_started(program).split()) - baseline == {"TORCHDYNAMO_DISABLE"}
+    assert set(run_started(program, WORLD_SIZE="2").split()) - baseline == {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
+    assert set(run_started(program, WORLD_SIZE="2", OMP_NUM_THREADS="3").split()) - baseline == {"TORCHDYNAMO_DISABLE"}
 
 
 def test_settings_of_the_users_own_win_and_are_not_reported():
@@ -102,12 +113,12 @@ assert torch.get_num_threads() == threads == 2
 assert 'TORCHDYNAMO_DISABLE' not in changes and 'OMP_NUM_THREADS' not in changes, changes
 print('kept')
 """
-    assert run(program, WORLD_SIZE="4", OMP_NUM_THREADS="2", TORCHDYNAMO_DISABLE="0").endswith("kept\n")
+    assert run_started(program, WORLD_SIZE="4", OMP_NUM_THREADS="2", TORCHDYNAMO_DISABLE="0").endswith("kept\n")
 
 
 def test_several_processes_on_a_cpu_get_one_thread_each():
     program = "import megascend, torch; megascend.bootstrap('cpu'); print(torch.get_num_threads())"
-    assert run(program, WORLD_SIZE="2") == "1\n"
+    assert run_started(program, WORLD_SIZE="2") == "1\n"
 
 
 def test_modules_and_functions_that_are_reported_are_in_place():
@@ -180,7 +191,7 @@ megascend.bootstrap('cpu').load_megatron()
 from mcore_bridge import ModelConfig
 print('fine')
 """
-    assert run(program).endswith("fine\n")
+    assert run_started(program).endswith("fine\n")
 
 
 def test_the_package_and_the_function_are_one_name():

@@ -1,8 +1,7 @@
-"""Running the command line as a user does: in a process of its own."""
+"""Running the command line: in a process of its own."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,15 +9,25 @@ from pathlib import Path
 
 import pytest
 
+import forked_programs
+from forked_programs import run_command
+
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
 def megascend() -> Command:
-    """``megascend("train", "run.yaml", cwd=...)``: the finished process, output captured."""
+    """``megascend("train", "run.yaml", cwd=...)``: the finished process, output captured.
 
-    def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = 300, **environment: str):
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+    It is forked (see ``forked_programs``), or with ``fresh=True`` started as a user's shell would.
+    """
+
+    def run(
+        *arguments: str | Path, cwd: Path | None = None, timeout: float = 300, fresh: bool = False, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        variables = forked_programs.environment(**environment)
+        if not fresh:
+            return run_command(*arguments, directory=cwd, timeout_s=timeout, variables=variables)
         return subprocess.run(
             [sys.executable, "-m", "megascend.cli.main", *map(str, arguments)],
             capture_output=True,
@@ -26,7 +35,7 @@ def megascend() -> Command:
             timeout=timeout,
             cwd=cwd,
             check=False,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | environment,
+            env=variables,
         )
 
     return run

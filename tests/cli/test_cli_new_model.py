@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked_programs import run_forked
 from megascend.cli.random_checkpoint import ARCHITECTURES, ModelSize, byte_characters, byte_tokenizer, hf_settings
 from megascend.errors import ConfigError
 
@@ -47,15 +46,7 @@ for path, seed, size in json.loads(sys.argv[1]):
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    return run_forked(code, *arguments)
 
 
 def write(*checkpoints: tuple[Path, int, dict]) -> None:

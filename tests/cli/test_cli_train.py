@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megascend.testing.reference import run_reference
+
 STEPS = 12
 CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
 
@@ -59,22 +61,16 @@ def metrics(run: Path) -> list[dict]:
 
 
 def score(model: Path, data: Path) -> float:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCORE, str(model), str(data)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=True,
-    )
+    done = run_reference(SCORE, model, data)
+    assert done.returncode == 0, done.stderr[-4000:]
     return float(done.stdout.split()[-1])
 
 
 @pytest.fixture(scope="module")
 def single(megascend, folder: Path) -> Path:
-    """The run on one process."""
-    done = megascend("train", "run.yaml", "--set", "output=single", "--set", "tensorboard=true", cwd=folder)
+    """The run on one process, which starts as a user's does."""
+    arguments = ("--set", "output=single", "--set", "tensorboard=true")
+    done = megascend("train", "run.yaml", *arguments, cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stdout
     return folder / "single"

@@ -15,6 +15,7 @@ import yaml
 from bigram_ranks import LR, STEPS, TOKENS
 from safetensors.torch import load_file, save_file
 
+from forked_programs import run_forked
 from megascend import Backend, Recompute, RunConfig, backends, register_engine
 from megascend.app import loop
 from megascend.bootstrap import engines
@@ -61,14 +62,7 @@ def by_hand(checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> tu
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_trains_saves_loads_and_exports_as_any_engine(world_size: int, checkpoint: Path, tmp_path: Path) -> None:
-    program = [
-        sys.executable,
-        str(Path(__file__).with_name("bigram_ranks.py")),
-        str(checkpoint),
-        str(tmp_path),
-        str(world_size),
-    ]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False, env=search_path())
+    done = run_forked(Path(__file__).with_name("bigram_ranks.py"), checkpoint, tmp_path, world_size)
     assert done.returncode == 0, done.stderr
     wanted_losses, wanted_norms = by_hand(checkpoint, TOKENS)
     for losses, norms, kinds, trained, foreign in torch.load(tmp_path / "ranks.pt"):

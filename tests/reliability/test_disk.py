@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from forked_programs import run_command
 from megascend import Adam, Adapters, Batching, CheckpointError, Lora
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
@@ -274,15 +273,9 @@ def settings(prepared, output, **checkpoint):
 
 
 def command(*arguments, check=False):
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return subprocess.run(
-        [sys.executable, "-m", "megascend.cli.main", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=check,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-    )
+    done = run_command(*arguments, timeout_s=180)
+    assert not check or done.returncode == 0, done.stderr
+    return done
 
 
 def events(output):

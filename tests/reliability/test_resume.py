@@ -7,11 +7,10 @@ import gc
 import json
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 
+from forked_programs import run_command
 from megascend import Adam, Adapters, Batching, Lora, Sample, Schedule
 from megascend.config import RunConfig
 from megascend.errors import DistributedTestError
@@ -58,7 +57,7 @@ def models(tmp_path_factory):
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     for arch in ("qwen3", "qwen3_moe"):
         command = ["new-model", folder / arch, "--arch", arch, "--hidden", "32", "--layers", "2", "--context", "64"]
-        subprocess.run([sys.executable, "-m", "megascend.cli.main", *map(str, command)], check=True, timeout=300)
+        assert run_command(*command).returncode == 0
     return folder
 
 

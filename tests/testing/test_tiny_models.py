@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from megascend.errors import ConfigError
 from megascend.testing import ARCHITECTURES, tiny_config, write_tiny_checkpoint
+from megascend.testing.reference import run_reference
 
 # Run apart, as a test before this one may have built an mcore-bridge model in this process.
 LOADS = """
@@ -30,7 +31,8 @@ for path in sys.argv[1:]:
 @pytest.mark.slow
 def test_transformers_loads_them_and_their_logits_are_not_flat(tmp_path: Path) -> None:
     paths = [str(write_tiny_checkpoint(tmp_path / arch, arch)) for arch in ARCHITECTURES]
-    done = subprocess.run([sys.executable, "-c", LOADS, *paths], capture_output=True, text=True, check=True)
+    done = run_reference(LOADS, *paths)
+    assert done.returncode == 0, done.stderr
     for line, arch in zip(done.stdout.splitlines()[-len(paths) :], ARCHITECTURES, strict=True):
         shape, spread, is_float32, keys = json.loads(line)
         assert shape == [1, 16, 320]

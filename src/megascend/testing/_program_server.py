@@ -1,19 +1,21 @@
 """Runs programs in forks of one process that has imported their packages. A script; imports no megascend.
 
 Reads a JSON request a line: ``imports`` (modules to have before the fork), ``program`` (a file, or None with its ``text``),
-``modules`` (imported in the fork, before it runs),
-``arguments``, ``directory`` (to run in) and ``files`` (paths of the standard input, output and error output). Answers each with a
-line: the exit code, or minus the signal. Ends at the end of its input, with whoever started it.
+``modules`` (imported in the fork, before it runs), ``arguments``, ``directory`` (to run in), ``environment`` (its variables) and
+``files`` (paths of the standard input, output and error output). Answers each with a line: the exit code, or minus the signal.
+Ends at the end of its input, with whoever started it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import json
 import os
 import sys
+import threading
 import traceback
 import types
 from typing import Any
@@ -51,6 +53,8 @@ def _program(request: dict[str, Any]) -> int:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the process's own
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
     path = request["program"]
     sys.argv = [path or "-c", *request["arguments"]]
     module = types.ModuleType("__main__")
@@ -69,6 +73,10 @@ def _program(request: dict[str, Any]) -> int:
     except Exception:  # noqa: BLE001 - told as the interpreter would tell it
         traceback.print_exc()
         code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     return code

@@ -33,11 +33,18 @@ IMPORTED = {
 """By package that a program imports: the modules that are imported for all programs."""
 
 
+READ_AT_START = (
+    *("PYTHON", "LD_", "LANG", "LC_", "PATH", "HOME", "XDG_", "TMP", "MPL"),
+    *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
+)
+"""Beginnings of variables that an interpreter or a package reads once: a fork cannot be given others."""
+
+
 class ProgramServer:
     """Runs programs one after the other, in forks of a process that it starts for the first one.
 
-    It starts another one when a program needs another environment, and in a process that was forked from the caller's. What it
-    has started ends with the caller.
+    It starts another one when a program needs other variables that are read at the start (:data:`READ_AT_START`), and in a process
+    that was forked from the caller's. What it has started ends with the caller.
 
     Args:
         imports: modules that are imported before every program, beside those of :data:`IMPORTED` that it imports itself.
@@ -58,12 +65,14 @@ class ProgramServer:
         stdin: str = "",
         timeout_s: float = 240.0,
         modules: Sequence[str] = (),
+        directory: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a Python script, or a program given as text, and wait for its end.
 
         Args:
             arguments: ``sys.argv[1:]`` of the program.
             environment: its environment variables.
+            directory: to run in; default: the present one.
             stdin: its standard input.
             timeout_s: deadline in seconds, imports included.
             modules: imported before the program runs, by it alone: those that make an architecture known to transformers.
@@ -81,7 +90,8 @@ class ProgramServer:
                 "program": str(program) if isinstance(program, Path) else None,
                 "text": text,
                 "arguments": [str(argument) for argument in arguments],
-                "directory": os.getcwd(),
+                "directory": str(directory or os.getcwd()),
+                "environment": dict(environment),
                 "files": [str(file) for file in files],
             }
             status = self._ask(json.dumps(request), environment, timeout_s)
@@ -123,17 +133,18 @@ class ProgramServer:
         return int(answer)
 
     def _started(self, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-        if self._process is None or self._owner != os.getpid() or self._environment != environment:
+        at_start = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+        if self._process is None or self._owner != os.getpid() or self._environment != at_start:
             self.close()
             atexit.unregister(self.close)
             atexit.register(self.close)
-            self._owner, self._environment = os.getpid(), dict(environment)
+            self._owner, self._environment = os.getpid(), at_start
             self._process = subprocess.Popen(
                 [sys.executable, "-c", Path(__file__).with_name("_program_server.py").read_text()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=self._environment,
+                env=dict(environment),
                 start_new_session=True,
             )
         return self._process

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 
 import megascend
+from forked_programs import run_forked
 from megascend.app.rl.learn import group_samples, learn
 from megascend.config.rl import Objective
 from megascend.rollout.group import Group, Response
@@ -87,17 +85,9 @@ def test_gradients_of_a_step_are_those_of_plain_pytorch(checkpoint: Path, tmp_pa
     from transformers import AutoModelForCausalLM
 
     groups, cap = recorded(), 1.5
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     (tmp_path / "groups.json").write_text(json.dumps([group.to_json() for group in groups]))
     job = [checkpoint, tmp_path / "groups.json", json.dumps(CASES), str(cap), tmp_path / "result"]
-    done = subprocess.run(
-        [sys.executable, WORKER, *map(str, job)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_forked(WORKER, *job, timeout_s=240)
     assert done.returncode == 0, done.stderr[-4000:]
     for case, found in zip(CASES, torch.load(tmp_path / "result", weights_only=True), strict=True):
         expected: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

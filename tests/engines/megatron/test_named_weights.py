@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from megascend import Adam, Adapters, Batching, Lora, Parallel
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.testing.reference import run_reference
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -121,8 +120,7 @@ def test_a_merged_adapter_is_what_peft_merges(parity_folder, tmp_path, arch, par
         return copied(stream(backend, merge=merge)), copied(stream(backend))
 
     ranks = run_distributed(on_rank, 2, init=False, timeout_s=120)
-    command = [sys.executable, "-c", MERGE, str(checkpoint), str(tmp_path / "adapter"), str(tmp_path / "merged")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_reference(MERGE, checkpoint, tmp_path / "adapter", tmp_path / "merged")
     assert done.returncode == 0, done.stderr[-3000:]
     theirs, source = load_file(tmp_path / "merged" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
     for mine, base in ranks:

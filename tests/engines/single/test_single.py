@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked_programs import run_forked
 from megascend import Adam, Adapters, Batching, Lora, Moe, Recompute, Sample
 from megascend.batch.losses import BUILT_IN
 from megascend.errors import CheckpointError
@@ -42,14 +43,7 @@ def environment(**more: str) -> dict[str, str]:
 def in_process(folder: Path, *jobs: tuple[str, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     """What functions of the worker return, called one after the other in a process of their own."""
     torch.save(list(jobs), folder / "job")
-    done = subprocess.run(
-        [sys.executable, WORKER, folder / "job", folder / "result"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment(),
-    )
+    done = run_forked(WORKER, folder / "job", folder / "result", timeout_s=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "result", weights_only=False)
 
