@@ -20,11 +20,15 @@ STEP = re.compile(r"^step (\d+)/(\d+)  loss ([\d.]+)  grad norm ([\d.]+)  ([\d,]
 STEP_OF_TENANTS = re.compile(r"^step (\d+)/\d+((?:  [a-z]+ [\d.]+){4})  [\d,]+ tokens/s", re.MULTILINE)
 ROW = re.compile(r"^(copy|shift|count|phrase|\(base model\)) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
 
+TENANTS = ("copy", "shift", "count", "phrase")
+
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 
 
-def run(script: str, folder: Path, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str) -> str:
-    """Output of a shell script of the cookbook, which ends with all its processes at the deadline."""
+def run(
+    script: str, folder: Path, *arguments: str, deadline_s: float = DEADLINE_S, fails: bool = False, **environment: str
+) -> str:
+    """Output of a shell script of the cookbook, which ends with all its processes at the deadline; it succeeds, or ``fails``."""
     path = os.pathsep.join([str(ROOT / "src"), *(entry for entry in sys.path if entry)])
     variables = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGASCEND_RUN": str(folder)}
     process = subprocess.Popen(
@@ -41,7 +45,7 @@ def run(script: str, folder: Path, *arguments: str, deadline_s: float = DEADLINE
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-6000:]
+    assert (process.returncode != 0) == fails, output[-6000:]
     return output
 
 
@@ -70,10 +74,14 @@ def assert_learned(output: str, steps: int) -> None:
             "tensor 1 x context 1 x data 2 x pipeline 1",
             marks=pytest.mark.nightly,
         ),
-        ("moe_ep.sh", 4, (), "experts: expert tensor 1 x expert 2 x data 2 x pipeline 1"),
+        ("moe_ep.sh", 2, ("--tensor", "1"), "experts: expert tensor 1 x expert 2 x data 1 x pipeline 1"),
+        pytest.param(
+            *("moe_ep.sh", 4, (), "experts: expert tensor 1 x expert 2 x data 2 x pipeline 1"),
+            marks=pytest.mark.nightly,
+        ),
         ("long_context_cp.sh", 2, ("--recompute",), "tensor 1 x context 2 x data 1 x pipeline 1"),
     ],
-    ids=["PP2", "TP2 x PP2", "DP2", "MoE TP2 x DP2, EP2", "CP2"],
+    ids=["PP2", "TP2 x PP2", "DP2", "MoE EP2", "MoE TP2 x DP2, EP2", "CP2"],
 )
 def test_a_cookbook_script_learns(
     script: str, processes: int, arguments: tuple[str, ...], layout: str, tmp_path: Path
@@ -83,24 +91,38 @@ def test_a_cookbook_script_learns(
     assert_learned(output, 10)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "layout"),
-    [((), "tensor 2"), pytest.param(("--tensor", "1"), "data 2", marks=pytest.mark.nightly)],
-    ids=["TP2", "DP2"],
-)
+def tenants_and_losses(output: str) -> dict[str, list[float]]:
+    """The table at the end: losses by adapter, of each task."""
+    table = {name: [float(loss) for loss in losses] for name, *losses in ROW.findall(output)}
+    assert list(table) == [*TENANTS, "(base model)"], output[-6000:]
+    return table
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("arguments", "layout"), [((), "tensor 2"), (("--tensor", "1"), "data 2")], ids=["TP2", "DP2"])
 def test_every_tenant_learns_its_own_task_alone(arguments: tuple[str, ...], layout: str, tmp_path: Path) -> None:
     steps = 45
     output = run("multi_lora.sh", tmp_path, *arguments, "--steps", str(steps))
     assert layout in output
     assert [int(number) for number, _ in STEP_OF_TENANTS.findall(output)] == list(range(1, steps + 1)), output[-6000:]
-    table = {name: [float(loss) for loss in losses] for name, *losses in ROW.findall(output)}
-    assert list(table) == ["copy", "shift", "count", "phrase", "(base model)"]
-    for task, name in enumerate(["copy", "shift", "count", "phrase"]):
+    table = tenants_and_losses(output)
+    for task, name in enumerate(TENANTS):
         others = [row[task] for other, row in table.items() if other != name]
         assert table[name][task] < 0.5 * min(others), output[-2000:]
     assert output.strip().splitlines()[-1].startswith("each adapter has learned its own task")
-    for name in ("copy", "shift", "count", "phrase"):
+    for name in TENANTS:
         assert (tmp_path / "adapters" / name / "adapter_model.safetensors").is_file()
+
+
+def test_tenants_that_had_no_time_to_learn_are_a_failure(tmp_path: Path) -> None:
+    """Three steps: all of the script runs, adapters are below the base model by then, and it says that this is not enough."""
+    output = run("multi_lora.sh", tmp_path, "--steps", "3", fails=True)
+    assert "tensor 2" in output
+    assert [int(number) for number, _ in STEP_OF_TENANTS.findall(output)] == [1, 2, 3], output[-6000:]
+    table = tenants_and_losses(output)
+    assert all(table[name][task] < table["(base model)"][task] for task, name in enumerate(TENANTS)), output[-2000:]
+    assert re.search(r"^FAILED: adapter '\w+' has loss [\d.]+ on its own task", output, re.MULTILINE), output[-2000:]
+    assert all((tmp_path / "adapters" / name / "adapter_model.safetensors").is_file() for name in TENANTS)
 
 
 def test_a_tenant_that_did_not_learn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

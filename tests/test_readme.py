@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 DEADLINE_S = 120
@@ -29,54 +32,66 @@ def python(*arguments: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def new_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the quick start's first command makes."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=folder)
+    return folder / "runs" / "quickstart" / "model"
+
+
+@pytest.fixture
+def folder(new_model: Path, tmp_path: Path) -> Path:
+    """A folder with that model where the programs look for it."""
+    shutil.copytree(new_model, tmp_path / "runs" / "quickstart" / "model")
+    return tmp_path
+
+
 def programs_of(document: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_the_program_without_a_cluster_runs(tmp_path: Path) -> None:
+def test_the_program_without_a_cluster_runs(folder: Path) -> None:
     (program,) = programs_of(README.parent / "docs" / "single.md")
-    (tmp_path / "single.py").write_text(program)
-    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=tmp_path)
-    losses = [float(line.split()[1]) for line in python("single.py", cwd=tmp_path).splitlines() if line[:1].isdigit()]
+    (folder / "single.py").write_text(program)
+    losses = [float(line.split()[1]) for line in python("single.py", cwd=folder).splitlines() if line[:1].isdigit()]
     assert len(losses) == 10
     assert losses[-1] < 0.5 * losses[0]
-    exported = tmp_path / "runs" / "single" / "hf"
+    exported = folder / "runs" / "single" / "hf"
     assert json.loads((exported / "config.json").read_text())["model_type"] == "qwen3"
-    assert (tmp_path / "runs" / "single" / "checkpoint" / "megascend.json").is_file()
+    assert (folder / "runs" / "single" / "checkpoint" / "megascend.json").is_file()
 
 
-def test_the_programs_about_lora_run(tmp_path: Path) -> None:
-    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=tmp_path)
-    (tmp_path / "guide.py").write_text(programs_of(README.parent / "docs" / "lora.md")[0])
-    figures = [float(line.split()[0]) for line in python("guide.py", cwd=tmp_path).splitlines() if line[:1].isdigit()]
+def test_the_programs_about_lora_run(folder: Path) -> None:
+    (folder / "guide.py").write_text(programs_of(README.parent / "docs" / "lora.md")[0])
+    figures = [float(line.split()[0]) for line in python("guide.py", cwd=folder).splitlines() if line[:1].isdigit()]
     assert len(figures) == 10
     assert figures[-1] < figures[0]
-    merged = tmp_path / "runs" / "lora" / "merged"
+    merged = folder / "runs" / "lora" / "merged"
     assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen3"
 
-    (tmp_path / "short.py").write_text(
+    (folder / "short.py").write_text(
         "import megascend\n\nmegascend.bootstrap()\nsamples = [megascend.Sample.causal(list(b'2 + 2 = 4')) for _ in 'ab']\n"
         "samples[0].adapter, samples[1].adapter = 'alice', 'bob'\n" + programs_of(README)[1]
     )
-    python("short.py", cwd=tmp_path)
-    saved = json.loads((tmp_path / "runs" / "lora" / "alice" / "adapter_config.json").read_text())
+    python("short.py", cwd=folder)
+    saved = json.loads((folder / "runs" / "lora" / "alice" / "adapter_config.json").read_text())
     assert saved["r"] == 16
 
 
-def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+def test_the_program_in_the_readme_runs(folder: Path) -> None:
     programs = programs_of(README)
     assert len(programs) == 2
     lines = [line for line in programs[0].splitlines() if line.strip()]
     assert len(lines) <= 20, "the README promises twenty lines"
-    (tmp_path / "train.py").write_text(programs[0])
-    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=tmp_path)
+    (folder / "train.py").write_text(programs[0])
 
-    output = python("train.py", cwd=tmp_path)
+    output = python("train.py", cwd=folder)
 
     steps = re.findall(r"^(\d+) ([\d.e-]+) ([\d.e-]+) (True|False)$", output, re.MULTILINE)
     assert [int(number) for number, *_ in steps] == list(range(20))
     assert {skipped for *_, skipped in steps} == {"False"}
     assert float(steps[-1][1]) < 0.5 * float(steps[0][1])
-    exported = tmp_path / "runs" / "readme" / "hf"
+    exported = folder / "runs" / "readme" / "hf"
     assert json.loads((exported / "config.json").read_text())["model_type"] == "qwen3"
     assert (exported / "model.safetensors").stat().st_size > 0

@@ -146,6 +146,7 @@ def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) 
     assert weights(output) == weights(whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.torchrun
 def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterrupted) -> None:
     output, log = folder / "torchrun", folder / "torchrun.log"
@@ -185,7 +186,6 @@ def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterr
     assert all(not checkpoint.problems for checkpoint in report.checkpoints)
 
 
-@pytest.mark.nightly
 def test_ctrl_c_once_and_twice_on_one_process(folder) -> None:
     output, log = folder / "single", folder / "single.log"
     with started(train_command("--set", f"output={output}"), folder, log) as process:

@@ -90,7 +90,7 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     assert score(single / "hf", folder / "chat.jsonl") < rows[-1]["loss"]
 
 
-@pytest.mark.parametrize("axis", ["tensor", "data"])
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("data", marks=pytest.mark.nightly)])
 def test_two_processes_learn_the_same(megascend, single: Path, folder: Path, axis: str) -> None:
     layout = ["--set", "parallel.tensor=2"] if axis == "tensor" else []
     done = megascend("train", "run.yaml", "--nproc", "2", "--set", f"output={axis}", *layout, cwd=folder)

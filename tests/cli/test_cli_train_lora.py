@@ -108,6 +108,7 @@ def test_peft_computes_with_the_adapter_what_was_trained(single: Path, folder: P
     assert (rank, alpha, targets) == (4, 8, ["down_proj", "o_proj", "q_proj"])
 
 
+@pytest.mark.nightly
 def test_two_processes_learn_the_same(megascend, single: Path, folder: Path) -> None:
     arguments = ("--nproc", "2", "--set", "parallel.tensor=2", "--set", "export=false", "--set", "output=tensor")
     done = megascend("train", "run.yaml", *arguments, cwd=folder)

@@ -1,7 +1,5 @@
 """Many adapters: each ends where it would have ended alone."""
 
-from itertools import product
-
 import pytest
 
 from megascend.testing.distributed import run_distributed
@@ -9,13 +7,15 @@ from megascend.testing.lora_parity import ISOLATED_EMBEDDING_AND_HEAD, differenc
 from megascend.testing.parity import STEPS, Case, case_checkpoint
 
 VALUE, MOVEMENT = 1e-6, 5e-5
+NIGHTLY = {"TP2": pytest.mark.nightly}
+"""``TP2 + SP`` covers it."""
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 
 @pytest.mark.parametrize(
     ("case", "tenants"),
     [
-        *product(isolation_cases(), (4,)),
+        *(pytest.param(case, 4, marks=NIGHTLY.get(case.name, ())) for case in isolation_cases()),
         *(pytest.param(case, n, marks=pytest.mark.nightly) for case in isolation_cases() for n in (2, 8)),
         (ISOLATED_EMBEDDING_AND_HEAD, 4),
     ],
