@@ -14,6 +14,7 @@ The script prints the reward before and after and ends with 1 unless it has rise
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import megascend
+from megascend.rollout.engines.vllm_process import VllmProcess
+from weightwire.keys import read_key, write_key
 
 STOP = "."
+KEY = "key"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,6 +107,26 @@ def warm_up(backend: Any, tokenizer: Any, arguments: argparse.Namespace) -> floa
     return loss
 
 
+def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, VllmProcess]:
+    """A vLLM for each --engine that asks for one, in processes and environments of their own, which end with the stack."""
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if "vllm" in arguments.engine:
+        (arguments.output / KEY).unlink(missing_ok=True)
+        write_key(arguments.output / KEY)
+    servers = {}
+    for number, kind in enumerate(arguments.engine):
+        if kind == "vllm":
+            servers[number] = VllmProcess(
+                arguments.vllm_python,
+                arguments.model,
+                key_file=arguments.output / KEY,
+                log=arguments.output / f"vllm-{number}.log",
+                options=("--enforce-eager", "--dtype=float32", "--max-model-len=64", "--max-num-seqs=128"),
+            )
+            stack.callback(servers[number].close)
+    return servers
+
+
 def bars(rows: list[dict[str, Any]], width: int = 50) -> str:
     """Rewards over the steps as text: ten lines, each the mean of a tenth of the run."""
     lines, size = [], max(1, len(rows) // 10)
@@ -116,22 +140,25 @@ def bars(rows: list[dict[str, Any]], width: int = 50) -> str:
 def main() -> None:
     arguments = parse_arguments()
     parallel = megascend.Parallel(tensor=arguments.tensor)
-    megascend.bootstrap(arguments.platform, parallel)
-    from megascend.app.plot import plot_metrics
-    from megascend.app.rl.learn import learn
-    from megascend.app.rl.rollouts import SharedRollouts
-    from megascend.app.run import load_tokenizer
-    from megascend.config.rl import Objective
-    from megascend.rollout.buffer import RolloutBuffer
-    from megascend.rollout.collector import RolloutCollector, Task
-    from megascend.rollout.engines.base import Sampling
-    from megascend.rollout.engines.local import LocalEngine
-    from megascend.rollout.engines.vllm import VllmEngine
-    from megascend.rollout.engines.vllm_process import VllmProcess
-    from weightwire.keys import read_key, write_key
-
-    tokenizer: Any = load_tokenizer(arguments.model)
+    start = time.perf_counter()
     with ExitStack() as stack:
+        # Servers take longest to start, so they come first. Their first weights do not matter.
+        main_rank = os.environ.get("RANK", "0") == "0"
+        servers = start_servers(arguments, stack) if main_rank else {}
+
+        megascend.bootstrap(arguments.platform, parallel)
+        from megascend.app.plot import plot_metrics
+        from megascend.app.rl.learn import learn
+        from megascend.app.rl.rollouts import SharedRollouts
+        from megascend.app.run import load_tokenizer
+        from megascend.config.rl import Objective
+        from megascend.rollout.buffer import RolloutBuffer
+        from megascend.rollout.collector import RolloutCollector, Task
+        from megascend.rollout.engines.base import Sampling
+        from megascend.rollout.engines.local import LocalEngine
+        from megascend.rollout.engines.vllm import VllmEngine
+
+        tokenizer: Any = load_tokenizer(arguments.model)
         backend = megascend.MegatronBackend(
             model=arguments.model,
             parallel=parallel,
@@ -140,27 +167,6 @@ def main() -> None:
             optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
         )
         stack.enter_context(backend)
-        main_rank = backend.rank == 0
-
-        # Engines start, in processes and environments of their own, while the model warms up. Their first weights do not matter.
-        servers: dict[int, Any] = {}
-        key_file = arguments.output / "key"
-        if main_rank:
-            arguments.output.mkdir(parents=True, exist_ok=True)
-            if "vllm" in arguments.engine:
-                key_file.unlink(missing_ok=True)
-                write_key(key_file)
-            for number, kind in enumerate(arguments.engine):
-                if kind == "vllm":
-                    servers[number] = VllmProcess(
-                        arguments.vllm_python,
-                        arguments.model,
-                        key_file=key_file,
-                        log=arguments.output / f"vllm-{number}.log",
-                        options=("--enforce-eager", "--dtype=float32", "--max-model-len=64", "--max-num-seqs=128"),
-                    )
-                    stack.callback(servers[number].close)
-        start = time.perf_counter()
         loss = warm_up(backend, tokenizer, arguments)
         if main_rank:
             print(
@@ -175,7 +181,7 @@ def main() -> None:
                     engines.append(LocalEngine(arguments.model, name=f"local engine {number}"))
                 elif kind == "vllm":
                     servers[number].wait_until_listening(timeout_s=540)
-                    engines.append(VllmEngine(servers[number].address, key=read_key(key_file)))
+                    engines.append(VllmEngine(servers[number].address, key=read_key(arguments.output / KEY)))
                 else:
                     engines.append(VllmEngine(kind))  # the key comes from the environment: WEIGHTWIRE_KEY_FILE
             print(f"{len(engines)} engines after {time.perf_counter() - start:.0f} s", flush=True)

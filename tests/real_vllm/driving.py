@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,31 @@ class Reference:
 
     def logprobs(self, weights: Weights, tokens: Sequence[int], begin: int = 1) -> list[float]:
         """log p(token | those before it) of the tokens from ``begin`` on."""
-        missing, extra = self._model.load_state_dict(weights, strict=False)
+        missing, extra = self._model.load_state_dict(_experts_stacked(weights), strict=False)
         assert not extra
         assert not [name for name in missing if name != "lm_head.weight"]
         with torch.no_grad():
             logs = self._model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
         return [logs[place - 1, tokens[place]].item() for place in range(begin, len(tokens))]
+
+
+def _experts_stacked(weights: Weights) -> Weights:
+    """Checkpoints have a tensor for each expert, transformers' modules one for all experts of a layer."""
+    stacked: dict[str, dict[int, torch.Tensor]] = {}
+    found = {}
+    for name, tensor in weights.items():
+        place = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if place is None:
+            found[name] = tensor
+        else:
+            stacked.setdefault(f"{place[1]}.{place[3]}", {})[int(place[2])] = tensor
+    for experts in {name.rpartition(".")[0] for name in stacked}:
+        gate, up, down = (
+            torch.stack([tensor for _, tensor in sorted(stacked[f"{experts}.{part}"].items())])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
+    return found
 
 
 def changed(weights: Weights, seed: int, scale: float = 0.05) -> Weights:

@@ -1,38 +1,129 @@
-"""A model with experts on the CPU: vLLM's reload gets its weights wrong, so an update is refused and nothing changes."""
+"""A model with experts in vLLM on the CPU, in one worker and in two: updates are in force, or leave what was."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driving import TOKENS, Server, changed, push, vllm_python
+from driving import TOKENS, Reference, Server, changed, far, push, vllm_python
 from safetensors.torch import load_file
 
+from megascend import Adam, Batching, Parallel, Sample
+from megascend.rollout.engines.base import Sampling
+from megascend.testing import run_distributed
+from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
-from weightwire.errors import UpdateError
+from weightwire.errors import CommitError
 from weightwire.group import Listener
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
 
+BOUND = 1e-5
+SERVERS = {"one worker": [], "two workers": ["--tensor-parallel-size", "2"]}
 
-def test_an_update_is_refused(tmp_path: Path) -> None:
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its experts are 48 wide: vLLM's kernel pads them to 64, or the half of them to 32."""
     vllm_python()
-    checkpoint = write_tiny_checkpoint(tmp_path / "moe", "qwen3_moe", head_dim=32)
-    weights, listener = load_file(checkpoint / "model.safetensors"), Listener()
-    server = Server(checkpoint, tmp_path / "vllm")
+    return write_tiny_checkpoint(
+        tmp_path_factory.mktemp("model") / "moe", "qwen3_moe", head_dim=32, moe_intermediate_size=48
+    )
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(checkpoint, tmp_path_factory.mktemp("vllm"), *SERVERS[request.param])
+    yield found
+    found.process.close()
+
+
+def test_updates_are_in_force_and_one_that_fails_is_undone(server: Server, checkpoint: Path) -> None:
+    weights, reference, listener = load_file(checkpoint / "model.safetensors"), Reference(checkpoint), Listener()
 
     async def act() -> None:
         engine = server.engine()
-        before = await engine.logprobs(TOKENS)
-        with pytest.raises(UpdateError, match="is a layer of experts on the CPU"):
-            await push(engine, listener, changed(weights, 1), 1)
-        assert await engine.logprobs(TOKENS) == before
-        info = await engine.info()
-        assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, 0)
+        workers = await engine.receivers()
+
+        async def assert_in_force(expected: dict, version: int) -> None:
+            info = await engine.info()
+            assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
+            assert far(await engine.logprobs(TOKENS), reference.logprobs(expected, TOKENS)) < BOUND
+
+        await assert_in_force(weights, 0)
+        await push(engine, listener, weights, 1)
+        await assert_in_force(weights, 1)
+        for version in (2, 3):
+            new = changed(weights, version)
+            await push(engine, listener, new, version)
+            await assert_in_force(new, version)
+        completion = (await engine.generate(TOKENS[:12], Sampling(max_tokens=16, stop_token_ids=(299,), seed=3)))[0]
+        whole = [*TOKENS[:12], *completion.tokens]
+        assert far(completion.logprobs, reference.logprobs(new, whole, begin=12)) < BOUND
+
+        # In all workers, and, where there are two, in the second alone: what the first has in force already is taken back.
+        for fault in ["load", *(["load:1"] if workers == 2 else [])]:
+            server.fault.write_text(fault)
+            try:
+                with pytest.raises(CommitError, match="no sixth tensor"):
+                    await push(engine, listener, changed(weights, 4), 4)
+            finally:
+                server.fault.unlink()
+            await assert_in_force(new, 3)
+        await push(engine, listener, weights, 5)
+        await assert_in_force(weights, 5)
         await engine.close()
 
-    try:
-        asyncio.run(asyncio.wait_for(act(), 300))
-    finally:
-        server.process.close()
+    asyncio.run(asyncio.wait_for(act(), 300))
+
+
+LAYOUTS = {"EP2": (2, Parallel(expert=2)), "TP2, EP2": (4, Parallel(tensor=2, expert=2))}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("megatron_imported")
+def test_the_engine_computes_what_the_trainer_does(server: Server, checkpoint: Path, layout: str) -> None:
+    """After each of two pushes from trainers whose experts are on different ranks, with a step of learning before each."""
+    world_size, parallel = LAYOUTS[layout]
+    sample = Sample(TOKENS[:-1], TOKENS[1:], [1.0] * (len(TOKENS) - 1))
+
+    def on_rank():
+        from megascend import WeightSync
+        from megascend.backends import MegatronBackend
+
+        backend = MegatronBackend(
+            checkpoint,
+            parallel,
+            precision="fp32",
+            timeout_s=120,
+            batching=Batching(micro_batch_tokens=64),
+            optimizer=Adam(lr=5e-3),
+        )
+        engine = server.engine() if backend.rank == 0 else None
+        sync = WeightSync(backend, [engine] if engine else [], bucket_bytes=50_000)
+
+        async def ask(engine, close):
+            found = await engine.logprobs(TOKENS)
+            if close:
+                await engine.close()
+            return found
+
+        pairs = []
+        for version in (1, 2):
+            backend.forward_backward(backend.shard(causal_samples(token_lists())))
+            backend.optimizer_step()
+            # Every data parallel rank takes part with a sample of its own; rank 0's is the one compared.
+            values = backend.forward([sample]).logprobs[0].tolist()
+            sync.push(version)
+            if engine:
+                pairs.append((values, asyncio.run(ask(engine, version == 2))))
+        sync.close()
+        return pairs
+
+    pairs, *_ = run_distributed(on_rank, world_size, init=False, timeout_s=300)
+    (first, _), (second, _) = pairs
+    assert far(first, second) > 0.01
+    for values, found in pairs:
+        assert far(values, found) < BOUND

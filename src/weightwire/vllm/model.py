@@ -11,24 +11,26 @@ from typing import Any
 
 import torch
 
-from weightwire.errors import ManifestError, UpdateError
+from weightwire.errors import ManifestError
+from weightwire.vllm.experts import kernels_built_again
 
 KV_CACHE = "kv_cache"
-EXPERTS = "vllm.model_executor.layers.fused_moe"
 
 
 class Structure:
-    """What a model's modules refer to: a reload puts other tensors and kernels in their places."""
+    """What a model's modules and their kernels refer to: a reload puts other tensors and kernels in their places."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._attributes = [(module, _attributes(module)) for module in model.modules()]
+        methods = {id(method): method for method in map(_quant_method, model.modules()) if method is not None}
+        self._attributes += [(method, _attributes(method)) for method in methods.values()]
 
     def restore(self) -> None:
         """Put it back, whatever state a reload was left in. What is in the tensors' memory stays as it is."""
-        for module, attributes in self._attributes:
-            vars(module).clear()
-            vars(module).update(attributes)
+        for owner, attributes in self._attributes:
+            vars(owner).clear()
+            vars(owner).update(attributes)
         _forget_reload(self._model)
 
 
@@ -58,20 +60,6 @@ class Snapshot:
             _bytes(storage).copy_(copy)
 
 
-def check_reloadable(model: torch.nn.Module) -> None:
-    """Raises UpdateError for a model that vLLM's reload gets wrong without saying so.
-
-    Experts on the CPU: after a reload with the very weights that it was started from, a Qwen3-MoE in vLLM 0.32 has
-    log-probabilities that are off by 4. What is wrong has not been found.
-    """
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(EXPERTS) and any(one.device.type == "cpu" for one in module.parameters()):
-            raise UpdateError(
-                f"{name} is a layer of experts on the CPU: vLLM's reload gives it other weights than it is told to, so this "
-                "engine takes no updates of its model"
-            )
-
-
 def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Put a checkpoint's tensors into a model that computes with others now.
 
@@ -86,7 +74,7 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     device = next(model.parameters()).device
     structure = Structure(model)
     try:
-        with torch.device(device), torch.no_grad():
+        with torch.device(device), torch.no_grad(), kernels_built_again(model):
             initialize_layerwise_reload(model)
             model.load_weights(tensors)  # type: ignore[operator]
             if missing := _without_weights(model):
@@ -124,8 +112,14 @@ def _forget_reload(model: torch.nn.Module) -> None:
         get_layerwise_info(layer).reset()
 
 
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    return {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(module).items()}
+def _quant_method(module: torch.nn.Module) -> Any:
+    """What vLLM computes the module with, unless it is a module itself: it may hold a kernel that refers to tensors."""
+    method = getattr(module, "quant_method", None)
+    return method if hasattr(method, "__dict__") and not isinstance(method, torch.nn.Module) else None
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(owner).items()}
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

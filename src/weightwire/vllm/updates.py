@@ -21,7 +21,8 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
-from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
+from weightwire.vllm.experts import check_reloadable
+from weightwire.vllm.model import Snapshot, Structure, load
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,14 @@ from typing_extensions import Self
 from megascend.errors import ConfigError, EngineError, EngineLostError
 
 MODULE = "weightwire.vllm"
-ON_A_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""What a vLLM for the CPU needs beside other processes: one thread, on no particular core, and 1 GiB of cache."""
+ON_A_CPU = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""What a vLLM for the CPU needs beside other processes: one thread, on no particular core, 1 GiB of cache, and, if it has one
+worker, that worker in the engine's process. A process of its own imports vLLM once more, and both poll without a pause."""
 PORT_TAKEN = "Address already in use"
 TAIL = 3000
 """Characters of its log that an error shows."""
