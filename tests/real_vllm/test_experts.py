@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driving import TOKENS, Reference, Server, changed, far, push, vllm_python
+from driving import ROOT, TOKENS, Reference, Server, changed, far, push, vllm_python
 from safetensors.torch import load_file
 
 from megascend import Adam, Batching, Parallel, Sample
@@ -127,3 +129,40 @@ def test_the_engine_computes_what_the_trainer_does(server: Server, checkpoint: P
     assert far(first, second) > 0.01
     for values, found in pairs:
         assert far(values, found) < BOUND
+
+
+REFUSED = """
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from weightwire.errors import UpdateError
+from weightwire.vllm.experts import check_reloadable
+
+class Quantized(FusedMoEMethodBase):
+    moe_kernel = None
+    def __init__(self): pass
+    def create_weights(self): pass
+    def get_fused_moe_quant_config(self, layer): pass
+
+class Experts(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 4, device=device))
+        self.quant_method = Quantized()
+
+for device in ("meta", "cpu"):
+    try:
+        check_reloadable(torch.nn.Sequential(Experts(device)))
+        print(device, "taken")
+    except UpdateError as error:
+        print(device, error)
+"""
+
+
+def test_other_experts_on_the_cpu_are_refused() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([vllm_python(), "-c", REFUSED], capture_output=True, text=True, env=environment, timeout=300)
+    lines = done.stdout.strip().splitlines()[-2:]
+    assert lines[0] == "meta taken", done.stderr
+    assert lines[1].startswith(
+        "cpu 0 is a layer of experts whose weights vLLM's reload may get wrong (Quantized, backend None)"
+    )
