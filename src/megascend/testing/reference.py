@@ -43,8 +43,8 @@ READ_AT_START = (
 class ProgramServer:
     """Runs programs one after the other, in forks of a process that it starts for the first one.
 
-    It starts another one when a program needs other variables that are read at the start (:data:`READ_AT_START`), and in a process
-    that was forked from the caller's. What it has started ends with the caller.
+    It starts another one when a program needs other variables that are read at the start (:data:`READ_AT_START`), and in a
+    process that was forked from the caller's. What it has started ends with the caller.
 
     Args:
         imports: modules that are imported before every program, beside those of :data:`IMPORTED` that it imports itself.
