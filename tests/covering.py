@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -64,7 +64,8 @@ def settings_of(case: Case) -> Settings:
     return found | ({"aux_formula": case.aux_formula} if case.aux_loss else {})
 
 
-def on_this_stack(cases: Sequence[Case]) -> list[Any]:
-    """Parameters of a test: on the first stack all cases; on the second one those that do not cover are nightly."""
-    chosen = list(cases) if FIRST_STACK else covering(cases, settings_of)
+def on_this_stack(cases: Sequence[Case], nightly: Collection[str] = ()) -> list[Any]:
+    """Parameters of a test: on the first stack all cases but those named; on the second one those that do not cover are nightly."""
+    first = [case for case in cases if case.name not in nightly]
+    chosen = first if FIRST_STACK else covering(cases, settings_of)
     return [case if case in chosen else pytest.param(case, marks=pytest.mark.nightly) for case in cases]

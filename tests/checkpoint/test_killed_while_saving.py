@@ -279,6 +279,7 @@ def finished_equally(checkpoint, tmp_path, world):
     assert names == {"latest", f"step-{until:08d}", f"step-{until - 1:08d}"}
 
 
+@pytest.mark.nightly
 def test_one_process_killed_again_and_again(checkpoint, tmp_path):
     output, calls = tmp_path / "run", [5, 9, 16, 20, 24, 28, 31, 34, 37, 40, 44, 49]
     draw = random.Random(0)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.nightly
 def test_the_small_bench_runs_and_its_ways_agree():
     done = subprocess.run(
         [sys.executable, "scripts/bench_multi_lora.py", "--tiny", "--platform", "cpu"],

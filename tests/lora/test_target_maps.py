@@ -94,6 +94,7 @@ def test_adapters_of_a_real_model_follow_the_registered_map(parity_folder, outsi
             checkpoint,
             precision="fp32",
             optimizer=Adam(lr=1e-2),
+            self_check=False,
             adapters=Adapters(),
             batching=Batching(micro_batch_tokens=64),
             timeout_s=60,

@@ -85,6 +85,7 @@ def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: 
             optimizer=Adam(lr=1e-2, **layout.adam),
             batching=Batching(micro_batch_tokens=64),
             timeout_s=60,
+            self_check=False,  # transformers' logits of what is exported are compared
         )
         for _ in range(steps):
             backend.forward_backward(backend.shard(causal_samples(token_lists())))
@@ -231,7 +232,7 @@ def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Paral
 
     found = []
     for index, parallel in enumerate(layouts):
-        backend = MegatronBackend(checkpoint, parallel, "fp32", timeout_s=60)
+        backend = MegatronBackend(checkpoint, parallel, "fp32", timeout_s=60, self_check=False)
         backend.export_hf(folder / str(index))
         backend.close()
         mine, original = (load_file(path / "model.safetensors") for path in (folder / str(index), checkpoint))
@@ -302,7 +303,7 @@ def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder,
     before = (target / "model.safetensors").read_bytes()
 
     def on_rank():
-        backend = MegatronBackend(checkpoint, Parallel(tensor=2), "fp32", timeout_s=60)
+        backend = MegatronBackend(checkpoint, Parallel(tensor=2), "fp32", timeout_s=60, self_check=False)
         with pytest.raises(CheckpointError, match=r"lacks model.layers.0.mlp.gate_up_proj.weight.*have .*gate_proj"):
             backend.export_hf(target)
 

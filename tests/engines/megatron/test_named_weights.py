@@ -38,7 +38,8 @@ LAYOUTS: dict[str, tuple[int, Parallel, str, dict[str, Any]]] = {
 def make_backend(checkpoint: Path, parallel: Parallel | None = None, **options: Any) -> Any:
     from megascend.backends import MegatronBackend
 
-    return MegatronBackend(checkpoint, parallel, **{"precision": "fp32", "timeout_s": 60} | FEW_SAMPLES | options)
+    settings = {"precision": "fp32", "timeout_s": 60, "self_check": False} | FEW_SAMPLES | options
+    return MegatronBackend(checkpoint, parallel, **settings)
 
 
 def stream(backend: Any, receivers: Any = "all", **options: Any) -> Any:
