@@ -65,7 +65,7 @@ def settings_of(case: Case) -> Settings:
 
 
 def on_this_stack(cases: Sequence[Case], nightly: Collection[str] = ()) -> list[Any]:
-    """Parameters of a test: on the first stack all cases but those named; on the second one those that do not cover are nightly."""
+    """Parameters of a test: on the first stack all cases but ``nightly``; on the second one few that cover all."""
     first = [case for case in cases if case.name not in nightly]
     chosen = first if FIRST_STACK else covering(cases, settings_of)
     return [case if case in chosen else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
