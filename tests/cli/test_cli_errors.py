@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+ROOT = Path(__file__).parents[2]
 QUESTION = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]}
 
 
@@ -105,6 +106,20 @@ def test_show_config_prints_what_train_reads(megascend, run_file: Path) -> None:
     again = run_file.parent / "again.yaml"
     again.write_text(done.stdout)
     assert yaml.safe_load(megascend("show-config", again).stdout) == shown
+
+
+def test_show_config_prints_what_rl_reads(megascend, run_file: Path) -> None:
+    example = ROOT / "examples" / "rl" / "sort_digits.yaml"
+    done = megascend("show-config", example, "--set", "rollout.max_lag=2", cwd=run_file.parent)
+    assert done.returncode == 0, done.stderr
+    shown = yaml.safe_load(done.stdout)
+    assert (shown["rollout"]["max_lag"], shown["objective"]["loss"], shown["engines"]) == (2, "ppo", ["local"])
+    again = run_file.parent / "again.yaml"
+    again.write_text(done.stdout)
+    assert yaml.safe_load(megascend("show-config", again).stdout) == shown
+    done = megascend("show-config", example, "--set", "rollout.max_lags=2", cwd=run_file.parent)
+    assert done.returncode == 2
+    assert "rollout.max_lags" in done.stderr
 
 
 def test_show_config_without_a_model_says_so(megascend, run_file: Path) -> None:

@@ -19,12 +19,15 @@ def show_config_command(
 ) -> None:
     """Print the resolved configuration as YAML; with --nproc also the ranks' layout, as YAML comments.
 
-    The output can be fed to `megascend train` again. A layout that cannot work exits with 2.
+    A file with a section `rollout` is read as `megascend rl` reads it, any other as `megascend train` does; the output can be
+    fed to the same command again. A layout that cannot work exits with 2.
     """
     from megascend.cli.preflight import check_topology
-    from megascend.config import load_config
+    from megascend.config import RunConfig, TrainerConfig, read_settings
+    from megascend.config.rl import RlConfig
 
-    settings = load_config(config, overrides)
+    values = read_settings(config, overrides)
+    settings: TrainerConfig = RlConfig(**values) if "rollout" in values else RunConfig(**values)
     typer.echo(to_yaml(settings.model_dump(mode="json")), nl=False)
     if nproc is None:
         return
