@@ -310,7 +310,8 @@ class Backend:
             adapter: merged into what comes, ``W + scaling * B A`` in float32; the model in memory stays as it is.
             alone: the adapter's factors alone, under ``peft``'s names, float32.
             receivers: all ranks, the main one (0), or a set of global ranks.
-            device: where to; default: where the model is, for an adapter alone the CPU.
+            device: where to; default: where the model is, for an adapter alone the CPU. ``meta``: names, shapes and dtypes
+                alone, for which no weights travel.
 
         Raises:
             ConfigError: there is no such adapter, or none was named for ``alone``.

@@ -255,7 +255,7 @@ class Engine(Protocol):
         Args:
             adapter: merged into what comes, in float32.
             receivers: all ranks, the main one (0), or a set of global ranks.
-            device: where to; default: where the model is.
+            device: where to; default: where the model is. ``meta``: names, shapes and dtypes alone.
         """
         ...
 

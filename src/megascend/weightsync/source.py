@@ -34,8 +34,8 @@ class Source:
 class Sources:
     """Streams of one backend.
 
-    An export tells the names of its tensors only by making them. So the first one of a model is made twice: once to learn their
-    order, which does not change afterwards, and an export is a small part of what a first update takes.
+    An export tells the names of its tensors only by making them, in an order that does not change. So before the first one of
+    a model there is another one without bytes.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -45,7 +45,7 @@ class Sources:
     def model(self, adapter: str | None) -> Source:
         """The model, with ``adapter`` merged into it. Collective."""
         if self._specs is None:
-            with contextlib.closing(_generator(self._backend.named_weights(receivers="main"))) as first:
+            with contextlib.closing(_generator(self._backend.named_weights(receivers="main", device="meta"))) as first:
                 self._specs = tuple(spec_of(name, tensor) for name, tensor in first)
         return Source(self._specs, None, _generator(self._backend.named_weights(adapter, receivers="main")))
 

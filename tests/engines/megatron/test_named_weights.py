@@ -64,6 +64,18 @@ def copied(weights: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def described(backend: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """What the main rank would get, in its order, while no shard may travel."""
+    from megascend.engines.megatron.named_weights import _Collector
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_Collector, "_spread", None)
+        patched.setattr(_Collector, "_assemble", None)
+        weights = list(stream(backend, "main", device="meta"))
+    assert all(tensor.is_meta for _, tensor in weights)
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in weights]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_stream_is_the_checkpoint_bit_for_bit(parity_folder, name):
     world_size, parallel, arch, overrides = LAYOUTS[name]
@@ -73,10 +85,13 @@ def test_the_stream_is_the_checkpoint_bit_for_bit(parity_folder, name):
 
     def on_rank():
         backend = make_backend(checkpoint, parallel)
-        return {receivers: copied(stream(backend, receivers)) for receivers in choices}
+        found = {receivers: copied(stream(backend, receivers)) for receivers in choices}
+        return found, described(backend)
 
     source = load_file(checkpoint / "model.safetensors")
-    for rank, found in enumerate(run_distributed(on_rank, world_size, init=False, timeout_s=180)):
+    for rank, (found, headers) in enumerate(run_distributed(on_rank, world_size, init=False, timeout_s=180)):
+        streamed = [(key, tensor.shape, tensor.dtype) for key, tensor in found["main"].items()]
+        assert headers == streamed
         for receivers, ranks in choices.items():
             mine = found[receivers]
             assert set(mine) == (set(source) if rank in ranks else set()), (rank, receivers)
@@ -352,10 +367,14 @@ def test_the_facade_hands_out_the_model_merged_and_alone(parity_folder, tmp_path
             {name: tensor.clone() for name, tensor in backend.named_weights()},
             {name: tensor.clone() for name, tensor in backend.named_weights("a", receivers="main")},
             dict(backend.named_weights("a", alone=True, receivers={1})),
+            [(name, tensor.shape, tensor.device.type) for name, tensor in backend.named_weights("a", device="meta")],
         )
 
-    (base, merged, nothing), (also_base, no_merged, alone) = run_distributed(on_rank, 2, init=False, timeout_s=120)
+    (base, merged, nothing, headers), (also_base, no_merged, alone, also_headers) = run_distributed(
+        on_rank, 2, init=False, timeout_s=120
+    )
     assert nothing == no_merged == {}
+    assert headers == also_headers == [(name, tensor.shape, "meta") for name, tensor in base.items()]
     for found, file in (
         (base, checkpoint / "model.safetensors"),
         (also_base, checkpoint / "model.safetensors"),

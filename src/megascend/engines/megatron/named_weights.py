@@ -68,7 +68,7 @@ def named_weights(
             shapes and dtypes are held against them. The output layer's is left out where it is the embedding. Used by receivers.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
         receivers: global ranks that get the tensors.
-        device: where to; default: where the model is.
+        device: where to; default: where the model is. ``meta``: shapes and dtypes, and no shard travels.
 
     Raises:
         CheckpointError: on every receiver: another receiver stopped before the end; or, after the last tensor, they were
@@ -201,6 +201,7 @@ class _Collector:
         before_layer: Callable[[], None],
     ) -> None:
         self._groups, self._device, self._before_layer = groups, device, before_layer
+        self._describes = device is not None and torch.device(device).type == "meta"
         self._receives = groups.rank in receiving
         self._routes = {
             expert: route(groups.topology, groups.rank, receiving, expert=expert) for expert in (False, True)
@@ -257,12 +258,13 @@ class _Collector:
         path = self._routes[is_expert]
         split = self._split if len(path.parts) > 1 else None
         source, shape, dtype = self._describe(tensor, path, self._groups_across[is_expert])
-        need = path.need_whole if split is None else path.need_shard
-        shard = self._spread(tensor, source, need, path, shape, dtype, self._groups_across[is_expert])
-        whole = shard
-        if split is not None:
-            if shard is not None and self._groups.rank in path.need_shard:
+        whole = None
+        if not self._describes:
+            need = path.need_whole if split is None else path.need_shard
+            whole = shard = self._spread(tensor, source, need, path, shape, dtype, self._groups_across[is_expert])
+            if split is not None and shard is not None and self._groups.rank in path.need_shard:
                 whole = self._assemble(shard, split, path, self._groups_of_parts[is_expert])
+        if split is not None:
             shape = [*shape[:split], shape[split] * len(path.parts), *shape[split + 1 :]]
         if whole is None or not self._receives:
             return torch.empty(shape, dtype=dtype, device="meta")
