@@ -83,6 +83,10 @@ ELSEWHERE = {
         "docs/single.md",
         "backend = megascend.SingleBackend(",
     ): "tests/test_readme.py::test_the_program_without_a_cluster_runs",
+    (
+        "docs/fsdp.md",
+        "backend = megascend.FsdpBackend(",
+    ): "tests/engines/fsdp/test_fsdp.py::test_the_program_of_the_docs_runs",
     ("docs/controller.md", "import asyncio"): "tests/rollout/controller/test_controller_docs.py::test_the_program_runs",
     ("docs/testing.md", "import torch"): "tests/test_docs.py::test_the_examples_of_tests_run",
     (

@@ -23,6 +23,7 @@ _PUBLIC = {
     "Backend": "megascend.backend",
     "MegatronBackend": "megascend.backends",
     "SingleBackend": "megascend.backends",
+    "FsdpBackend": "megascend.backends",
     "make_backend": "megascend.backends",
     "register_engine": "megascend.backends",
     "engine_context": "megascend.engines.context",
@@ -38,6 +39,7 @@ _PUBLIC = {
     "Recompute": "megascend.config",
     "Moe": "megascend.config",
     "Batching": "megascend.config",
+    "Fsdp": "megascend.config",
     "AdapterLoss": "megascend.batch.results",
     "AdapterQueue": "megascend.lora.queue",
     "AdapterFuture": "megascend.lora.queue",
@@ -80,7 +82,7 @@ __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
-    from megascend.backends import MegatronBackend, SingleBackend, make_backend, register_engine
+    from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
     from megascend.batch.losses import Loss, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
         Adapters,
         Batching,
         Data,
+        Fsdp,
         Lora,
         Moe,
         Parallel,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.backend import Backend
 from megascend.bootstrap import engines
-from megascend.config import Adam, Adapters, Batching, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
+from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
 from megascend.engines.context import engine_context
-from megascend.errors import ConfigError, TopologyError
+from megascend.errors import ConfigError, PlatformError, TopologyError
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime
@@ -258,4 +258,92 @@ def _one_process(runtime: Runtime, topology: Topology, model_dir: Path) -> None:
         )
 
 
-_backends: dict[str, Callable[..., Backend]] = {"megatron": MegatronBackend, "single": SingleBackend}
+class FsdpBackend(Backend):
+    """A Hugging Face model, trained by transformers and torch's FSDP2 on all ranks of this world. The verbs: :class:`Backend`.
+
+    For architectures that mcore-bridge does not know, for work on plain transformers models, and where tensor and pipeline
+    parallelism are not needed. No Megatron is imported. docs/fsdp.md says what works, with its test, and what is not there yet.
+    The settings of ``optimizer`` that divide work over ranks have no effect: parameters, gradients and moments are sharded.
+
+    Args:
+        model: directory of a Hugging Face checkpoint with safetensors weights; each rank reads its own rows of them.
+        parallel: every axis is 1; data parallelism takes all ranks.
+        fsdp: see :class:`megascend.config.Fsdp`.
+        precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case.
+        tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
+        optimizer, schedule, batching, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
+        recompute: ``granularity`` ``none`` or ``full``.
+        moe: no auxiliary loss.
+
+    Raises:
+        ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, CollectiveTimeoutError: before any training.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        parallel: Parallel | None = None,
+        fsdp: Fsdp | None = None,
+        precision: Precision = "bf16",
+        tf32: bool | None = None,
+        optimizer: Adam | None = None,
+        schedule: Schedule | None = None,
+        recompute: Recompute | None = None,
+        moe: Moe | None = None,
+        batching: Batching | None = None,
+        platform: PlatformName = "auto",
+        seed: int = 1234,
+        timeout_s: float = 600.0,
+        save_timeout_s: float = 1800.0,
+    ) -> None:
+        settings, recomputed = fsdp or Fsdp(), recompute or Recompute()
+        made: list[Any] = []
+
+        def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
+            from megascend.engines.fsdp import mesh, transformers_api
+            from megascend.engines.fsdp.engine import check_settings
+
+            if runtime.platform.name == "npu":
+                raise PlatformError("engine fsdp does not run on NPUs yet (docs/fsdp.md); use engine megatron")
+            transformers_api.check_version()
+            mesh.check_layout(topology)
+            mesh.mesh_ranks(topology.world_size, settings.replicate)
+            check_settings(recomputed, moe or Moe())
+            made.append(mesh.FsdpGroups(settings.replicate))
+            return made[0]
+
+        with engine_context(
+            "fsdp",
+            model,
+            precision=precision,
+            platform=platform,
+            tf32=tf32,
+            parallel=parallel,
+            timeout_s=timeout_s,
+            prepare=prepare,
+        ) as context:
+            from megascend.engines.fsdp.engine import FsdpEngine
+
+            engine = FsdpEngine(
+                context.topology,
+                context.groups,
+                context.info,
+                context.model_dir,
+                made[0],
+                fsdp=settings,
+                precision=precision,
+                adam=optimizer or Adam(),
+                schedule=schedule or Schedule(),
+                recompute=recomputed,
+                batching=batching or Batching(),
+                seed=seed,
+                page_locked=context.runtime.platform.page_locks_memory,
+            )
+        super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
+
+
+_backends: dict[str, Callable[..., Backend]] = {
+    "megatron": MegatronBackend,
+    "single": SingleBackend,
+    "fsdp": FsdpBackend,
+}

@@ -91,7 +91,7 @@ def make_backend(config: TrainerConfig) -> Backend:
         "seed",
         "timeout_s",
     )
-    of_some = ("parallel", "provider", "provider_options", "self_check")
+    of_some = ("parallel", "fsdp", "provider", "provider_options", "self_check")
     settings = {name: getattr(config, name) for name in (*of_run, *of_some)}
     settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
     settings["save_timeout_s"] = config.checkpoint.timeout_s

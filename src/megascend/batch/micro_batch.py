@@ -27,6 +27,7 @@ class SequenceLayout:
         token_multiple: the tokens that a rank holds must be a multiple of this (tensor parallel size under sequence
             parallelism, else 1).
         lengths_on_host: describe packed samples by their ends, on the CPU, for attention that reads them there.
+        for_megatron: describe packed samples as Megatron-Core does; else by :class:`PackedLengths`.
     """
 
     packing: bool = True
@@ -34,6 +35,7 @@ class SequenceLayout:
     context_rank: int = 0
     token_multiple: int = 1
     lengths_on_host: bool = False
+    for_megatron: bool = True
 
     @property
     def sample_multiple(self) -> int:
@@ -54,6 +56,17 @@ class SequenceLayout:
         return [slice(first * chunk, (first + 1) * chunk), slice(second * chunk, (second + 1) * chunk)]
 
 
+@dataclass(frozen=True)
+class PackedLengths:
+    """Samples of a packed micro batch.
+
+    Attributes:
+        lengths: tokens of each, padding included, on the host.
+    """
+
+    lengths: tuple[int, ...]
+
+
 @dataclass
 class MicroBatch:
     """Tensors of one micro batch on the device. n is the number of tokens that this rank holds, padding included.
@@ -62,7 +75,7 @@ class MicroBatch:
         members: index of every sample in the caller's list.
         lengths: unpadded length of every sample.
         input_ids, position_ids: int64 [1, n] packed, [batch, n / batch] padded.
-        packed: Megatron's PackedSeqParams, or None for a padded batch.
+        packed: Megatron's PackedSeqParams or :class:`PackedLengths`, as the layout asks; None for a padded batch.
         targets, weights: [n], one sample after the other.
         fields: the samples' other per-token fields, float32 [n].
         sample: int64 [n], position in ``members`` of each token's sample.
@@ -158,7 +171,7 @@ def build(
         padded_lengths=padded,
         input_ids=inputs(columns["input_ids"]),
         position_ids=inputs(columns["position"]),
-        packed=_packed_parameters(padded, device, layout.lengths_on_host) if layout.packing else None,
+        packed=_packed(padded, layout, device) if layout.packing else None,
         targets=column(columns["target_ids"]),
         weights=column(columns["weights"]),
         fields={name: column(columns[name]) for name in names},
@@ -224,6 +237,12 @@ def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[i
 
 def _pad(values: Tensor, total: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, total - len(values)))
+
+
+def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> Any:
+    if not layout.for_megatron:
+        return PackedLengths(tuple(padded))
+    return _packed_parameters(padded, device, layout.lengths_on_host)
 
 
 def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host: bool) -> Any:

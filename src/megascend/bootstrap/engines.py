@@ -31,6 +31,7 @@ class EngineNeeds:
 _registry = {
     "megatron": EngineNeeds(megatron=True, packages=PACKAGES),
     "single": EngineNeeds(megatron=False, packages=("torch", "transformers", "peft")),
+    "fsdp": EngineNeeds(megatron=False, packages=("torch", "transformers")),
 }
 
 

@@ -202,7 +202,7 @@ def bootstrap(
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
       ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
       port is set.
-    - and nothing else, for an engine without Megatron (``single``). For Megatron:
+    - and nothing else, for an engine without Megatron (``single``, ``fsdp``). For Megatron:
     - a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
       :mod:`megascend.bootstrap.stub_modules`).
     - provider ``reference`` (``cpu``, and ``cuda`` by request): ``transformer_engine`` in ``sys.modules`` becomes
@@ -221,7 +221,7 @@ def bootstrap(
         parallel: the layout, where it is known already. It may be another one later; on an NPU with context
             parallelism, telling it here saves patching Megatron once more for it (about a second).
         tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: no, or what an earlier call has said.
-        engine: what the process is prepared for: ``megatron``, ``single``, or one registered with
+        engine: what the process is prepared for: ``megatron``, ``single``, ``fsdp``, or one registered with
             ``megascend.register_engine``; default: what an earlier call has said, or ``megatron``.
         precision: of the model, where it is known already, for providers that patch otherwise for some; those of this package
             do not, so that it may be another one later.

@@ -140,6 +140,21 @@ class Moe(Section):
         return self
 
 
+class Fsdp(Section):
+    """How engine fsdp spreads a model over its ranks."""
+
+    replicate: Size = Field(
+        1, description="copies of the model, each spread over an equal number of ranks (HSDP); 1: one, over all of them"
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="free a layer's gathered parameters after its forward pass and gather them again for the backward pass",
+    )
+    offload: bool = Field(
+        False, description="parameters, gradients and moments stay in host memory, where the optimizer steps"
+    )
+
+
 class Batching(Section):
     """How samples become micro batches."""
 
@@ -248,7 +263,8 @@ class TrainerConfig(Section):
     )
     engine: str = Field(
         "megatron",
-        description="what trains: megatron, single (transformers in one process), or one that a plug-in registers",
+        description="what trains: megatron, fsdp (transformers' models under FSDP2), single (transformers in one process), "
+        "or one that a plug-in registers",
     )
     precision: Precision = "bf16"
     tf32: bool = Field(
@@ -256,6 +272,7 @@ class TrainerConfig(Section):
     )
     seed: Count = 1234
     parallel: Parallel = Parallel()
+    fsdp: Fsdp = Fsdp()
     optimizer: Adam = Adam()
     schedule: Schedule = Schedule()
     recompute: Recompute = Recompute()

@@ -13,8 +13,8 @@ from megascend.batch.micro_batch import SequenceLayout
 from megascend.engines.chunks import Chunks
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
+from megascend.engines.plain_head import HeadOutput
 from megascend.engines.single.optimizer import Optimizer
-from megascend.engines.single.output_head import HeadOutput
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.meetings import Meetings, Stopped
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import differences, fused_half
 from megascend.huggingface.files import TensorHeader
@@ -78,9 +78,9 @@ def named_weights(
     """
     receiving = ranks_of(receivers, groups.topology)
     config = chunks[0].config
-    meetings = _Meetings(groups, config.num_layers)
+    meetings = Meetings(groups, config.num_layers)
     if groups.rank not in participants(groups.topology, receiving):
-        with contextlib.suppress(_Stopped), groups.monitor.phase("named weights"):
+        with contextlib.suppress(Stopped), groups.monitor.phase("named weights"):
             meetings.attend()
         return
     whole = joined(_Collector(bridge, groups, receiving, device, meetings.before_layer).weights(chunks), wanted)
@@ -103,12 +103,12 @@ def named_weights(
                 del tensor
             except BaseException as error:
                 meetings.stop("closed it" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}")
-                with contextlib.suppress(_Stopped), groups.monitor.phase("named weights"), torch.no_grad():
+                with contextlib.suppress(Stopped), groups.monitor.phase("named weights"), torch.no_grad():
                     for _ in whole:  # up to the next meeting
                         pass
                     meetings.at_end()
                 raise
-    except _Stopped as stopped:
+    except Stopped as stopped:
         if groups.rank in receiving:
             raise CheckpointError(
                 f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); what this rank got "
@@ -145,48 +145,6 @@ def _hold_against(wanted: Mapping[str, TensorHeader], found: Mapping[str, Tensor
             f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
             "report the model's architecture"
         )
-
-
-class _Stopped(Exception):
-    """Some rank has left the stream."""
-
-    def __init__(self, rank: int, where: str, why: str) -> None:
-        super().__init__(rank, where, why)
-        self.rank, self.where, self.why = rank, where, why
-
-
-class _Meetings:
-    """Where all ranks meet during a stream: before each layer, and at the end."""
-
-    def __init__(self, groups: ProcessGroups, layers: int) -> None:
-        self._groups, self._layers = groups, layers
-        self._why: str | None = None
-        self._layer = 0
-
-    def stop(self, why: str) -> None:
-        """Tell the others, at the next meeting, that this rank takes no more."""
-        self._why = why
-
-    def before_layer(self) -> None:
-        """Raises _Stopped on every rank if any has stopped."""
-        self._meet(f"before layer {self._layer}")
-        self._layer += 1
-
-    def at_end(self) -> None:
-        """As :meth:`before_layer`, after the last tensor."""
-        self._meet("after the last layer")
-
-    def attend(self) -> None:
-        """All meetings, of a rank that has nothing else to do."""
-        for _ in range(self._layers):
-            self.before_layer()
-        self.at_end()
-
-    def _meet(self, where: str) -> None:
-        told = gather_objects(self._why, "world", self._groups, f"named weights, {where}")
-        for rank, why in enumerate(told):
-            if why is not None:
-                raise _Stopped(rank, where, why)
 
 
 class _Collector:

@@ -19,11 +19,12 @@ from megascend.engines.base import OnOutput, Trainable
 from megascend.engines.chunks import Chunks
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
+from megascend.engines.plain_head import HeadOutput
 from megascend.engines.single import router_loss
 from megascend.engines.single.adapters import PeftAdapters
 from megascend.engines.single.named_weights import named_weights
 from megascend.engines.single.optimizer import Optimizer
-from megascend.engines.single.output_head import HeadOutput, check_plain_head, hidden_states
+from megascend.engines.single.output_head import check_plain_head, hidden_states
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.info import ModelInfo

@@ -1,15 +1,13 @@
-"""The model's last step: hidden states in, log-probabilities of the targets out, without the logits of a whole micro batch."""
+"""A transformers model without its last step, and whether that is a plain product."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.kernels.linear_logprobs import VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
 
 HEAD_BOUND = 1e-2
 """How far logits of the head alone may be from the model's, relative to their largest: the rounding of bf16."""
@@ -44,41 +42,3 @@ def hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor | None, **
     """[batch, sequence, h] after the last norm, and the base model's whole output. Causal; padding comes last."""
     output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
     return output.last_hidden_state, output
-
-
-@dataclass(frozen=True)
-class HeadOutput:
-    """The head's view of one micro batch; see :class:`megascend.engines.base.Output`.
-
-    Attributes:
-        hidden: [n, h].
-        weight: [vocabulary, h]; its ``main_grad``, where it is trained, takes its gradient in fp32.
-        targets: int64 [n].
-        vocab_size: rows of the weight that stand for tokens.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    vocab_size: int
-
-    @property
-    def shard(self) -> VocabShard:
-        """The whole vocabulary."""
-        return VocabShard(0, self.vocab_size)
-
-    @property
-    def fuses_loss(self) -> bool:
-        """False for fp16, where gradients formed before the loss scale is applied would underflow."""
-        return self.weight.dtype != torch.float16
-
-    def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
-        return linear_cross_entropy(
-            self.hidden, self.weight, self.targets, coefficients, self.shard, loss_grad, direct_weight_gradient=True
-        )
-
-    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return linear_logprobs(self.hidden, self.weight, self.targets, self.shard, entropy, direct_weight_gradient=True)
-
-    def logits(self) -> Tensor:
-        return gather_logits(self.hidden, self.weight, self.shard)[:, : self.vocab_size]

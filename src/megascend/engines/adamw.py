@@ -1,0 +1,133 @@
+"""torch's AdamW on fp32 main parameters, stepped whole or not at all, for engines without Megatron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.batch.results import StepResult
+from megascend.config import Adam, Precision, Schedule
+from megascend.config.learning_rate import learning_rate
+
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_WINDOW = 1000
+
+
+class MainAdamW:
+    """AdamW over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
+
+    Args:
+        pairs: by name, a parameter (or this rank's part of it) and its fp32 original, which is what is updated and has the
+            gradient; the two may be the same tensor.
+
+    Attributes:
+        skipped_in_a_row: steps skipped since the last one that was taken.
+        loss_scale: what losses are multiplied by before the backward pass; 1 except for fp16.
+    """
+
+    def __init__(
+        self, pairs: Mapping[str, tuple[Tensor, Tensor]], adam: Adam, schedule: Schedule, precision: Precision
+    ) -> None:
+        self._adam, self._schedule, self._scales_loss = adam, schedule, precision == "fp16"
+        self._pairs = dict(pairs)
+        mains = [main for _, main in self._pairs.values()]
+        # A rank may hold no row of a parameter.
+        updated = [main for main in mains if main.numel()]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [main for main in updated if main.dim() > 1], "weight_decay": adam.weight_decay},
+                {"params": [main for main in updated if main.dim() <= 1], "weight_decay": 0.0},
+            ],
+            lr=adam.lr,
+            betas=adam.betas,
+            eps=adam.eps,
+            fused=mains[0].device.type == "cuda",
+        )
+        self._on_device = mains[0].device.type == "cuda"  # where the fused one keeps its step count
+        self._updates = 0
+        self.skipped_in_a_row = self._good_steps = 0
+        self.loss_scale = INITIAL_LOSS_SCALE if self._scales_loss else 1.0
+
+    def gradients(self) -> list[Tensor]:
+        """Of the main parameters that have one."""
+        return [main.grad for _, main in self._pairs.values() if main.grad is not None]
+
+    def norm(self, grads: list[Tensor]) -> float:
+        """2-norm of all of them. Waits for the device; the step's one wait."""
+        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
+
+    @torch.no_grad()
+    def step(self, number: int, reduced: bool) -> StepResult:
+        """Update all parameters, unless a gradient is not finite; then clear the gradients. Waits for the device once."""
+        lr = learning_rate(self._schedule, self._adam.lr, number)
+        grads, scale = self.gradients(), self.loss_scale
+        norm = self.norm(grads) / scale
+        finite = math.isfinite(norm)
+        if finite:
+            factor = 1 / scale
+            if self._adam.max_grad_norm > 0:
+                factor *= min(1.0, self._adam.max_grad_norm / (norm + 1e-6))
+            if factor != 1 and grads:
+                torch._foreach_mul_(grads, factor)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self._updates += 1
+            for own, main in self._pairs.values():
+                if own is not main:
+                    own.copy_(main)
+        self._adapt_scale(finite)
+        self.discard()
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        return StepResult(norm, lr, not finite, self.skipped_in_a_row, scale)
+
+    def discard(self) -> None:
+        """Drop all gradients."""
+        for _, main in self._pairs.values():
+            if main.grad is not None:
+                main.grad.zero_()
+
+    def counters(self) -> dict[str, Any]:
+        """Updates so far, steps skipped in a row, and the loss scale of fp16."""
+        scaler = {"scale": self.loss_scale, "good_steps": self._good_steps} if self._scales_loss else None
+        return {"updates": self._updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": scaler}
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        """Continue from :meth:`counters`; moments have been loaded."""
+        self._updates = counters["updates"]
+        for _, _, state in self._states():
+            state["step"].fill_(float(self._updates))
+        self.skipped_in_a_row = counters["skipped_in_a_row"]
+        if counters["scaler"] is not None:
+            self.loss_scale, self._good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(parameter's name, ``exp_avg``, ``exp_avg_sq`` or, of 16 bits, ``param``, live fp32 tensor)."""
+        for name, main, state in self._states():
+            yield name, "exp_avg", state["exp_avg"]
+            yield name, "exp_avg_sq", state["exp_avg_sq"]
+            if self._pairs[name][0] is not main:
+                yield name, "param", main.detach()
+
+    def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """What AdamW keeps of every parameter; made as it makes it in its first step, where there is none yet."""
+        for name, (_, main) in self._pairs.items():
+            state = self._adamw.state[main]
+            if not state:
+                state["step"] = torch.zeros((), device=main.device if self._on_device else "cpu")
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(main), torch.zeros_like(main)
+            yield name, main, state
+
+    def _adapt_scale(self, finite: bool) -> None:
+        """fp16: halve the loss scale after an overflow, double it after a long row of finite steps."""
+        if not self._scales_loss:
+            return
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.loss_scale = max(1.0, self.loss_scale / 2)
+        elif self._good_steps % LOSS_SCALE_WINDOW == 0:
+            self.loss_scale *= 2

@@ -1,0 +1,184 @@
+"""The FSDP2 engine: transformers' own model in shards, a plain loop over micro batches, torch's AdamW on the shards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megascend.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.config import Adam, Batching, Fsdp, Moe, Precision, Recompute, Schedule
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.base import OnOutput, Trainable
+from megascend.engines.export import export
+from megascend.engines.fsdp import attention, loading, state, transformers_api
+from megascend.engines.fsdp.mesh import FsdpGroups
+from megascend.engines.fsdp.named_weights import named_weights
+from megascend.engines.fsdp.optimizer import Optimizer
+from megascend.engines.fsdp.output_head import LossHead
+from megascend.engines.fsdp.sharding import reshard, shard
+from megascend.engines.fsdp.shards import shards
+from megascend.engines.fsdp.sources import pieces
+from megascend.engines.full_model import FullModel
+from megascend.errors import ConfigError
+from megascend.huggingface.info import ModelInfo
+from megascend.topology.topology import Topology
+from megascend.topology.weight_routes import Receivers
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class FsdpEngine:
+    """A model of transformers, sharded by torch; see :class:`megascend.engines.base.Engine`.
+
+    Attributes:
+        model: transformers' causal language model. Its parameters are shards between calls.
+        bytes_read: of the checkpoint, by this rank.
+    """
+
+    kind = "fsdp"
+
+    def __init__(
+        self,
+        topology: Topology,
+        groups: ProcessGroups,
+        info: ModelInfo,
+        model_dir: Path,
+        axes: FsdpGroups,
+        *,
+        fsdp: Fsdp,
+        precision: Precision,
+        adam: Adam,
+        schedule: Schedule,
+        recompute: Recompute,
+        batching: Batching,
+        seed: int,
+        page_locked: bool,
+    ) -> None:
+        self.topology, self.groups, self.info, self.device = topology, groups, info, groups.device
+        self.precision: Precision = precision
+        self.batching, self.model_dir, self._fsdp = batching, model_dir, fsdp
+        limits = [limit for limit in (batching.max_length, info.shape.max_position) if limit is not None]
+        self.max_length = min(limits, default=sys.maxsize)
+        self.layout = SequenceLayout(packing=batching.packing, for_megatron=False)
+        self._seed(seed + groups.rank)
+        self.model = transformers_api.meta_model(model_dir)
+        self._tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+        sources = pieces(self.model, self._tied, info.tensors)
+        if recompute.granularity == "full":
+            transformers_api.recompute_layers(self.model)
+        mesh = axes.mesh(topology.world_size, self.device.type)
+        self._units = shard(self.model, mesh, fsdp, DTYPES[precision], page_locked=page_locked)
+        self.model.to_empty(device="cpu" if fsdp.offload else self.device)
+        transformers_api.compute_buffers(self.model, self.device)
+        self._shards = list(shards(self.model))
+        self.bytes_read = loading.load(self._shards, sources, info.tensors)
+        self._head = LossHead(self.model, info.shape.vocab_size)
+        trained = [each for each in self._shards if each.trained]
+        self.optimizer = Optimizer(trained, adam, schedule, precision, groups, fsdp.replicate)
+        self.trainable: Trainable = FullModel(self.optimizer)
+        self.model.train()
+
+    @staticmethod
+    def _seed(seed: int) -> None:
+        """Of dropout: another one on every rank, which has other samples."""
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def scales(self, micro_batches: int) -> tuple[float, float]:
+        # Gradients of micro batches add up; fully_shard averages over all ranks.
+        return float(self.topology.data), 1.0
+
+    def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        stored = []
+        try:
+            for batch in batches:
+                lengths = attention.SampleLengths(None if batch.packed is None else batch.packed.lengths)
+                with self.groups.monitor.phase("forward"):
+                    total, found = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
+                stored.append(found)
+                if not forward_only:
+                    scale = self.optimizer.loss_scale
+                    with self.groups.monitor.phase("backward"):
+                        (total if scale == 1 else total * scale).backward()
+        except ConfigError:  # on all ranks alike
+            if hasattr(self.model, "reset_iter_state"):  # torch 2.13
+                self.model.reset_iter_state()
+            raise
+        if forward_only:
+            reshard(self._units)
+        return stored
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Dropout off until the block ends."""
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+
+    def state(self, *, everything: bool) -> dict[str, Any]:
+        ranks_of_copy = self.topology.world_size // self._fsdp.replicate
+        return dict(
+            state.state(
+                self._shards,
+                self.optimizer,
+                everything=everything,
+                first_copy=self.groups.rank < ranks_of_copy,
+                first_rank=self.groups.rank == 0,
+            )
+        )
+
+    def named_weights(
+        self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        assert adapter is None, "there are no adapters"
+        yield from named_weights(
+            self.model,
+            self.groups,
+            self.info.tensors,
+            DTYPES[self.precision],
+            tied=self._tied,
+            receivers=receivers,
+            device=device,
+        )
+
+    def export(self, path: Path, adapter: str | None) -> None:
+        dtype = str(DTYPES[self.precision]).removeprefix("torch.")
+        weights = self.named_weights(adapter, receivers="main", device="cpu")
+        export(weights, self.model_dir, path, dtype, self.groups, tied=self._tied)
+
+    def random_streams(self) -> None:
+        """There are none."""
+
+    def restore_random_streams(self, state: Any) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """The groups, which the backend closes, are all that is left in the process."""
+
+
+def check_settings(recompute: Recompute, moe: Moe) -> None:
+    """Raise ConfigError for settings that this engine does not have."""
+    if recompute.granularity == "selective":
+        raise ConfigError(
+            "engine fsdp: recompute.granularity=selective is not there yet (docs/fsdp.md); set full or none"
+        )
+    if recompute.granularity == "full" and recompute.layers != 1:
+        raise ConfigError(
+            f"engine fsdp: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"
+        )
+    if moe.aux_loss != "none":
+        raise ConfigError(f"engine fsdp: moe.aux_loss={moe.aux_loss!r} is not there yet (docs/fsdp.md); set none")
+    if moe.bias_update_rate:
+        raise ConfigError(
+            f"engine fsdp: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
+        )

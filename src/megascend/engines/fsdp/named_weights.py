@@ -1,0 +1,116 @@
+"""A sharded model's weights under the names of its checkpoint, gathered a layer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.fsdp.shards import LocalShard, shards
+from megascend.engines.fsdp.sources import layer_of
+from megascend.engines.fsdp.transformers_api import in_checkpoint
+from megascend.engines.meetings import Meetings, Stopped
+from megascend.errors import CheckpointError
+from megascend.huggingface.exported import differences
+from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.topology.weight_routes import Receivers, ranks_of
+
+
+def named_weights(
+    model: Any,
+    groups: ProcessGroups,
+    wanted: Mapping[str, TensorHeader],
+    dtype: torch.dtype,
+    *,
+    tied: bool,
+    receivers: Receivers = "all",
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint, whole tensor) of everything that a checkpoint has, in the model's order, on ranks that receive.
+
+    Collective, as :meth:`megascend.engines.base.Engine.named_weights`. All ranks meet over Gloo before each layer and at the
+    end, where one that has left the stream is an error on the others. Beside the model, every rank holds one layer.
+
+    Args:
+        wanted: headers of the checkpoint that the model comes from; names, shapes and dtypes are held against them.
+        dtype: of what comes; what the model keeps in fp32 because its checkpoint does, stays so.
+        tied: the output layer is the embedding.
+        device: where to; default: where ranks compute.
+
+    Raises:
+        CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, they were not those
+            of ``wanted``.
+    """
+    receives = groups.rank in ranks_of(receivers, groups.topology)
+    meetings = Meetings(groups, 0)
+    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives)
+    found: dict[str, TensorHeader] = {}
+    try:
+        while True:
+            with groups.monitor.phase("named weights"), torch.no_grad():
+                entry = next(stream, None)
+                if entry is None:
+                    meetings.at_end()
+                    break
+            name, tensor = entry
+            del entry
+            found[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+            try:
+                yield name, tensor if device is None else tensor.to(device)
+                del tensor
+            except BaseException as error:
+                meetings.stop("closed it" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}")
+                with contextlib.suppress(Stopped), groups.monitor.phase("named weights"), torch.no_grad():
+                    for _ in stream:  # up to the next meeting
+                        pass
+                    meetings.at_end()
+                raise
+    except Stopped as stopped:
+        if receives:
+            raise CheckpointError(
+                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); what this rank got "
+                "is not the whole model"
+            ) from None
+        return
+    if receives and (problems := differences(wanted, found, DTYPES[str(dtype)], tied=tied)):
+        raise CheckpointError(
+            f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
+            "report the model's architecture"
+        )
+
+
+def _stream(
+    model: Any,
+    groups: ProcessGroups,
+    wanted: Mapping[str, TensorHeader],
+    dtype: torch.dtype,
+    before_layer: Callable[[], None],
+    receives: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    for _, of_layer in groupby(shards(model), key=lambda shard: layer_of(shard.name)):
+        before_layer()
+        whole: dict[str, Tensor] = {}
+        for shard in of_layer:
+            gathered = _gathered(shard, groups.device)
+            kept = not shard.trained and shard.name in wanted and wanted[shard.name].dtype == "F32"
+            if receives:
+                whole[shard.name] = gathered if kept or not gathered.is_floating_point() else gathered.to(dtype)
+        yield from in_checkpoint(model, whole).items()
+
+
+def _gathered(shard: LocalShard, device: torch.device) -> Tensor:
+    whole = shard.whole
+    if not isinstance(whole, DTensor):
+        return whole.detach().to(device)
+    local = shard.local.detach().to(device)  # offloaded shards are not where the groups communicate
+    placed = DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return placed.full_tensor()

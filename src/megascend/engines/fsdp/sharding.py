@@ -1,0 +1,45 @@
+"""Which modules are gathered together, and in which precision they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from megascend.config import Fsdp
+from megascend.engines.fsdp.transformers_api import layers
+
+
+def shard(model: Any, mesh: DeviceMesh, settings: Fsdp, dtype: torch.dtype, *, page_locked: bool) -> list[FSDPModule]:
+    """Shard a model that has no memory yet: each layer by itself, final norm and output layer together, the rest.
+
+    Parameters and their gradients' sums stay fp32 on every rank; gathered ones are ``dtype``. A tied output layer is the
+    embedding's parameter, and so in the rest with it.
+
+    Args:
+        page_locked: offloaded shards lie in page-locked memory.
+
+    Returns:
+        What holds gathered parameters, the model itself first.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=page_locked) if settings.offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    for layer in layers(model):
+        fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
+    head = model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        norm = getattr(model.base_model, "norm", None)
+        # Needed again as soon as the backward pass begins.
+        fully_shard([head] if norm is None else [norm, head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(units: list[FSDPModule]) -> None:
+    """Free gathered parameters. Those of the model itself and of its head outlast a forward pass that no backward pass follows,
+    and the next one would use them, whatever has been loaded or updated meanwhile."""
+    for unit in units:
+        unit.reshard()

@@ -1,0 +1,154 @@
+"""All that this engine takes from transformers beyond calling its models. Its interfaces for experts change from month to month.
+
+Seen to work: 5.10 and 5.23. Older than 5 has experts as lists of modules, whose shards ranks would gather at different times: a
+rank on which an expert has no token waits for others for ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+
+from megascend.changes import changed
+from megascend.engines.fsdp import attention, routing
+from megascend.errors import CheckpointError, ConfigError, VersionError
+from megascend.huggingface.architectures import make_known_to_transformers
+
+OLDEST = "5.10"
+NAME = "megascend"
+"""Of our functions in transformers' registries."""
+EXPERT_PRODUCTS = "grouped_mm"
+"""transformers' function that computes what experts make of their tokens, on every device."""
+
+
+def check_version() -> None:
+    """Raise VersionError for a transformers whose interfaces are not those used here."""
+    import transformers
+
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise VersionError(
+            f"engine fsdp needs transformers {OLDEST} or newer (experts as fused parameters), found "
+            f"{transformers.__version__}; pip install 'transformers>={OLDEST}'"
+        )
+
+
+def meta_model(model_dir: Path) -> Any:
+    """A causal language model of a directory's configuration, fp32, its parameters without memory, tied ones tied.
+
+    Raises:
+        CheckpointError: transformers does not know it.
+        ConfigError: its experts cannot be sharded, or its output layer is not a plain product.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_known_to_transformers(model_dir)
+    _register()
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model: transformers cannot build {model_dir}: {error}") from error
+    model.tie_weights()
+    _check_experts(model)
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ConfigError(f"engine fsdp: {type(model).__name__} has no output layer without a bias; use another engine")
+    if has_experts(model):
+        config._experts_implementation_internal = NAME  # the public setter knows transformers' own names only
+    return model
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """What transformers itself would not split: the model's layers, in order."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if not found:
+        raise ConfigError(f"engine fsdp: transformers does not say what the layers of {type(model).__name__} are")
+    return found
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Experts fused into parameters are among the model's layers."""
+    return any(_is_fused_experts(module) for module in model.modules())
+
+
+def recompute_layers(model: Any) -> None:
+    """Have every layer's activations computed again in the backward pass, by itself; its routing is not."""
+    # transformers 5.11 and later have a new name for it.
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
+    enable({"use_reentrant": False, "context_fn": routing.recomputation_contexts})
+
+
+def compute_buffers(model: Any, device: torch.device) -> None:
+    """Put buffers on ``device``, and compute those that no checkpoint holds (rotary frequencies) as transformers does.
+
+    Raises:
+        ConfigError: it does not compute one of them.
+    """
+    for module in model.modules():
+        own = dict(module.named_buffers(recurse=False))
+        for name, buffer in own.items():
+            fresh = torch.empty_like(buffer, device=device)
+            if fresh.is_floating_point():
+                fresh.fill_(torch.nan)
+            module._buffers[name] = fresh
+        if own and module._non_persistent_buffers_set:
+            with torch.no_grad():
+                model._init_weights(module)
+    persistent = set(model.state_dict())
+    for name, buffer in model.named_buffers():
+        if name not in persistent and buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise ConfigError(
+                f"engine fsdp: transformers does not compute the buffer {name} of {type(model).__name__}; use another engine"
+            )
+
+
+def in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model, all those of a layer, under the names of its checkpoint, with fused experts taken apart."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention.attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+    changed(f"transformers' registries of attention, mask and experts functions know {NAME!r}")
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The attention function knows where samples end, and everything is causal."""
+
+
+def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    index, weights = routing.saved_routing(top_k_index), routing.saved_routing(top_k_weights)
+    return ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS](module, hidden_states, index, weights)
+
+
+def _is_fused_experts(module: nn.Module) -> bool:
+    """A module that ``use_experts_implementation`` has decorated."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def _check_experts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if re.search(r"(^|\.)experts$", name) and not _is_fused_experts(module):
+            raise ConfigError(
+                f"engine fsdp: {name} of {type(model).__name__} is a {type(module).__name__} that takes no experts function; "
+                "ranks would gather its shards at different times. Use another engine"
+            )

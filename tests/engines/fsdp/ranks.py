@@ -1,0 +1,298 @@
+"""What ranks of the FSDP engine do for a test: run as a script, so that nothing of Megatron is in their process.
+
+    python ranks.py JOB RESULT
+
+JOB and RESULT are files of ``torch.save``: functions' names and arguments, and what they returned. Ranks are forks of the script.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+import megascend
+import megascend.engines.fsdp.engine  # ranks find it imported
+from megascend.engines.fsdp import routing, transformers_api
+from megascend.errors import MegascendError
+from megascend.testing import run_distributed
+from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, first_of_equals, token_lists
+
+FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
+
+
+def make(checkpoint: str, **options: Any) -> megascend.FsdpBackend:
+    adam = megascend.Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
+    settings: dict[str, Any] = {"precision": "fp32", "optimizer": adam, "platform": "cpu", "timeout_s": 60}
+    settings["batching"] = megascend.Batching(micro_batch_tokens=64)
+    return megascend.FsdpBackend(checkpoint, **settings | options)
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    return run_distributed(function, world_size, *args, init=False, timeout_s=120, **options)
+
+
+class Found(dict[str, Any]):
+    """A rank's results; those that all ranks must report alike are attributes too."""
+
+    @property
+    def losses(self) -> list[float]:
+        return self["losses"]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return self["norms"]
+
+
+def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any) -> dict[str, Any]:
+    """Losses and norms of rank 0, equal on all; log-probabilities after the last step; what each rank read and imported."""
+
+    def on_rank() -> Found:
+        backend = make(checkpoint, **options)
+        samples = backend.shard(causal_samples(token_lists()))
+        found = Found(losses=[], norms=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
+        for _ in range(steps):
+            found["losses"].append(backend.forward_backward(samples).loss)
+            found["norms"].append(backend.optimizer_step().grad_norm)
+        backend.close()
+        found["foreign"] = sorted(name for name in sys.modules if name.startswith(FOREIGN))
+        found["patched"] = torch.cuda.get_rng_state.__module__
+        return found
+
+    ranks = on_ranks(on_rank, world_size)
+    first = first_of_equals(f"{checkpoint} on {world_size}", ranks)
+    return dict(first) | {"read": [rank["read"] for rank in ranks]}
+
+
+def one_step(checkpoint: str, world_size: int, samples: list[Any], losses: list[str]) -> dict[str, tuple[float, float]]:
+    """Loss and norm of one step for every built-in loss; learning rate 0."""
+
+    def on_rank() -> dict[str, tuple[float, float]]:
+        with make(checkpoint, optimizer=megascend.Adam(lr=0.0)) as backend:
+            mine = backend.shard(samples)
+            return {
+                loss: (backend.forward_backward(mine, loss).loss, backend.optimizer_step().grad_norm) for loss in losses
+            }
+
+    return on_ranks(on_rank, world_size)[0]
+
+
+def smallest_margin(checkpoint: str) -> float:
+    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
+    smallest = math.inf
+    with torch.no_grad():
+        for ids in token_lists():
+            logits = model(torch.tensor(ids)[None, :-1], output_router_logits=True).router_logits
+            for layer in logits:
+                top = layer.float().softmax(-1).topk(model.config.num_experts_per_tok + 1).values
+                smallest = min(smallest, float((top[..., -2] - top[..., -1]).min()))
+    return smallest
+
+
+def drifting(checkpoint: str) -> dict[str, float]:
+    """The norm of one step where routers choose other experts when they are called again: without recomputation, with it, and
+    with it as plain torch has it."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
+
+    plain = qwen.Qwen3MoeTopKRouter.forward
+    calls: dict[int, int] = {}
+
+    def drift(self: Any, hidden: torch.Tensor) -> Any:
+        logits, weights, index = plain(self, hidden)
+        calls[id(self)] = calls.get(id(self), -1) + 1
+        return logits, weights, (index + calls[id(self)] % 2) % self.num_experts
+
+    def norm(granularity: str, saves_routing: bool) -> float:
+        def on_rank() -> float:
+            if granularity == "full":
+                qwen.Qwen3MoeTopKRouter.forward = drift  # type: ignore[method-assign]
+            if not saves_routing:
+                routing.recomputation_contexts = torch.utils.checkpoint.noop_context_fn
+            recompute = megascend.Recompute(granularity=granularity)  # type: ignore[arg-type]
+            with make(checkpoint, recompute=recompute) as backend:
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                return backend.optimizer_step().grad_norm
+
+        return on_ranks(on_rank, 2)[0]
+
+    return {"plain": norm("none", True), "saved": norm("full", True), "torch": norm("full", False)}
+
+
+def resumed(checkpoint: str, folder: str, **options: Any) -> dict[str, Any]:
+    """Four steps on two ranks, and two, a checkpoint and two more; whether all is the same to the bit."""
+
+    def steps(backend: Any, samples: Any, count: int) -> list[tuple[float, float]]:
+        return [(backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm) for _ in range(count)]
+
+    def on_rank() -> dict[str, Any]:
+        with make(checkpoint, **options) as backend:
+            samples = backend.shard(causal_samples(token_lists()))
+            figures = steps(backend, samples, 2)
+            at_save = backend.forward(samples).logprobs
+            backend.save(folder, progress={"at": 2}, wait=True)
+            figures += steps(backend, samples, 2)
+            weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+            backend.forward(samples)  # gathers what must not be used after the load
+            assert backend.load(folder) == {"at": 2}
+            loaded_in_place = equal(at_save, backend.forward(samples).logprobs)
+        with make(checkpoint, seed=99, **options) as backend:
+            backend.load(folder)
+            loaded = equal(at_save, backend.forward(samples).logprobs)
+            again = steps(backend, samples, 2)
+            same = all(torch.equal(weights[name], tensor) for name, tensor in backend.named_weights())
+        return {
+            "figures": figures,
+            "same": (loaded_in_place, loaded, again == figures[2:], same),
+            "count": len(weights),
+        }
+
+    return on_ranks(on_rank, 2)[0]
+
+
+def moved(checkpoint: str, folder: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, a checkpoint, and two more: in one layout, and the last two in another. ``ranks`` and options of each."""
+
+    def first() -> Any:
+        with make(checkpoint, **{k: v for k, v in before.items() if k != "ranks"}) as backend:
+            samples = backend.shard(causal_samples(token_lists()))
+            for _ in range(2):
+                backend.forward_backward(samples)
+                backend.optimizer_step()
+            backend.save(folder, wait=True)
+            weights = {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
+            return weights, [
+                (backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm) for _ in range(2)
+            ]
+
+    def second() -> Any:
+        with make(checkpoint, **{k: v for k, v in after.items() if k != "ranks"}) as backend:
+            backend.load(folder)
+            weights = {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
+            samples = backend.shard(causal_samples(token_lists()))
+            return weights, [
+                (backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm) for _ in range(2)
+            ]
+
+    (saved, figures), *_ = on_ranks(first, before["ranks"])
+    (loaded, others), *_ = on_ranks(second, after["ranks"])
+    same = saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+    return {"same": same, "count": len(saved), "figures": figures, "others": others}
+
+
+def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> tuple[list[str], float]:
+    """In what an export of the untrained model is not its source; and how far transformers is from us on a trained one."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    def on_rank() -> Any:
+        with make(checkpoint, **options) as backend:
+            backend.export_hf(Path(folder) / "plain")
+            samples = causal_samples(token_lists())
+            backend.forward_backward(backend.shard(samples))
+            backend.optimizer_step()
+            backend.export_hf(Path(folder) / "trained")
+            return backend.forward(samples).logprobs
+
+    logprobs = on_ranks(on_rank, world_size)[0]
+    source, written = (load_file(path / "model.safetensors") for path in (Path(checkpoint), Path(folder) / "plain"))
+    tied = {"lm_head.weight"} - written.keys()
+    different = [
+        name
+        for name in (source.keys() | written.keys()) - tied
+        if name not in source or name not in written or not torch.equal(source[name], written[name])
+    ]
+    model: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "trained", dtype=torch.float32)
+    furthest = 0.0
+    with torch.no_grad():
+        for ids, mine in zip(token_lists(), logprobs, strict=True):
+            tokens = torch.tensor(ids)
+            theirs = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            furthest = max(furthest, float((theirs - mine).abs().max()))
+    return different, furthest
+
+
+def not_finite(checkpoint: str) -> list[tuple[Any, bool, float]]:
+    """On two ranks: a step in which rank 1 alone has a NaN, whether it moved nothing, the loss of a good one after it."""
+
+    def on_rank() -> Any:
+        with make(checkpoint) as backend:
+            samples = backend.shard(causal_samples(token_lists()))
+            backend.forward_backward(samples)
+            backend.optimizer_step()
+            before = [part.clone() for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+            poison = backend.rank == 1
+            for sample in samples:
+                sample.advantages = torch.full((len(sample),), torch.nan if poison else 1.0)
+                sample.old_logprobs = torch.full((len(sample),), -6.0)
+            backend.forward_backward(samples, "importance_sampling")
+            step = backend.optimizer_step()
+            after = [part for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+            return step, equal(before, after), backend.forward_backward(samples).loss
+
+    return on_ranks(on_rank, 2)
+
+
+def left_early(checkpoint: str) -> list[str]:
+    """What each of two ranks says of a stream of weights that rank 1 leaves after one tensor."""
+
+    def on_rank() -> str:
+        with make(checkpoint) as backend:
+            stream = backend.named_weights()
+            if backend.rank == 1:
+                next(stream)
+                stream.close()  # type: ignore[attr-defined]
+                return "left"
+            try:
+                return str(len(list(stream)))
+            except MegascendError as error:
+                return str(error)
+
+    return on_ranks(on_rank, 2)
+
+
+def refused(checkpoint: str, folder: str) -> dict[str, str]:
+    """Of each thing that this engine does not have: the message."""
+    from transformers import AutoModelForCausalLM, GraniteConfig
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 320}
+    config = GraniteConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    asked: dict[str, dict[str, Any]] = {
+        "parallel.tensor=2": {"parallel": megascend.Parallel(tensor=2)},
+        "parallel.context=2": {"parallel": megascend.Parallel(context=2)},
+        "parallel.expert=2": {"parallel": megascend.Parallel(expert=2)},
+        "fsdp.replicate=3": {"fsdp": megascend.Fsdp(replicate=3)},
+        "granularity=selective": {"recompute": megascend.Recompute(granularity="selective")},
+        "moe.aux_loss": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
+        "more with its logits": {"model": folder},
+    }
+
+    def on_rank(options: dict[str, Any]) -> str:
+        try:
+            with make(options.pop("model", checkpoint), **options) as backend:
+                backend.forward([megascend.Sample.causal([1, 2, 3])])
+        except MegascendError as error:
+            return str(error)
+        return "it was not refused"
+
+    return {what: on_ranks(on_rank, 2, options)[0] for what, options in asked.items()}
+
+
+def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) > 0 and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    transformers_api.check_version()
+    results = [globals()[name](*args, **options) for name, args, options in torch.load(sys.argv[1], weights_only=False)]
+    torch.save(results, sys.argv[2])

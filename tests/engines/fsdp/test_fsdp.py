@@ -1,0 +1,184 @@
+"""The FSDP engine against Hugging Face and torch AdamW. Its ranks are forks of processes in which there is no Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forked_programs import run_forked
+from megascend import Fsdp, Recompute
+from megascend.errors import ConfigError
+from megascend.testing.parity import Trajectory, case_checkpoint, causal_samples, differences, hf_reference, token_lists
+
+RANKS = Path(__file__).with_name("ranks.py")
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+RECOMPUTED = Recompute(granularity="full")
+
+
+def in_process(folder: Path, *jobs: tuple[str, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """What functions of ranks.py return, called one after the other in a process of their own."""
+    torch.save(list(jobs), folder / "job")
+    done = run_forked(RANKS, folder / "job", folder / "result", timeout_s=400)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(folder / "result", weights_only=False)
+
+
+Layout = tuple[str, str, dict[str, Any], int, dict[str, Any], float, float]
+
+LAYOUTS: list[Layout] = [
+    ("DP2", "qwen3", {}, 2, {}, 1e-5, 1e-4),
+    ("DP4", "qwen3", {}, 4, {}, 1e-5, 1e-4),
+    ("HSDP 2x2, tied", "qwen3", TIED, 4, {"fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
+    ("MoE DP2, recomputed", "qwen3_moe", {}, 2, {"recompute": RECOMPUTED}, 1e-5, 1e-4),
+    ("DP2, offload, recomputed", "qwen3", {}, 2, {"fsdp": Fsdp(offload=True), "recompute": RECOMPUTED}, 1e-5, 1e-4),
+    ("bf16 DP2", "qwen3", {}, 2, {"precision": "bf16"}, 2e-2, 0.1),
+]
+MORE: list[Layout] = [
+    ("one rank", "qwen3", {}, 1, {}, 1e-5, 1e-4),
+    ("HSDP 2x2", "qwen3", {}, 4, {"fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
+    ("DP2, tied", "qwen3", TIED, 2, {}, 1e-5, 1e-4),
+    ("DP4, tied, kept gathered", "qwen3", TIED, 4, {"fsdp": Fsdp(reshard_after_forward=False)}, 1e-5, 1e-4),
+    ("MoE DP2", "qwen3_moe", {}, 2, {}, 1e-5, 1e-4),
+    ("MoE on 3 ranks, 4 experts", "qwen3_moe", {}, 3, {}, 1e-5, 1e-4),
+    ("MoE HSDP 2x2", "qwen3_moe", {}, 4, {"fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
+    ("GLM-4-MoE DP2", "glm4_moe", {}, 2, {}, 1e-5, 1e-4),
+    ("dots1 DP2", "dots1", {}, 2, {}, 1e-5, 1e-4),
+    ("Llama DP2", "llama", {}, 2, {}, 1e-5, 1e-4),
+    ("fp16 DP2", "qwen3", {}, 2, {"precision": "fp16"}, 1e-2, 0.1),
+    ("MoE bf16 DP2, recomputed", "qwen3_moe", {}, 2, {"precision": "bf16", "recompute": RECOMPUTED}, 0.15, 0.6),
+]
+
+
+def hold_against_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> list[dict[str, Any]]:
+    """Ten steps of each layout; prints how far it is from Hugging Face, and how close its routers' closest choice was."""
+    checkpoints = [case_checkpoint(parity_folder, arch, **overrides) for _, arch, overrides, *_ in layouts]
+    experts = sorted({str(path) for path, layout in zip(checkpoints, layouts, strict=True) if "moe" in layout[1]})
+    jobs = [
+        ("trajectory", (str(path), world_size), options)
+        for path, (_, _, _, world_size, options, _, _) in zip(checkpoints, layouts, strict=True)
+    ]
+    found = in_process(tmp_path, *jobs, *[("smallest_margin", (path,), {}) for path in experts])
+    for path, margin in zip(experts, found[len(jobs) :], strict=True):
+        print(f"{Path(path).name}: smallest margin of a router {margin:.1e}")
+    problems = []
+    for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, found[: len(jobs)], strict=True):
+        reference = hf_reference(parity_folder, path, token_lists())
+        apart = differences(
+            Trajectory(ranks["losses"], ranks["norms"], []), Trajectory(reference.losses, reference.grad_norms, [])
+        )
+        print(f"{name}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}")
+        if not (apart.loss <= loss and apart.grad_norm <= norm):
+            problems.append((name, apart))
+    assert not problems
+    return found[: len(jobs)]
+
+
+def test_trajectories_equal_hugging_faces(parity_folder, tmp_path):
+    """Ten steps; each rank reads its part of the checkpoint, and nothing of Megatron is in its process."""
+    found = hold_against_hugging_face(LAYOUTS, parity_folder, tmp_path)
+    assert all(ranks["foreign"] == [] for ranks in found)
+    assert all(ranks["patched"] == "torch.cuda.random" for ranks in found)
+    numbers = 4 * 189_120  # of the untied model, in bytes of fp32
+    assert found[0]["read"] == [numbers // 2] * 2
+    assert found[1]["read"] == [numbers // 4] * 4
+
+
+@pytest.mark.nightly
+def test_more_trajectories_equal_hugging_faces(parity_folder, tmp_path):
+    hold_against_hugging_face(MORE, parity_folder, tmp_path)
+
+
+def test_policy_and_preference_losses_equal_hugging_faces(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    tokens, generator = token_lists(), torch.Generator().manual_seed(5)
+    fields: list[dict[str, Any]] = []
+    samples = causal_samples(tokens)
+    for index, sample in enumerate(samples):
+        values = {
+            name: offset + scale * torch.randn(len(sample), generator=generator)
+            for name, offset, scale in (("old_logprobs", -6, 0.3), ("ref_logprobs", -6, 0.3), ("advantages", 0, 1))
+        }
+        for name, of_tokens in values.items():
+            setattr(sample, name, of_tokens)
+        sample.pair, sample.chosen = index // 2, index % 2 == 0
+        fields.append({name: v.tolist() for name, v in values.items()} | {"pair": sample.pair, "chosen": sample.chosen})
+    losses = ["importance_sampling", "ppo", "dpo"]
+    (found,) = in_process(tmp_path, ("one_step", (str(checkpoint), 2, samples, losses), {}))
+    for loss in losses:
+        reference = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss=loss, fields=fields)
+        assert found[loss] == pytest.approx((reference.losses[0], reference.grad_norms[0]), abs=1e-5, rel=2e-5), loss
+
+
+def test_a_run_resumes_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):
+    dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
+    hsdp, kinds = Fsdp(replicate=2), ("fp32", "fp16")
+    *same, fewer, more = in_process(
+        tmp_path,
+        *[("resumed", (dense, str(tmp_path / kind)), {"precision": kind}) for kind in kinds],
+        ("resumed", (experts, str(tmp_path / "offloaded")), {"fsdp": Fsdp(offload=True)}),
+        ("moved", (experts, str(tmp_path / "fewer"), {"ranks": 4}, {"ranks": 2}), {}),
+        ("moved", (dense, str(tmp_path / "more"), {"ranks": 4, "fsdp": hsdp}, {"ranks": 3}), {}),
+    )
+    assert [found["same"] for found in same] == [(True,) * 4] * 3
+    for found in (fewer, more):
+        assert found["same"]
+        assert found["count"] > 20
+        for mine, theirs in zip(found["figures"], found["others"], strict=True):
+            assert mine == pytest.approx(theirs, abs=2e-5, rel=0)
+
+
+def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
+    tied, experts = (
+        str(case_checkpoint(parity_folder, arch, **more)) for arch, more in (("qwen3", TIED), ("qwen3_moe", {}))
+    )
+    found = in_process(
+        tmp_path,
+        ("exported", (tied, str(tmp_path / "tied"), 2), {"fsdp": Fsdp(offload=True)}),
+        ("exported", (experts, str(tmp_path / "experts"), 3), {}),
+    )
+    assert [different for different, _ in found] == [[], []]
+    assert max(furthest for _, furthest in found) <= 2e-5
+
+
+def test_what_goes_wrong_goes_wrong_on_all_ranks(parity_folder, tmp_path):
+    """A NaN of one rank, routers that change their mind in recomputation, a rank that leaves, what there is not."""
+    dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
+    ranks, norms, left, refused = in_process(
+        tmp_path,
+        ("not_finite", (dense,), {}),
+        ("drifting", (experts,), {}),
+        ("left_early", (dense,), {}),
+        ("refused", (dense, str(tmp_path / "granite")), {}),
+    )
+    for step, unchanged, _ in ranks:
+        assert (step.skipped, step.skipped_in_a_row, unchanged) == (True, 1, True)
+    assert ranks[0][2] == ranks[1][2]
+    assert norms["saved"] == pytest.approx(norms["plain"], rel=1e-5)
+    assert abs(norms["torch"] - norms["plain"]) > 1e-3 * norms["plain"], (
+        "torch's own recomputation should be wrong here"
+    )
+    assert left[1] == "left"
+    assert "rank 1 left the stream" in left[0]
+    assert all(what in message for what, message in refused.items()), refused
+
+
+def test_adapters_are_not_a_setting_of_it():
+    from megascend import backends
+
+    with pytest.raises(ConfigError, match="engine 'fsdp' has no setting adapters"):
+        backends.make_backend("fsdp", model="nowhere", adapters=None)
+
+
+def test_the_program_of_the_docs_runs(parity_folder, tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "fsdp.md").read_text()
+    program = page.split("```python\n", 1)[1].split("```", 1)[0]
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    assert program.count("path/to/hf-checkpoint") == 1
+    done = run_forked(program.replace("path/to/hf-checkpoint", str(checkpoint)), directory=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    loss, norm = (float(number) for number in done.stdout.split())
+    assert 4 < loss < 8
+    assert 0 < norm < 100
