@@ -20,7 +20,7 @@ from megascend.rollout.rewards import Reward, checked
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""How often a prompt is sent, to the same engine or to others, before the run ends."""
+"""How often a prompt is sent before the run ends: to engines that have not failed at it, as long as there are any."""
 BACKOFF_S = 0.5
 """Wait before the second attempt; twice as long before each further one."""
 CLOSE_S = 10.0
@@ -89,7 +89,7 @@ class RolloutCollector:
         self._engines, self._prompts, self._buffer, self._task = tuple(engines), prompts, buffer, task
         self._load = [0] * len(engines)
         self._running: set[asyncio.Task[None]] = set()
-        self._attempts: dict[int, int] = {}
+        self._failed: dict[int, list[int]] = {}  # prompt -> engines that have failed at it
         self._problem: BaseException | None = None
         self._taken = self._version = self._offset = 0
         self._started = False
@@ -224,18 +224,18 @@ class RolloutCollector:
     async def _roll_out(self, dispatch: Dispatch) -> None:
         """One prompt, to a graded group in the buffer."""
         number = dispatch.number
+        failed = self._failed.setdefault(number, [])
         try:
             sampling = replace(self._task.sampling, seed=_seed(self._task.sampling.seed, number))
             try:
-                group = await self._group(number, dispatch.prompt, sampling, self._task.group_size)
+                group = await self._group(number, dispatch.prompt, sampling, self._task.group_size, failed)
             except EngineError:
-                attempt = self._attempts[number] = self._attempts.get(number, 0) + 1
-                if attempt == ATTEMPTS:
+                if len(failed) == ATTEMPTS:
                     raise
-                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+                await asyncio.sleep(BACKOFF_S * 2 ** (len(failed) - 1))
                 self._buffer.failed(number)
             else:
-                self._attempts.pop(number, None)
+                del self._failed[number]
                 self._buffer.finished(group, equal=self._task.drop_equal and without_signal(group.rewards))
         except asyncio.CancelledError:
             raise
@@ -244,16 +244,24 @@ class RolloutCollector:
         self._changed.set()
         self._fill()
 
-    async def _group(self, number: int, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+    async def _group(
+        self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
+    ) -> Group:
+        """From the engine with the least work, of those that are not in ``failed``; it is added if it fails, too."""
         tokens = self._task.encode(prompt)
-        which = self._load.index(min(self._load))
+        failed = [] if failed is None else failed
+        others = [one for one in range(len(self._engines)) if one not in failed]
+        which = min(others or range(len(self._engines)), key=self._load.__getitem__)
         self._load[which] += n
         try:
             completions = await self._engines[which].generate(tokens, sampling, n)
+            if len(completions) != n:
+                raise EngineError(f"{self._engines[which].name} gave {len(completions)} responses instead of {n}")
+        except EngineError:
+            failed.append(which)
+            raise
         finally:
             self._load[which] -= n
-        if len(completions) != n:
-            raise EngineError(f"{self._engines[which].name} gave {len(completions)} responses instead of {n}")
         responses = await self._loop.run_in_executor(self._graders, self._grade, prompt, completions)
         return Group(number, tuple(tokens), responses)
 
