@@ -267,7 +267,8 @@ class FsdpBackend(Backend):
 
     Args:
         model: directory of a Hugging Face checkpoint with safetensors weights; each rank reads its own rows of them.
-        parallel: every axis is 1; data parallelism takes all ranks.
+        parallel: ``context`` with ``context_algorithm`` ``ulysses``; every other axis is 1. Parameters are sharded over
+            all ranks.
         fsdp: see :class:`megascend.config.Fsdp`.
         precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case.
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.

@@ -141,10 +141,10 @@ def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytes
     assert not engines.needs("mine").megatron
     for name in ("mine", "megatron"):
         with pytest.raises(
-            ConfigError, match=f"another engine is called '{name}'; names in use: megatron, single, mine"
+            ConfigError, match=f"another engine is called '{name}'; names in use: megatron, single, fsdp, mine"
         ):
             register_engine(name, lambda model: None)
-    with pytest.raises(ConfigError, match="no 'theirs'; there are megatron, single, mine"):
+    with pytest.raises(ConfigError, match="no 'theirs'; there are megatron, single, fsdp, mine"):
         backends.make_backend("theirs")
     with pytest.raises(ConfigError, match="version table has no numpy"):
         register_engine("other", Mine, packages=["numpy"])

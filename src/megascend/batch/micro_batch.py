@@ -24,6 +24,8 @@ class SequenceLayout:
         packing: True to concatenate samples (THD), False to pad them to one length (SBHD).
         context_size, context_rank: context parallel position; a sequence is cut into 2 * size chunks and rank r takes
             chunks r and 2 * size - 1 - r, which balances causal attention (Megatron-Core's zigzag).
+        contiguous: cut it into ``size`` chunks instead, and rank r takes chunk r: for attention by heads, where there is nothing
+            to balance.
         token_multiple: the tokens that a rank holds must be a multiple of this (tensor parallel size under sequence
             parallelism, else 1).
         lengths_on_host: describe packed samples by their ends, on the CPU, for attention that reads them there.
@@ -36,10 +38,13 @@ class SequenceLayout:
     token_multiple: int = 1
     lengths_on_host: bool = False
     for_megatron: bool = True
+    contiguous: bool = False
 
     @property
     def sample_multiple(self) -> int:
         """A packed sample is padded to a multiple of this."""
+        if self.contiguous:
+            return self.context_size
         return 2 * self.context_size if self.context_size > 1 else 1
 
     def padded_length(self, length: int) -> int:
@@ -51,6 +56,9 @@ class SequenceLayout:
         """Where in a padded sequence of ``length`` this rank's tokens lie, in the rank's order."""
         if self.context_size == 1:
             return [slice(0, length)]
+        if self.contiguous:
+            size = length // self.context_size
+            return [slice(self.context_rank * size, (self.context_rank + 1) * size)]
         chunk = length // (2 * self.context_size)
         first, second = self.context_rank, 2 * self.context_size - 1 - self.context_rank
         return [slice(first * chunk, (first + 1) * chunk), slice(second * chunk, (second + 1) * chunk)]

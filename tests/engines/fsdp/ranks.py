@@ -70,11 +70,13 @@ def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any
     return dict(first) | {"read": [rank["read"] for rank in ranks]}
 
 
-def one_step(checkpoint: str, world_size: int, samples: list[Any], losses: list[str]) -> dict[str, tuple[float, float]]:
+def one_step(
+    checkpoint: str, world_size: int, samples: list[Any], losses: list[str], **options: Any
+) -> dict[str, tuple[float, float]]:
     """Loss and norm of one step for every built-in loss; learning rate 0."""
 
     def on_rank() -> dict[str, tuple[float, float]]:
-        with make(checkpoint, optimizer=megascend.Adam(lr=0.0)) as backend:
+        with make(checkpoint, optimizer=megascend.Adam(lr=0.0), **options) as backend:
             mine = backend.shard(samples)
             return {
                 loss: (backend.forward_backward(mine, loss).loss, backend.optimizer_step().grad_norm) for loss in losses

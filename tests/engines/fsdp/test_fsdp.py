@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from forked_programs import run_forked
-from megascend import Fsdp, Recompute
+from megascend import Batching, Fsdp, Parallel, Recompute
 from megascend.errors import ConfigError
 from megascend.testing.parity import Trajectory, case_checkpoint, causal_samples, differences, hf_reference, token_lists
 
 RANKS = Path(__file__).with_name("ranks.py")
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 RECOMPUTED = Recompute(granularity="full")
+SP2, SP4 = (Parallel(context=size, context_algorithm="ulysses") for size in (2, 4))
 
 
 def in_process(folder: Path, *jobs: tuple[str, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
@@ -26,6 +27,8 @@ def in_process(folder: Path, *jobs: tuple[str, tuple[Any, ...], dict[str, Any]])
     return torch.load(folder / "result", weights_only=False)
 
 
+PADDED = Batching(packing=False, micro_batch_tokens=200)
+
 Layout = tuple[str, str, dict[str, Any], int, dict[str, Any], float, float]
 
 LAYOUTS: list[Layout] = [
@@ -34,6 +37,7 @@ LAYOUTS: list[Layout] = [
     ("HSDP 2x2, tied", "qwen3", TIED, 4, {"fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
     ("MoE DP2, recomputed", "qwen3_moe", {}, 2, {"recompute": RECOMPUTED}, 1e-5, 1e-4),
     ("DP2, offload, recomputed", "qwen3", {}, 2, {"fsdp": Fsdp(offload=True), "recompute": RECOMPUTED}, 1e-5, 1e-4),
+    ("SP2 x DP2", "qwen3", {}, 4, {"parallel": SP2}, 1e-5, 1e-4),
     ("bf16 DP2", "qwen3", {}, 2, {"precision": "bf16"}, 2e-2, 0.1),
 ]
 MORE: list[Layout] = [
@@ -47,6 +51,10 @@ MORE: list[Layout] = [
     ("GLM-4-MoE DP2", "glm4_moe", {}, 2, {}, 1e-5, 1e-4),
     ("dots1 DP2", "dots1", {}, 2, {}, 1e-5, 1e-4),
     ("Llama DP2", "llama", {}, 2, {}, 1e-5, 1e-4),
+    ("SP2", "qwen3", {}, 2, {"parallel": SP2}, 1e-5, 1e-4),
+    ("SP2, padded", "qwen3", {}, 2, {"parallel": SP2, "batching": PADDED}, 1e-5, 1e-4),
+    ("SP4, 2 heads of keys", "qwen3", {}, 4, {"parallel": SP4}, 1e-5, 1e-4),
+    ("MoE SP2, recomputed", "qwen3_moe", {}, 2, {"parallel": SP2, "recompute": RECOMPUTED}, 1e-5, 1e-4),
     ("fp16 DP2", "qwen3", {}, 2, {"precision": "fp16"}, 1e-2, 0.1),
     ("MoE bf16 DP2, recomputed", "qwen3_moe", {}, 2, {"precision": "bf16", "recompute": RECOMPUTED}, 0.15, 0.6),
 ]
@@ -106,10 +114,17 @@ def test_policy_and_preference_losses_equal_hugging_faces(parity_folder, tmp_pat
         sample.pair, sample.chosen = index // 2, index % 2 == 0
         fields.append({name: v.tolist() for name, v in values.items()} | {"pair": sample.pair, "chosen": sample.chosen})
     losses = ["importance_sampling", "ppo", "dpo"]
-    (found,) = in_process(tmp_path, ("one_step", (str(checkpoint), 2, samples, losses), {}))
+    of_data, of_sequence = in_process(
+        tmp_path,
+        ("one_step", (str(checkpoint), 2, samples, losses), {}),
+        ("one_step", (str(checkpoint), 2, samples, losses), {"parallel": SP2}),
+    )
     for loss in losses:
         reference = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss=loss, fields=fields)
-        assert found[loss] == pytest.approx((reference.losses[0], reference.grad_norms[0]), abs=1e-5, rel=2e-5), loss
+        for found in (of_data, of_sequence):
+            assert found[loss] == pytest.approx((reference.losses[0], reference.grad_norms[0]), abs=1e-5, rel=2e-5), (
+                loss
+            )
 
 
 def test_a_run_resumes_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):

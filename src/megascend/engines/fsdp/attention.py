@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megascend.engines.fsdp.sequence import HeadExchange
 from megascend.errors import ConfigError
 
 KEYWORD = "sample_lengths"
@@ -26,9 +27,13 @@ class SampleLengths:
 
     Attributes:
         packed: tokens of each sample, one after the other in one row; None: one sample a row, padded on the right.
+        exchange: with the ranks that hold the other parts of the samples; None: this rank has them whole.
+        order: of the tokens of packed samples after the exchange.
     """
 
     packed: tuple[int, ...] | None
+    exchange: HeadExchange | None = None
+    order: Tensor | None = None
 
 
 def attention(
@@ -67,11 +72,31 @@ def attention(
         raise ConfigError(
             f"engine fsdp: attention with {what} ({type(module).__name__}) is not known here; use another engine"
         )
-    queries, keys, values = (
-        whole.split(lengths.packed, dim=2) if lengths.packed else (whole,) for whole in (query, key, value)
-    )
-    parts = [_causal(q, k, v, scaling, dropout, sliding_window) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    if lengths.exchange is None:
+        return _of_samples(query, key, value, lengths.packed, scaling, dropout, sliding_window).transpose(1, 2), None
+    whole = [_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value)]
+    mixed = _of_samples(*whole, lengths.packed, scaling, dropout, sliding_window)
+    mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
+    return lengths.exchange.to_tokens(mixed).transpose(1, 2), None
+
+
+def _sorted(states: Tensor, order: Tensor | None) -> Tensor:
+    return states if order is None else states.index_select(2, order)
+
+
+def _of_samples(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: tuple[int, ...] | None,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Whole samples: [batch, heads, tokens, head dim]."""
+    queries, keys, values = (whole.split(packed, dim=2) if packed else (whole,) for whole in (query, key, value))
+    parts = [_causal(q, k, v, scaling, dropout, window) for q, k, v in zip(queries, keys, values, strict=True)]
+    return torch.cat(parts, dim=2)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:

@@ -22,12 +22,14 @@ from megascend.engines.fsdp.mesh import FsdpGroups
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.optimizer import Optimizer
 from megascend.engines.fsdp.output_head import LossHead
+from megascend.engines.fsdp.sequence import HeadExchange, check_heads
 from megascend.engines.fsdp.sharding import reshard, shard
 from megascend.engines.fsdp.shards import shards
 from megascend.engines.fsdp.sources import pieces
 from megascend.engines.full_model import FullModel
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
+from megascend.kernels.host_copy import to_device
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
@@ -66,10 +68,21 @@ class FsdpEngine:
         self.batching, self.model_dir, self._fsdp = batching, model_dir, fsdp
         limits = [limit for limit in (batching.max_length, info.shape.max_position) if limit is not None]
         self.max_length = min(limits, default=sys.maxsize)
-        self.layout = SequenceLayout(packing=batching.packing, for_megatron=False)
+        self.layout = SequenceLayout(
+            packing=batching.packing,
+            context_size=topology.context,
+            context_rank=groups.coordinates.context,
+            for_megatron=False,
+            contiguous=True,
+        )
+        self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
         self._seed(seed + groups.rank)
         self.model = transformers_api.meta_model(model_dir)
         self._tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+        if topology.context > 1:
+            text = self.model.config.get_text_config()
+            heads = text.num_attention_heads
+            check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
         sources = pieces(self.model, self._tied, info.tensors)
         if recompute.granularity == "full":
             transformers_api.recompute_layers(self.model)
@@ -94,13 +107,13 @@ class FsdpEngine:
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
         # Gradients of micro batches add up; fully_shard averages over all ranks.
-        return float(self.topology.data), 1.0
+        return float(self.topology.world_size), 1.0
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         stored = []
         try:
             for batch in batches:
-                lengths = attention.SampleLengths(None if batch.packed is None else batch.packed.lengths)
+                lengths = self._lengths(batch)
                 with self.groups.monitor.phase("forward"):
                     total, found = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
                 stored.append(found)
@@ -115,6 +128,12 @@ class FsdpEngine:
         if forward_only:
             reshard(self._units)
         return stored
+
+    def _lengths(self, batch: MicroBatch) -> attention.SampleLengths:
+        packed = None if batch.packed is None else batch.packed.lengths
+        if self._exchange is None or packed is None:
+            return attention.SampleLengths(packed, self._exchange)
+        return attention.SampleLengths(packed, self._exchange, to_device(self._exchange.order(packed), self.device))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -43,12 +43,16 @@ def check_layout(topology: Topology) -> None:
             raise TopologyError(
                 f"parallel.{axis}={topology.size(axis)}: engine fsdp has no such axis; set 1, or use engine megatron"
             )
-    for axis, name in (("context", "Ulysses sequence parallelism"), ("expert", "expert parallelism")):
-        if topology.size(axis) > 1:
-            raise TopologyError(
-                f"parallel.{axis}={topology.size(axis)}: engine fsdp does not have {name} yet (docs/fsdp.md); set 1, or use "
-                "engine megatron"
-            )
+    if topology.expert > 1:
+        raise TopologyError(
+            f"parallel.expert={topology.expert}: engine fsdp does not have expert parallelism yet (docs/fsdp.md); set 1, or use "
+            "engine megatron"
+        )
+    if topology.context > 1 and topology.context_algorithm != "ulysses":
+        raise TopologyError(
+            f"parallel.context={topology.context} with context_algorithm={topology.context_algorithm!r}: engine fsdp exchanges "
+            "heads; set parallel.context_algorithm: ulysses"
+        )
 
 
 class FsdpGroups(PlainGroups):
