@@ -7,6 +7,7 @@ once, and the function may be a closure. Meeting through a file store, they need
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 import signal
@@ -214,6 +215,7 @@ def _fork(
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12+: a fork of a process with threads
         pid = os.fork()
     if pid == 0:
+        gc.freeze()  # half a million objects of imports: a collection would look at, and so copy, the pages of all of them
         os.close(release[1])
         run_rank(call, files, world_size, backend, timeout_s, parent, release[0])
     return pid
