@@ -19,7 +19,7 @@ def test_heads_go_out_and_come_back_in_the_order_of_the_samples():
 
     def on_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rank = dist.get_rank()
-        exchange = HeadExchange(dist.group.WORLD)
+        exchange = HeadExchange(dist.distributed_c10d._get_default_group())
         mine = torch.cat([part.chunk(ranks, dim=1)[rank] for part in numbers.split(lengths, dim=1)], dim=1)
         states = mine[None, :, :, None].clone().requires_grad_()
         whole = exchange.to_heads(states)

@@ -74,8 +74,8 @@ def attention(
         )
     if lengths.exchange is None:
         return _of_samples(query, key, value, lengths.packed, scaling, dropout, sliding_window).transpose(1, 2), None
-    whole = [_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value)]
-    mixed = _of_samples(*whole, lengths.packed, scaling, dropout, sliding_window)
+    q, k, v = (_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value))
+    mixed = _of_samples(q, k, v, lengths.packed, scaling, dropout, sliding_window)
     mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
     return lengths.exchange.to_tokens(mixed).transpose(1, 2), None
 
