@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from megascend.changes import changed
+from megascend.changes import changed, patch
 from megascend.engines.fsdp import attention, routing
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
@@ -61,7 +61,8 @@ def meta_model(model_dir: Path) -> Any:
     if head is None or getattr(head, "bias", None) is not None:
         raise ConfigError(f"engine fsdp: {type(model).__name__} has no output layer without a bias; use another engine")
     if has_experts(model):
-        config._experts_implementation_internal = NAME  # the public setter knows transformers' own names only
+        # The public setter knows transformers' own names only.
+        patch(config, "_experts_implementation_internal", NAME, "experts keep their routing in recomputation")
     return model
 
 
