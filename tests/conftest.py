@@ -117,13 +117,19 @@ FIRST = (
     "tests/npu/test_contract.py",
     "tests/npu/test_cookbook_ascend.py",
 )
-"""Files that take longest, so that no worker begins one when the others have nothing left."""
+"""Files that take longest; no worker is to begin one when the others have nothing left."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put :data:`FIRST` first."""
+    """Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
     place = {file: number for number, file in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    last = dict.fromkeys(SPREAD, len(place) + 1)
+
+    def order(item: pytest.Item) -> int:
+        file = item.nodeid.partition("::")[0]
+        return place.get(file, last.get(file, len(place)))
+
+    items.sort(key=order)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -134,6 +140,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     whose tests' names it cannot change any longer.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # else files with most tests come first
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

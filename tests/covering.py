@@ -64,8 +64,14 @@ def settings_of(case: Case) -> Settings:
     return found | ({"aux_formula": case.aux_formula} if case.aux_loss else {})
 
 
+def chosen(cases: Sequence[Case]) -> list[Any]:
+    """Parameters of a test: those cases that do not cover are nightly."""
+    few = covering(cases, settings_of)
+    return [case if case in few else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+
+
 def on_this_stack(cases: Sequence[Case], nightly: Collection[str] = ()) -> list[Any]:
     """Parameters of a test: on the first stack all cases but ``nightly``; on the second one few that cover all."""
-    first = [case for case in cases if case.name not in nightly]
-    chosen = first if FIRST_STACK else covering(cases, settings_of)
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+    if not FIRST_STACK:
+        return chosen(cases)
+    return [pytest.param(case, marks=pytest.mark.nightly) if case.name in nightly else case for case in cases]

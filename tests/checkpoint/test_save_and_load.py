@@ -60,7 +60,8 @@ def run(
 def marks(layout, distributed):
     """The plain optimizer where it is divided in CI, and on the second stack the layouts that have what the others have."""
     in_ci = distributed or layout in ("DP2", "EP2")
-    return [] if in_ci and (FIRST_STACK or layout in ("TP2", "PP2 x VPP2", "EP2")) else [pytest.mark.nightly]
+    second = distributed and layout in ("TP2", "PP2 x VPP2", "EP2")
+    return [] if in_ci and (FIRST_STACK or second) else [pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def assert_same(found, expected):
         assert torch.equal(read.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 def test_a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken(
     checkpoint, tmp_path, precision, distributed

@@ -7,8 +7,8 @@ from megascend.testing.lora_parity import ISOLATED_EMBEDDING_AND_HEAD, differenc
 from megascend.testing.parity import STEPS, Case, case_checkpoint
 
 VALUE, MOVEMENT = 1e-6, 5e-5
-NIGHTLY = {"TP2": pytest.mark.nightly}
-"""``TP2 + SP`` covers it."""
+NIGHTLY = dict.fromkeys(("single", "TP2", "DP2"), pytest.mark.nightly)
+"""``TP2 + SP`` covers TP2; the others divide nothing that an adapter has."""
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 

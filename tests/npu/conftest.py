@@ -23,12 +23,7 @@ from covering import FIRST_STACK
 from megascend.bootstrap.runtime import Runtime, bootstrap
 from megascend.testing.reference import IMPORTED, ProgramServer
 
-SECOND_STACK = (
-    "test_bootstrap.py",
-    "test_contract.py",
-    "test_parity.py",
-    "test_traps.py",
-)
+SECOND_STACK = ("test_contract.py", "test_parity.py")
 """What CI runs on the second stack too: where another Megatron and another MindSpeed are felt."""
 DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
 

@@ -214,6 +214,7 @@ def assert_it_learns(recipe: str, layout: str, output: str) -> None:
 
 @pytest.mark.torchrun
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_run_fails_when_a_rank_dies(tmp_path: Path) -> None:
     arguments = ("--tensor", "1", "--pipeline", "1", "--steps", "100000")
     with started("tp_npu", tmp_path, *arguments, NPROC="2") as process:

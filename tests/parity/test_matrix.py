@@ -2,7 +2,7 @@
 
 import pytest
 
-from covering import first_stack_only, on_this_stack
+from covering import chosen, first_stack_only
 from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -17,7 +17,7 @@ def test_full_recompute_is_exact(parity_folder):
     assert runs["single"].grad_norms == runs["full recompute"].grad_norms
 
 
-@pytest.mark.parametrize("case", on_this_stack(matrix()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", chosen(matrix()), ids=lambda case: case.name)
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()

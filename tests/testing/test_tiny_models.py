@@ -84,6 +84,7 @@ def test_unknown_architecture() -> None:
         tiny_config("gpt9")
 
 
+@pytest.mark.nightly
 def test_processes_that_want_the_same_one_at_once_all_get_it(tmp_path: Path) -> None:
     """It is made once, and nobody takes away what another has begun to use: the race of pytest's workers."""
     program = (
