@@ -9,14 +9,18 @@ Hugging Face format, written to a temporary directory), same data, same optimize
 then every step is timed with the device idle before and after it. The table is printed last; the exit code is 1 if
 losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is never reported for different work.
 
-A run is ``bare`` or ``megascend``, with options after colons:
+A run is one of these, with options after colons:
     bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
     megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false
+    fsdp        micro_batch_tokens=8192  recompute=full  packing=false
+    plain       micro_batch=2
 
 The bare loop uses megatron-core, mcore-bridge and Transformer Engine only: padded [batch, sequence] micro batches,
 Transformer Engine's fused cross entropy, Megatron DDP with fp32 gradients, Megatron's optimizer (fp32 main parameters,
 TE FusedAdam) and Megatron's schedule. ``fusions`` switches on what Megatron-Core offers beside that. On a CPU there is
 no Transformer Engine at all, so there (and only there) the bare loop calls ``megascend.bootstrap()`` to get one.
+``fsdp`` is ``FsdpBackend`` on one rank. ``plain`` is a loop over transformers' model in torch's ``fully_shard``, layer by
+layer, as one writes it: padded micro batches, whole logits, torch's cross entropy and fused AdamW.
 
 Model FLOPs of a step: tokens * (6 * N + 6 * layers * heads * head_dim * length), where N counts the weights that are
 multiplied with every token (tied embeddings once, as output layer) and the second term is causal attention: forward
@@ -234,13 +238,56 @@ class BareSteps(Steps):
         return torch.stack([report["loss"] for report in reports]).mean().item(), float(norm)
 
 
+class PlainSteps(Steps):
+    """transformers' model under ``fully_shard``, and a loop of one's own."""
+
+    def __init__(self, work: Work, model_dir: Path, options: dict[str, str]) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from transformers import AutoModelForCausalLM
+
+        self.work, self.micro_batch = work, int(options.get("micro_batch", 2))
+        self.device = torch.device("cuda", 0) if work.platform == "cuda" else torch.device("cpu")
+        store = dist.HashStore()
+        dist.init_process_group("nccl" if work.platform == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(self.device)
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        model.config.use_cache = False
+        self.model = model.train()
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=work.lr, betas=(0.9, 0.999), weight_decay=0.01, fused=work.platform == "cuda"
+        )
+
+    def step(self, batch: torch.Tensor) -> tuple[float, float]:
+        import torch
+
+        parts, losses = batch.split(self.micro_batch), []
+        for part in parts:
+            tokens = part.to(self.device, non_blocking=True)
+            logits = self.model(input_ids=tokens[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            (loss / len(parts)).backward()
+            losses.append(loss.detach())
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean().item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
 class MegascendSteps(Steps):
     """The same through the facade, as a trainer would call it."""
+
+    engine = "megatron"
 
     def __init__(self, work: Work, model_dir: Path, options: dict[str, str]) -> None:
         import megascend
 
-        megascend.bootstrap(work.platform)
+        megascend.bootstrap(work.platform, engine=self.engine)
         extra: dict[str, Any] = {}
         if recompute := recompute_options(options):
             modules = recompute.get("recompute_modules")
@@ -250,7 +297,8 @@ class MegascendSteps(Steps):
                 else megascend.Recompute(granularity="full")
             )
         budget = int(options.get("micro_batch_tokens", 2 * work.length))
-        self.backend = megascend.MegatronBackend(
+        kind: Any = megascend.MegatronBackend if self.engine == "megatron" else megascend.FsdpBackend
+        self.backend = kind(
             model=str(model_dir),
             parallel=megascend.Parallel(),
             precision=work.precision,
@@ -273,6 +321,12 @@ class MegascendSteps(Steps):
         if step.skipped:
             raise RuntimeError("the backend skipped a step")
         return float(result.loss), float(step.grad_norm)
+
+
+class FsdpSteps(MegascendSteps):
+    """The same with the engine of FSDP2."""
+
+    engine = "fsdp"
 
 
 def build_bridge_model(model_dir: Path, **settings: Any) -> tuple[torch.nn.Module, Any]:
@@ -361,7 +415,8 @@ def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Resu
     import torch
 
     name, options = parse_run(run)
-    steps = {"bare": BareSteps, "megascend": MegascendSteps}[name](work, model_dir, options)
+    kinds = {"bare": BareSteps, "megascend": MegascendSteps, "fsdp": FsdpSteps, "plain": PlainSteps}
+    steps = kinds[name](work, model_dir, options)
     on_gpu = work.platform == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     batches = make_batches(work)
@@ -436,6 +491,8 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
         "megascend": {"micro_batch_tokens", "recompute", "packing"},
+        "fsdp": {"micro_batch_tokens", "recompute", "packing"},
+        "plain": {"micro_batch"},
     }
     if name not in allowed or not options.keys() <= allowed[name]:
         raise SystemExit(f"--run {text}: use one of {allowed}")
@@ -492,7 +549,9 @@ def report(work: Work, results: list[Result]) -> bool:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", action="append", help="bare or megascend, with options; default: both")
+    parser.add_argument(
+        "--run", action="append", help="bare, megascend, fsdp or plain, with options; default: the first two"
+    )
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--tiny", action="store_true", help="a model and batch for a CPU, seconds a run")
