@@ -191,7 +191,8 @@ def random_shape(number: int) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(
-    "numbers", [pytest.param(range(3), id="three"), pytest.param(range(50), id="fifty", marks=pytest.mark.nightly)]
+    "numbers",
+    [pytest.param(range(len(PROVEN)), id="one each"), pytest.param(range(50), id="fifty", marks=pytest.mark.nightly)],
 )
 def test_random_shapes_of_the_proven_architectures_raise_no_alarm(numbers) -> None:
     """Each as it is, and as the slice that a run with it would be checked by."""
