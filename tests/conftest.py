@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import nightly
 from megascend.bootstrap.runtime import Runtime, bootstrap
 from megascend.platforms.cpu_products import avoid_broken_amx
 
@@ -120,8 +121,11 @@ FIRST = (
 """Files that take longest; no worker is to begin one when the others have nothing left."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is nightly. Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
+    nightly.mark(items, whole_files=not any("::" in argument for argument in config.args))
+
     place = {file: number for number, file in enumerate(FIRST)}
     last = dict.fromkeys(SPREAD, len(place) + 1)
 
