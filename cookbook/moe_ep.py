@@ -43,8 +43,9 @@ def main() -> None:
     megascend.bootstrap()
     from transformers import AutoTokenizer
 
-    from megascend.app.data import batches, read_documents
-    from megascend.app.tokenize import build_samples
+    from megascend.data.files import read_documents
+    from megascend.data.order import batches
+    from megascend.data.samples import build_samples
 
     backend = megascend.MegatronBackend(
         model=arguments.model,

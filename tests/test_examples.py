@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app.data import read_documents
 from megascend.config import load_config
 from megascend.config.rl import load_rl_config
+from megascend.data.files import read_documents
 from megascend.rollout.prompts import read_prompts
 from megascend.rollout.rewards import load_reward
 

@@ -43,8 +43,8 @@ def main() -> None:
     megascend.bootstrap(arguments.platform, parallel)
     from transformers import AutoTokenizer
 
-    from megascend.app.data import read_documents
-    from megascend.app.tokenize import build_samples
+    from megascend.data.files import read_documents
+    from megascend.data.samples import build_samples
     from megascend.distributed.objects import gather_objects
 
     backend = megascend.MegatronBackend(

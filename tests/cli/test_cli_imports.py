@@ -52,7 +52,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 
 
 def test_reading_a_config_needs_no_torch() -> None:
-    code = "from megascend.config import load_config; import megascend.app.loop, megascend.app.data"
+    code = "from megascend.config import load_config; import megascend.app.loop, megascend.data.check"
     assert run(code)[2] == []
 
 

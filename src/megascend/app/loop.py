@@ -33,12 +33,13 @@ from megascend.app.stop_signals import StopSignals
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
-from megascend.errors import NonFiniteError
+from megascend.errors import DataError, NonFiniteError
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.batch.results import ForwardBackwardResult, StepResult
     from megascend.batch.sample import Sample
+    from megascend.data.store import SampleStore
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,13 @@ def run(
         config.platform, config.parallel, config.tf32, config.engine, config.precision, config.provider
     )
 
-    # Data that cannot be read is found before the model is built.
-    from megascend.app.data import batches, fingerprint_of, read_documents
-    from megascend.app.tokenize import build_samples
+    # Data that cannot be trained on are found before the model is built.
+    from megascend.app.sample_limits import sample_limits
+    from megascend.data.order import batches
+    from megascend.data.prepare import prepare_samples
 
-    documents = read_documents(config.data.path)
+    limits = sample_limits(config, launch.world_size)
+    samples = prepare_samples(config.data.path, config.data, load_tokenizer(config.model), limits, config.model)
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:
@@ -124,7 +127,6 @@ def run(
     gc.freeze()
 
     # Model: trained itself, or frozen under one adapter
-    tokenizer = load_tokenizer(config.model)
     backend = make_backend(config)
     lora = config.lora
     adapter = None if lora is None else ADAPTER
@@ -133,9 +135,9 @@ def run(
         if lora is not None:
             backend.add_adapter(ADAPTER, lora)
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
-        samples = build_samples(documents, tokenizer, backend.max_length, config.data.train_on_prompt)
+        check_lengths(samples, backend)
         data = config.data
-        stream = batches(samples, data.global_batch_size, config.seed, data.shuffle, fingerprint_of(samples))
+        stream = batches(samples, data.global_batch_size, config.seed, data.shuffle, samples.fingerprint)
         main_rank = backend.rank == 0
         counts = Counts()
         if progress := begin(config, backend, event_log, overwrite, resume, ("data", "counts")):
@@ -144,6 +146,8 @@ def run(
         if main_rank:
             write_config(config)
             print(start_line(config, backend, len(samples)), flush=True)
+            for line in samples.remarks:
+                print(f"data: {line}", flush=True)
             if backend.self_check is not None:
                 print(backend.self_check.summary(), flush=True)
 
@@ -184,6 +188,20 @@ def run(
     return TrainResult(
         number, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, exported, stopped
     )
+
+
+def check_lengths(samples: SampleStore, backend: Backend) -> None:
+    """Refuse samples beyond what the engine, which may have a limit of its own, takes.
+
+    Raises:
+        DataError: there is one.
+    """
+    longest = int(samples.lengths.max())
+    if longest > backend.max_length:
+        raise DataError(
+            f"the longest sample has {longest} tokens, and the engine takes {backend.max_length}: set batching.max_length: "
+            f"{backend.max_length}"
+        )
 
 
 def tell_end(config: RunConfig, backend: Backend, event_log: EventLog, step: int, counts: Counts) -> None:

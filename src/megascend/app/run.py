@@ -61,7 +61,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model's weights; nothing is downloaded.
 
     Raises:
-        CheckpointError: the directory is missing, or holds no tokenizer that transformers can load.
+        CheckpointError: the directory is missing, or holds no tokenizer that transformers can load, or one without tokens.
     """
     from transformers import AutoTokenizer
 
@@ -69,9 +69,17 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"no model at {model.resolve()} (model): the directory does not exist")
     make_known_to_transformers(model)
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise CheckpointError(f"{model}: transformers cannot load the tokenizer (tokenizer.json): {error}") from error
+    # Where the vocabulary is missing, transformers makes an empty one, by which every text is the same.
+    ordinary = len(tokenizer) - len(set(tokenizer.all_special_ids))
+    if ordinary < 2:
+        raise CheckpointError(
+            f"{model}: the tokenizer knows {len(tokenizer)} token{'s' if len(tokenizer) != 1 else ''}, of which {ordinary} are "
+            "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from where the model comes from"
+        )
+    return tokenizer
 
 
 def make_backend(config: TrainerConfig) -> Backend:

@@ -28,10 +28,10 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     Raises:
         MegascendError: whatever the first rank would have raised a few seconds later.
     """
-    from megascend.app.data import read_documents
     from megascend.app.resume import check_start
     from megascend.app.run import check_lora, check_packages
     from megascend.config.plugins import check_plugins
+    from megascend.data.check import check_files
     from megascend.distributed.launch import Launch
 
     check_start(config.output, overwrite, resume, Launch())
@@ -39,4 +39,4 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     check_packages(config)
     check_topology(config, world_size)
     check_lora(config)
-    read_documents(config.data.path)
+    check_files(config.data.path, config.data)

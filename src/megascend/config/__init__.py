@@ -204,12 +204,46 @@ class Adapters(Section):
 
 
 class Data(Section):
-    """Training text: JSONL with ``messages`` or ``text``, plain text files, or a folder of either."""
+    """Training data: JSONL, JSON, CSV, parquet or text files, a folder of these, or one of Hugging Face datasets."""
 
     path: Path
+    split: str = Field("train", description="which split to read of a folder in the format of Hugging Face datasets")
+    columns: dict[str, str] = Field(
+        {},
+        description="what the data call a column, by the name it has here: {messages: dialogue}; others are then not read",
+    )
+    on_too_long: Literal["error", "truncate", "skip"] = Field(
+        "error",
+        description="what becomes of a conversation, completion or pair above the limit; texts are cut into pieces",
+    )
+    chat_template: Path | None = Field(
+        None,
+        description="a template file to use instead of the model's, for training alone: the export keeps the model's",
+    )
+    chat_template_options: dict[str, Any] = Field(
+        {}, description="further variables of the chat template: {enable_thinking: false}"
+    )
     global_batch_size: Size = Field(8, description="samples of one optimizer step over all data parallel ranks")
     shuffle: bool = True
     train_on_prompt: bool = Field(False, description="chat data: also learn the user's turns")
+
+    @model_validator(mode="after")
+    def _columns(self) -> Data:
+        unknown = sorted(self.columns.keys() - set(DATA_COLUMNS))
+        if unknown:
+            raise ValueError(
+                f"data.columns: {', '.join(unknown)} is no column that is read; there are {', '.join(DATA_COLUMNS)}"
+            )
+        if len(set(self.columns.values())) != len(self.columns):
+            raise ValueError("data.columns: one column of the data cannot be two")
+        return self
+
+
+DATA_COLUMNS = (
+    "messages", "conversations", "system", "prompt", "completion", "instruction", "input", "output", "history",
+    "chosen", "rejected", "text", "tools", "chat_template_kwargs",
+)  # fmt: skip
+"""Columns of data files that are read, in one form or another."""
 
 
 class Checkpoint(Section):

@@ -117,10 +117,10 @@ def run(
     runtime = megascend.bootstrap(
         config.platform, config.parallel, config.tf32, config.engine, config.precision, config.provider
     )
-    from megascend.app.data import Batches
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.set_up import check_lengths, fingerprint, make_collector
     from megascend.app.rl.steps import Progress, Steps, evaluate
+    from megascend.data.order import Batches
     from megascend.weightsync import WeightSync
 
     # What cannot be read is found before the model is built.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megascend.app.data import Document
-from megascend.app.tokenize import build_samples, token_weights
 from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_tokenizer
+from megascend.data.document import Document
+from megascend.data.findings import Findings
+from megascend.data.samples import Encoder, Limits, build_samples, token_weights
 from megascend.errors import DataError
 
 # Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
@@ -140,5 +141,116 @@ def test_templates_that_cannot_be_used(template: str | None, message: str) -> No
 
 def test_a_token_across_the_border_belongs_to_the_prompt() -> None:
     offsets = [(0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (9, 10)]
-    assert token_weights(offsets, [(3, 6), (9, 10)]) == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert token_weights(offsets, [(3, 6, 1.0), (9, 10, 0.5)]) == [0.0, 0.0, 1.0, 0.0, 0.0, 0.5]
     assert token_weights(offsets, []) == [0.0] * 6
+    assert token_weights(offsets, [(3, 6, 0.0)], elsewhere=1.0) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def encode(document: Document, limits: Limits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
+    """Samples of a document, and what was said about it."""
+    findings = Findings()
+    encoder = Encoder(byte_tokenizer(256), limits or Limits(256), findings, **settings)
+    return encoder.encode(document, number=7), findings.lines()
+
+
+def test_each_message_counts_as_it_says() -> None:
+    turns = chat("user: a", "assistant: b", "user: c", "assistant: d").messages
+    document = Document("f:1", messages=turns, loss_weights=(0.0, 0.0, 0.0, 0.5))
+    [sample], _ = encode(document)
+    before = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+    head = "<|im_start|>assistant\n"
+    assert parts_of(sample) == expected((before + head, 0), ("d<|im_end|>", 0.5), ("\n", 0))
+    [sample], _ = encode(document, train_on_prompt=True)
+    wanted = expected((before[:12], 0), (before[12:-33], 1), ("", 0))
+    assert parts_of(sample)[0] == expected((before + head + "d<|im_end|>\n", 0))[0]
+    assert parts_of(sample)[1][: len(wanted[1])] == wanted[1]
+    assert sorted(set(sample.weights.tolist())) == [0.0, 0.5, 1.0]
+    assert sample.weights.tolist().count(0.0) == 2  # "b" and the end of its turn
+    with pytest.raises(DataError, match=r"^f:1: no assistant turn to learn from, or none whose loss counts"):
+        encode(Document("f:1", messages=turns, loss_weights=(0.0,) * 4))
+
+
+def test_a_completion_is_learned_and_its_prompt_is_not() -> None:
+    [sample], _ = encode(Document("f:1", prompt="1 + 1 =", completion=" 2é"))
+    assert parts_of(sample) == expected(("1 + 1 =", 0), (" 2é<|im_end|>", 1))
+    [sample], _ = encode(Document("f:1", prompt="ab", completion="c"), train_on_prompt=True)
+    assert parts_of(sample) == expected(("a", 0), ("bc<|im_end|>", 1))
+
+
+def test_a_pair_is_two_samples_whose_answers_are_learned() -> None:
+    shared = chat("user: a", "assistant: b", "user: c").messages or ()
+    sides = [(*shared, {"role": "assistant", "content": answer}) for answer in ("yes", "no")]
+    pairs = [
+        (Document("f:1", chosen=sides[0], rejected=sides[1]), "<|im_end|>\n"),
+        (Document("f:1", prompt="c", chosen="yes", rejected="no"), "<|im_end|>"),
+    ]
+    for document, end in pairs:
+        both, _ = encode(document)
+        for sample, answer in zip(both, ("yes", "no"), strict=True):
+            ids, weights = parts_of(sample)
+            learned = [token for token, weight in zip(ids, weights, strict=True) if weight]
+            assert learned == expected((f"{answer}<|im_end|>", 1))[0]
+            assert ids[-len(expected((f"{answer}{end}", 1))[0]) :] == expected((f"{answer}{end}", 1))[0]
+        assert [(sample.pair, sample.chosen) for sample in both] == [(7, True), (7, False)]
+
+
+LONG = chat("user: a", "assistant: " + "b" * 20)
+PAIR = Document("f:1", prompt="p", chosen="c" * 20, rejected="r" * 10)
+
+
+@pytest.mark.parametrize("document", [LONG, Document("f:1", prompt="a", completion="b" * 20), PAIR])
+def test_what_is_too_long(document: Document) -> None:
+    longest = max(map(len, encode(document)[0]))
+    assert (
+        encode(document, Limits(longest), on_too_long="skip") == (encode(document, Limits(longest))[0], [])
+        or document.is_pair
+    )
+    limits = Limits(longest - 1, "batching.max_length: 5")
+    with pytest.raises(
+        DataError, match=rf"has {longest} tokens and the limit is {longest - 1} \(batching.max_length: 5\)"
+    ):
+        encode(document, limits)
+    samples, said = encode(document, limits, on_too_long="skip")
+    assert samples == []
+    assert said == [f"{document.source}: left out: more than {longest - 1} tokens (data.on_too_long: skip)"]
+    samples, said = encode(document, limits, on_too_long="truncate")
+    assert max(map(len, samples)) == longest - 1
+    assert said == [f"{document.source}: cut to {longest - 1} tokens (data.on_too_long: truncate)"]
+    samples, said = encode(document, Limits(1), on_too_long="truncate")
+    if document is LONG:  # the answer is cut off
+        assert samples == []
+        assert said == [
+            f"{document.source}: left out: more than 1 tokens (data.on_too_long: truncate, and nothing to learn stays)"
+        ]
+
+
+def test_a_pair_that_no_micro_batch_holds() -> None:
+    both, _ = encode(PAIR)
+    assert [len(sample) for sample in both] == [21, 11]
+    for settings, tokens in (({}, 32), ({"multiple": 4}, 36), ({"packing": False}, 42)):
+        assert encode(PAIR, Limits(256, budget=tokens, **settings))[0]
+        with pytest.raises(
+            DataError, match=rf"^f:1: the pair takes {tokens} tokens .* {tokens - 1} \(batching.micro_batch_tokens\)"
+        ):
+            encode(PAIR, Limits(256, budget=tokens - 1, **settings))
+        samples, [said] = encode(PAIR, Limits(256, budget=tokens - 1, **settings), on_too_long="skip")
+        assert samples == []
+        assert "longer than a micro batch" in said
+
+
+def test_what_a_tokenizer_cannot_write() -> None:
+    with pytest.raises(DataError, match=r"^f:1: character 1 is half of a surrogate pair"):
+        encode(Document("f:1", text="a\ud800b"))
+    with pytest.raises(DataError, match=r"^chat.jsonl:4: character \d+ is half of a surrogate pair"):
+        encode(chat("user: a", "assistant: \udc00"))
+    with pytest.raises(DataError, match=r"^f:1: token id 257 lies outside the model's vocabulary \[0, 257\)"):
+        encode(Document("f:1", text="abc"), Limits(256, vocab_size=257))
+    assert encode(Document("f:1", text="abc"), Limits(256, vocab_size=258))[0]
+
+
+def test_all_documents_that_cannot_be_trained_on_are_named_at_once() -> None:
+    documents = [chat("user: a"), chat("user: a", "assistant: b"), LONG]
+    with pytest.raises(
+        DataError, match=r"^2 problems in the data:\n  chat.jsonl:4: no assistant turn(.|\n)*\n  chat.jsonl:4: .* 60"
+    ):
+        build_samples(documents, byte_tokenizer(256), 44)

@@ -1,0 +1,37 @@
+"""What a sample of a run may be, known before its model is built."""
+
+from __future__ import annotations
+
+from megascend.batch.micro_batch import SequenceLayout
+from megascend.config import TrainerConfig
+from megascend.data.samples import Limits
+from megascend.huggingface.info import inspect_checkpoint
+from megascend.topology.topology import plan
+
+
+def sample_limits(config: TrainerConfig, world_size: int) -> Limits:
+    """The smallest of the limits that the settings and the model give, and which one it is.
+
+    Raises:
+        TopologyError: the layout fits neither the world size nor the model.
+        CheckpointError: the model is missing or damaged, as far as file headers tell.
+    """
+    shape = inspect_checkpoint(config.model).shape
+    topology = plan(config.parallel, world_size, shape)
+    batching = config.batching
+    packing = batching.packing and config.engine != "single"  # whose batches are always padded
+    layout = SequenceLayout(
+        packing=packing,
+        context_size=topology.context,
+        token_multiple=topology.tensor if topology.sequence_parallel else 1,
+        contiguous=config.engine == "fsdp",
+    )
+    multiple = layout.padded_length(1)
+    budget = batching.micro_batch_tokens
+    known = [
+        (budget // multiple * multiple, f"batching.micro_batch_tokens: {budget}, padding included"),
+        (batching.max_length, f"batching.max_length: {batching.max_length}"),
+        (shape.max_position, f"the model's context; max_position_embeddings: {shape.max_position}"),
+    ]
+    length, setting = min(((limit, setting) for limit, setting in known if limit is not None), key=lambda each: each[0])
+    return Limits(length, setting, shape.vocab_size, budget, multiple, packing)

@@ -1,0 +1,295 @@
+"""Conversations as a tokenizer's chat template writes them, and which characters of that the assistant has written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megascend.data.document import Message, Messages
+from megascend.data.findings import Findings
+from megascend.data.messages import REASONING
+from megascend.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+Tools = Sequence[dict[str, Any]] | None
+
+KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+"""Keys of messages that templates may leave out without a remark; what they leave out of the last three is looked for."""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PROBE = ("firstpartofaprobe", "secondpartofaprobe")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Where the template marks what the assistant writes (``{% generation %}`` blocks), the marks count. Where it does not,
+    each of the assistant's turns is found by comparing the conversation with its beginnings, see :meth:`assistant_spans`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            options: further variables of the template, for all conversations.
+        """
+        self._tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._ends = [str(token) for token in tokenizer.all_special_tokens if token]
+        self._eos = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else ""
+        self._takes_parts: bool | None = None
+
+    def source(self, tools: Tools = None) -> str:
+        """The template's own text; a tokenizer may have one for conversations with tools.
+
+        Raises:
+            DataError: there is none.
+        """
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                "'messages' need a chat template, and the model's tokenizer has none; add chat_template.jinja to the model "
+                "directory, name one with data.chat_template, or use 'text'"
+            )
+        return str(self._tokenizer.get_chat_template(None, list(tools) if tools else None))
+
+    def marks_turns(self, tools: Tools = None) -> bool:
+        """True if the template has ``{% generation %}`` blocks."""
+        return bool(GENERATION.search(self.source(tools)))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        prompt: bool = False,
+    ) -> str:
+        """The conversation as text; with ``prompt``, up to where the assistant would continue.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        return self._render(messages, tools, options, prompt=prompt)[0]
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None, *, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text, and where the template's generation blocks lie in it."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.source(tools)
+        variables = {**self._tokenizer.special_tokens_map, **self._options, **(options or {})}
+        try:
+            rendered, marked = render_jinja_template(
+                conversations=[[self._with_content(message) for message in messages]],
+                tools=list(tools) if tools else None,
+                chat_template=template,
+                return_assistant_tokens_mask=bool(GENERATION.search(template)),
+                add_generation_prompt=prompt,
+                **variables,
+            )
+        except Exception as error:
+            raise DataError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
+        return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
+
+    def _with_content(self, message: Message) -> Message:
+        """A message whose text parts are joined by line breaks, unless the template takes parts."""
+        content = message.get("content")
+        if not isinstance(content, list):
+            return message
+        if self._takes_parts is None:
+            self._takes_parts = False  # while it is found out
+            self._takes_parts = self._writes_parts()
+        if self._takes_parts:
+            return message
+        return message | {"content": "\n".join(part["text"] for part in content)}
+
+    def _writes_parts(self) -> bool:
+        """Whether the template writes the texts of a list of parts, and nothing else of it."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        parts = [{"type": "text", "text": text} for text in PROBE]
+        variables = {**self._tokenizer.special_tokens_map, **self._options}
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[[{"role": "user", "content": parts}]], chat_template=self.source(), **variables
+            )
+        except Exception:  # noqa: BLE001, whatever it is, the template does not take a list
+            return False
+        found = re.search(f"{PROBE[0]}(.*){PROBE[1]}", str(rendered[0]), re.DOTALL)
+        return found is not None and "type" not in found[1]
+
+    # --- what the assistant writes ---
+
+    def assistant_spans(
+        self, messages: Messages, tools: Tools = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[int, list[Span]]]]:
+        """The text, and for each of the assistant's messages (by index) the characters that the assistant writes.
+
+        By the template's generation blocks, or else from the end of the generation prompt to the end of the turn: a turn
+        starts where the same conversation, cut before it and rendered with a generation prompt, ends. It ends where the
+        conversation cut after it ends; or, for templates that write a last turn differently (Qwen3 adds a thinking block to
+        it), at the next end-of-sequence token. What follows the special token that ends a turn (a line break in ChatML) is
+        never generated, so it is left out.
+
+        Raises:
+            DataError: neither way is exact.
+        """
+        rendered, marked = self._render(messages, tools, options)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.marks_turns(tools):
+            return rendered, self._marked_turns(rendered, marked, messages, turns, tools, options)
+        return rendered, [(index, [self._turn(rendered, messages, index, tools, options)]) for index in turns]
+
+    def _turn(
+        self, rendered: str, messages: Messages, index: int, tools: Tools, options: Mapping[str, Any] | None
+    ) -> Span:
+        """Where message ``index`` stands, by comparison with the conversation cut before and after it."""
+        head = (
+            self.render(messages[:index], tools, options, prompt=True)
+            if index
+            else self._first_head(rendered, messages, tools, options)
+        )
+        last = index == len(messages) - 1
+        upto = rendered if last else self.render(messages[: index + 1], tools, options)
+        start = len(head)
+        if rendered.startswith(head) and rendered.startswith(upto):
+            return start, self._end_of_turn(rendered, start, len(upto))
+        if rendered.startswith(head) and self._eos and self._eos not in json.dumps(messages[index], ensure_ascii=False):
+            end = rendered.find(self._eos, start)
+            if end >= 0:
+                return start, end + len(self._eos)
+        raise DataError(
+            f"cannot tell where turn {index} of the assistant stands: the chat template rewrites earlier turns; use a template "
+            "with {% generation %} blocks (data.chat_template), or one that only appends, or set data.train_on_prompt: true"
+        )
+
+    def _first_head(self, rendered: str, messages: Messages, tools: Tools, options: Mapping[str, Any] | None) -> str:
+        """What stands before a conversation's first message, which is the assistant's: nothing can be rendered before it."""
+        try:
+            return self.render((), tools, options, prompt=True)
+        except DataError:
+            raise DataError(
+                "the conversation begins with the assistant, and the chat template writes no conversation without a message, so "
+                "that the first turn cannot be told from what stands before it; begin with the user or the system"
+            ) from None
+
+    def _end_of_turn(self, rendered: str, start: int, end: int) -> int:
+        """``end`` without the white space behind the special token that ends the turn."""
+        stripped = len(rendered[:end].rstrip())
+        ends_with_token = any(rendered.endswith(token, start, stripped) for token in self._ends)
+        return stripped if ends_with_token and stripped > start else end
+
+    def _marked_turns(
+        self,
+        rendered: str,
+        marked: list[Span],
+        messages: Messages,
+        turns: list[int],
+        tools: Tools,
+        options: Mapping[str, Any] | None,
+    ) -> list[tuple[int, list[Span]]]:
+        """The template's generation blocks, by message."""
+        if len(marked) == len(turns):
+            found = [(index, [span]) for index, span in zip(turns, marked, strict=True)]
+        else:
+            found = self._counted_turns(marked, messages, turns, tools, options)
+        for index, spans in found:
+            words = tail(messages[index])
+            if words and words in rendered and not any(words in rendered[start:end] for start, end in spans):
+                raise DataError(
+                    f"the chat template's generation blocks do not hold the words of message {index}, which is the assistant's; "
+                    "does the template use them inside a macro?"
+                )
+        return found
+
+    def _counted_turns(
+        self, marked: list[Span], messages: Messages, turns: list[int], tools: Tools, options: Mapping[str, Any] | None
+    ) -> list[tuple[int, list[Span]]]:
+        """Blocks by message where a message has several or none: as many as the conversation gains with it."""
+        found, before = [], 0
+        for index in turns:
+            upto = len(marked) if index == turns[-1] else len(self._render(messages[: index + 1], tools, options)[1])
+            if upto < before or upto > len(marked):
+                raise DataError(
+                    f"cannot tell which generation blocks of the chat template are those of message {index}: it has other "
+                    "blocks when later messages follow"
+                )
+            found.append((index, marked[before:upto]))
+            before = upto
+        return found
+
+    # --- what the template leaves out ---
+
+    def check_written(
+        self,
+        messages: Messages,
+        tools: Tools,
+        options: Mapping[str, Any] | None,
+        rendered: str,
+        source: str,
+        findings: Findings,
+    ) -> None:
+        """Tell what of a conversation the template does not write.
+
+        Raises:
+            DataError: tools, or all calls of them, or every thought of a template that knows none, are left out.
+        """
+        if tools and rendered == self.render(messages, None, options):
+            raise DataError(f"'tools': {UNWRITTEN}")
+        if any("tool_calls" in message for message in messages):
+            bare = [_without(message, "tool_calls") for message in messages]
+            if rendered == self._or_nothing(bare, tools, options):
+                raise DataError(f"'tool_calls': {UNWRITTEN}")
+        template = self.source(tools)
+        if any(key in message for message in messages for key in REASONING):
+            if not any(key in template for key in REASONING):
+                raise DataError(f"'reasoning_content': {UNWRITTEN}")
+            for message in messages:
+                thought = str(message.get("reasoning_content", "")).strip()
+                if thought and thought not in rendered:
+                    findings.remark(
+                        "the chat template leaves out the reasoning of some of the assistant's turns", source
+                    )
+                    break
+        for key in dict.fromkeys(key for message in messages for key in message if key not in KNOWN_KEYS):
+            if not re.search(rf"\b{re.escape(key)}\b", template):
+                findings.remark(f"{key!r} of messages is not read", source)
+
+    def check_endings(self, rendered: str, spans: Sequence[Span], source: str, findings: Findings) -> None:
+        """Remark that generation blocks end before the token that ends a turn, which the model then never learns."""
+        for _, end in spans:
+            following = rendered[end:].lstrip()
+            if self._eos and following.startswith(self._eos) and not rendered[:end].rstrip().endswith(self._eos):
+                findings.remark(
+                    f"the chat template's generation blocks leave out {self._eos}, so the model does not learn to end its turn",
+                    source,
+                )
+                return
+
+    def _or_nothing(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None) -> str | None:
+        try:
+            return self.render(messages, tools, options)
+        except DataError:
+            return None
+
+
+UNWRITTEN = (
+    "the model's chat template does not write them, so the model would not see them; use a template that does "
+    "(data.chat_template), or leave them out of the data"
+)
+
+
+def tail(message: Message) -> str:
+    """The last words of a message's text, as a template that trims or cuts its beginning still writes them."""
+    content = message.get("content", "")
+    text = content if isinstance(content, str) else content[-1]["text"]
+    return text.strip()[-16:]
+
+
+def _without(message: Message, key: str) -> Message:
+    rest = {name: value for name, value in message.items() if name != key}
+    return rest if "content" in rest else rest | {"content": ""}

@@ -1,0 +1,56 @@
+"""What is wrong with data that needs neither torch nor a tokenizer to be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megascend.config import Data
+from megascend.data.files import data_files, dataset_format, iterate_documents
+from megascend.data.findings import Findings
+from megascend.errors import DataError
+
+LARGE = 32 * 2**20
+"""Bytes from which on data are read by the ranks alone."""
+
+
+def check_files(path: Path, data: Data) -> None:
+    """Find out that data cannot be read, or that records are malformed.
+
+    Folders in the format of Hugging Face datasets, and what is larger than :data:`LARGE`, are left to the ranks.
+
+    Args:
+        path: ``data.path`` or that of a validation set.
+        data: how to read it.
+
+    Raises:
+        DataError: the message lists all problems, with file and line.
+    """
+    read_template(data.chat_template)
+    if dataset_format(path):
+        return
+    findings = Findings()
+    try:
+        size = 0
+        for file in data_files(path, findings):
+            size += file.stat().st_size
+            file.open("rb").close()
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+    if size < LARGE and not findings.problems:
+        for _ in iterate_documents(path, data.split, data.columns, findings):
+            pass
+    findings.raise_problems()
+
+
+def read_template(path: Path | None) -> str | None:
+    """The chat template at ``data.chat_template``.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.chat_template: {path} cannot be read: {error}") from None

@@ -1,0 +1,191 @@
+"""Records to documents: which columns mean what. Pure.
+
+| columns | becomes |
+|---|---|
+| ``messages`` | a conversation |
+| ``conversations`` | one, also as ShareGPT has it (``from``, ``value``) |
+| ``prompt``, ``completion`` | text of which the completion is learned, or a conversation, if both are lists of messages |
+| ``instruction``, ``output`` (and ``input``, ``system``, ``history``) | Alpaca's: a conversation |
+| ``chosen``, ``rejected`` (and ``prompt``) | a preference pair, of conversations or of text |
+| ``text`` | a text |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megascend.data.document import Document, Messages
+from megascend.data.findings import Findings
+from megascend.data.messages import decoded, from_sharegpt, parse_messages, parse_tools
+from megascend.errors import DataError
+
+FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "chosen": (("chosen", "rejected"), ("prompt",)),
+    "messages": (("messages",), ()),
+    "conversations": (("conversations",), ("system",)),
+    "completion": (("prompt", "completion"), ()),
+    "output": (("instruction", "output"), ("input", "system", "history")),
+    "text": (("text",), ()),
+}
+"""Columns that each form must have, and those that it may have."""
+OF_CHATS = ("tools", "chat_template_kwargs")
+KNOWN = "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', or 'text'"
+
+
+def parse_record(
+    record: Any, source: str, columns: Mapping[str, str] | None = None, findings: Findings | None = None
+) -> Document:
+    """One record as a document.
+
+    Args:
+        columns: what the data call a column, by the name it has here; those that are not named are not read.
+        findings: is told of columns that are not read.
+
+    Raises:
+        DataError: it is not an object, it has the columns of no form or of several, or a value is of the wrong kind.
+    """
+    if not isinstance(record, dict):
+        raise DataError(f"{source}: expected a JSON object with {KNOWN}, found {type(record).__name__}")
+    values = {key: value for key, value in record.items() if value is not None}
+    if columns:
+        missing = [theirs for theirs in columns.values() if theirs not in record]
+        if missing:
+            raise DataError(
+                f"{source}: no {', '.join(map(repr, missing))} (data.columns); found: {', '.join(map(str, record)) or 'nothing'}"
+            )
+        read = {theirs: ours for ours, theirs in columns.items()}
+        values = {read.get(key, ""): value for key, value in values.items() if key in read}
+    forms = [name for name, (must, _) in FORMS.items() if all(column in values for column in must)]
+    if len(forms) != 1:
+        found = ", ".join(sorted(map(str, record))) or "nothing"
+        advice = "; say which to read with data.columns: {NAME: COLUMN}" if forms else ""
+        raise DataError(f"{source}: expected exactly one of the keys {KNOWN}, found: {found}{advice}")
+    form = forms[0]
+    must, may = FORMS[form]
+    chat = () if form == "text" else OF_CHATS
+    if findings is not None:
+        known = set(columns.values()) if columns else {*must, *may, *chat}
+        for key in record:
+            if key not in known:
+                findings.remark(f"{key!r} is not read", source)
+    return _PARSERS[form](values, source)
+
+
+def _text(values: Mapping[str, Any], name: str, source: str, *, empty: bool = False) -> str:
+    """A string column; ``empty``: it may be missing or blank."""
+    text = values.get(name, "" if empty else None)
+    if not isinstance(text, str) or not (empty or text.strip()):
+        kind = "a string" if empty else "a string that is not empty"
+        raise DataError(f"{source}: {name!r} must be {kind}, found {text!r:.60}")
+    return text
+
+
+def _parse_text(values: Mapping[str, Any], source: str) -> Document:
+    return Document(source, text=_text(values, "text", source))
+
+
+def _parse_chat(values: Mapping[str, Any], source: str) -> Document:
+    name = "messages" if "messages" in values else "conversations"
+    messages = from_sharegpt(values[name], f"{source}: {name}")
+    if (
+        isinstance(messages, list)
+        and name == "conversations"
+        and (system := _text(values, "system", source, empty=True))
+    ):
+        messages = [{"role": "system", "content": system}, *messages]
+    return _conversation(messages, f"{source}: {name}", values, source)
+
+
+def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
+    prompt, completion = decoded(values["prompt"]), decoded(values["completion"])
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise DataError(f"{source}: 'prompt' and 'completion' must be both strings or both lists of messages")
+    if not isinstance(prompt, list):
+        return Document(
+            source,
+            prompt=_text(values, "prompt", source),
+            completion=_text(values, "completion", source),
+            **_chat(values, source),
+        )
+    document = _conversation([*prompt, *completion], f"{source}: prompt + completion", values, source)
+    messages = document.messages or ()
+    given = document.loss_weights or tuple(float(message["role"] == "assistant") for message in messages)
+    weights = tuple(0.0 if index < len(prompt) else weight for index, weight in enumerate(given))
+    return Document(source, messages=messages, loss_weights=weights, **_chat(values, source))
+
+
+def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
+    messages = []
+    if system := _text(values, "system", source, empty=True):
+        messages.append({"role": "system", "content": system})
+    history = decoded(values.get("history", []))
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError(f"{source}: 'history' must be a list of [question, answer], found {history!r:.60}")
+    for question, answer in history:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    extra = _text(values, "input", source, empty=True)
+    question = _text(values, "instruction", source) + (f"\n{extra}" if extra.strip() else "")
+    messages += [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": _text(values, "output", source)},
+    ]
+    return _conversation(messages, f"{source}: messages of instruction and output", values, source)
+
+
+def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
+    sides = {name: from_sharegpt(values[name], f"{source}: {name}") for name in ("chosen", "rejected")}
+    lists = [isinstance(side, list) for side in sides.values()]
+    if not any(lists):
+        chosen, rejected = (_text(values, name, source) for name in sides)
+        prompt = _text(values, "prompt", source)
+        if chosen == rejected:
+            raise DataError(f"{source}: 'chosen' and 'rejected' are the same")
+        return Document(source, prompt=prompt, chosen=chosen, rejected=rejected, **_chat(values, source))
+    if not all(lists):
+        raise DataError(f"{source}: 'chosen' and 'rejected' must be both strings or both lists of messages")
+    both = [_side(side, values.get("prompt"), f"{source}: {name}") for name, side in sides.items()]
+    if both[0] == both[1]:
+        raise DataError(f"{source}: 'chosen' and 'rejected' are the same")
+    return Document(source, chosen=both[0], rejected=both[1], **_chat(values, source))
+
+
+def _side(side: list[Any], prompt: Any, where: str) -> Messages:
+    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself."""
+    first = side[0] if side else None
+    whole = isinstance(first, dict) and first.get("role") != "assistant"
+    before: list[Any] = []
+    if not whole:
+        prompt = from_sharegpt(prompt, where)
+        before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        if not prompt:
+            raise DataError(f"{where} begins with the assistant's message, and there is no 'prompt'")
+    messages, weights = parse_messages([*before, *side], where)
+    if weights is not None:
+        raise DataError(f"{where}: 'loss' and 'weight' have no meaning in preference pairs: leave them out")
+    if messages[-1]["role"] != "assistant":
+        raise DataError(f"{where} must end with the assistant's message")
+    return messages
+
+
+def _conversation(messages: Any, where: str, values: Mapping[str, Any], source: str) -> Document:
+    parsed, weights = parse_messages(messages, where)
+    return Document(source, messages=parsed, loss_weights=weights, **_chat(values, source))
+
+
+def _chat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What the chat template gets beside the messages."""
+    options = decoded(values.get("chat_template_kwargs") or {})
+    if not isinstance(options, dict):
+        raise DataError(f"{source}: 'chat_template_kwargs' must be an object, found {options!r:.60}")
+    return {"tools": parse_tools(values.get("tools"), f"{source}: tools"), "template_options": options or None}
+
+
+_PARSERS = {
+    "text": _parse_text,
+    "messages": _parse_chat,
+    "conversations": _parse_chat,
+    "completion": _parse_completion,
+    "output": _parse_alpaca,
+    "chosen": _parse_pair,
+}

@@ -1,0 +1,113 @@
+"""From the settings of a run's data to its samples: everything that can be wrong with them is found here, before training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from megascend.batch.sample import Sample
+from megascend.config import Data
+from megascend.data.check import read_template
+from megascend.data.files import data_files, dataset_format, iterate_documents
+from megascend.data.findings import Findings
+from megascend.data.samples import Encoder, Limits
+from megascend.data.store import SampleStore, write_store
+from megascend.errors import DataError
+from megascend.files import cache_folder, cached, digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = 1
+"""Of what a store holds; another one is made anew."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "config.json",
+)  # fmt: skip
+"""What in a model directory decides about tokens."""
+PATIENCE_S = 7 * 24 * 3600.0
+"""How long a rank waits for another one of its machine that turns the same data into tokens; its lock ends with its process."""
+
+
+def prepare_samples(
+    path: Path, data: Data, tokenizer: PreTrainedTokenizerBase, limits: Limits, model: Path
+) -> SampleStore:
+    """The samples of the data at ``path``, tokenised once on this machine and kept in the cache folder.
+
+    Ranks need no process group for it: one of a machine writes, the others wait for it.
+
+    Args:
+        path: ``data.path`` or that of a validation set.
+        data: how to read it.
+        model: the directory that the tokenizer is from.
+
+    Raises:
+        DataError: some of it cannot be trained on; the message lists all problems, with file and line.
+    """
+    if not dataset_format(path):
+        data_files(path, Findings())
+    template = read_template(data.chat_template)
+    if template is not None:
+        tokenizer.chat_template = template
+    how = data.model_dump(
+        mode="json", include={"split", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
+    )
+    key = xxhash.xxh3_128(
+        json.dumps(
+            [FORMAT, content_of(path), tokenizer_of(model), template, how, asdict(limits), version("transformers")]
+        ).encode()
+    ).hexdigest()
+
+    def make(fresh: Path) -> None:
+        findings = Findings()
+        encoder = Encoder(
+            tokenizer,
+            limits,
+            findings,
+            train_on_prompt=data.train_on_prompt,
+            on_too_long=data.on_too_long,
+            template_options=data.chat_template_options,
+        )
+        write_store(fresh, _encoded(path, data, encoder, findings), findings)
+        findings.raise_problems()
+
+    try:
+        store = SampleStore(cached(cache_folder() / "samples" / key, make, PATIENCE_S))
+    except OSError as error:
+        raise DataError(f"{path}: its samples cannot be kept in {cache_folder()} (MEGASCEND_CACHE): {error}") from error
+    if not len(store):
+        said = "".join(f"; {line}" for line in store.remarks)
+        raise DataError(f"no training samples: {path} holds no token to predict{said}")
+    if store.has_pairs and not store.all_pairs:
+        raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
+    return store
+
+
+def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> Iterator[tuple[int, list[Sample]]]:
+    documents = iterate_documents(path, data.split, data.columns or None, findings)
+    for number, document in enumerate(documents):
+        with findings.collecting():
+            yield number, encoder.encode(document, number)
+
+
+def content_of(path: Path) -> list[Any]:
+    """What tells these data from others: names and digests of the files, of a folder all that are not hidden."""
+    files: Sequence[Path] = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    try:
+        return [str(path), [[str(file.relative_to(path)), digest(file, xxhash.xxh3_128)] for file in files]]
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read (data.path): {error.strerror or error}") from None
+
+
+def tokenizer_of(model: Path) -> list[list[str]]:
+    """What tells a model's tokenizer from others: digests of its files."""
+    there = [model / name for name in TOKENIZER_FILES if (model / name).is_file()]
+    return [[file.name, digest(file, xxhash.xxh3_128)] for file in there]

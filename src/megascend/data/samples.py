@@ -1,0 +1,283 @@
+"""Documents to token samples: the chat template, which tokens carry loss, and what happens to those that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megascend.batch.packing import round_up
+from megascend.batch.sample import Sample
+from megascend.data.chat import ChatTemplate, Span
+from megascend.data.document import Document, Messages
+from megascend.data.findings import Findings
+from megascend.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TooLong = Literal["error", "truncate", "skip"]
+WeightedSpan = tuple[int, int, float]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a sample of a run may be.
+
+    Attributes:
+        length: longest sample, in tokens.
+        setting: where that limit comes from, for messages.
+        vocab_size: token ids lie below; None: not known.
+        budget: most tokens of a preference pair, ``batching.micro_batch_tokens``; None: no limit of its own.
+        multiple: what each sample of a pair is padded to a multiple of.
+        packing: False if both are padded to the length of the longer.
+    """
+
+    length: int
+    setting: str = "batching.max_length, by default the model's context"
+    vocab_size: int | None = None
+    budget: int | None = None
+    multiple: int = 1
+    packing: bool = True
+
+    def of_pair(self, lengths: Sequence[int]) -> int:
+        """Tokens that a pair of samples takes in a micro batch."""
+        padded = [round_up(length, self.multiple) for length in lengths]
+        return sum(padded) if self.packing else max(padded) * len(padded)
+
+
+class Encoder:
+    """Turns documents into samples."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Limits,
+        findings: Findings,
+        *,
+        train_on_prompt: bool = False,
+        on_too_long: TooLong = "error",
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            findings: is told what was left out or cut.
+            on_too_long: what becomes of a conversation, a completion or a pair above the limit; texts are cut into pieces.
+            template_options: further variables of the chat template.
+        """
+        self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
+        self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
+        self._template = ChatTemplate(tokenizer, template_options)
+
+    def encode(self, document: Document, number: int = 0) -> list[Sample]:
+        """The samples of a document: one of a conversation, two of a pair, as many of a text as it needs.
+
+        Args:
+            number: of the document; tells its pair from others.
+
+        Raises:
+            DataError: it cannot be written, there is nothing to learn in it, or it is too long.
+        """
+        try:
+            if document.text is not None:
+                return self._text(document.text, document.source)
+            if document.is_pair:
+                return self._pair(document, number)
+            sample = self._one(document)
+        except DataError as error:
+            if str(error).startswith(document.source):
+                raise
+            raise DataError(f"{document.source}: {error}") from error.__cause__
+        return [] if sample is None else [sample]
+
+    # --- kinds of documents ---
+
+    def _text(self, text: str, source: str) -> list[Sample]:
+        """Pieces of a text; neighbours share one token, the last target of one being the first input of the next."""
+        tokens = self._closed(self._ids(text)[0])
+        self._check_vocabulary(tokens)
+        starts = range(0, len(tokens) - 1, self._limits.length)
+        if not starts:
+            self._findings.remark("texts of less than two tokens hold nothing to predict", source)
+        return [Sample.causal(tokens[start : start + self._limits.length + 1]) for start in starts]
+
+    def _one(self, document: Document) -> Sample | None:
+        if document.messages is not None:
+            tokens, weights = self._conversation(document, document.messages, document.loss_weights)
+            what = "conversation"
+        else:
+            tokens, weights = self._completion(document.prompt or "", document.completion or "")
+            what = "prompt with its completion"
+        return self._within_limit(tokens, weights, what, document.source)
+
+    def _pair(self, document: Document, number: int) -> list[Sample]:
+        both = []
+        for side in (document.chosen, document.rejected):
+            if isinstance(side, str):
+                tokens, weights = self._completion(document.prompt or "", side)
+            else:
+                shared = common_messages(document.chosen, document.rejected)
+                learned = tuple(
+                    float(index >= shared and m["role"] == "assistant") for index, m in enumerate(side or ())
+                )
+                tokens, weights = self._conversation(document, side or (), learned, whole=False)
+            sample = self._within_limit(tokens, weights, "conversation of the pair", document.source)
+            if sample is None:
+                return []
+            both.append(sample)
+        tokens, budget = self._limits.of_pair([len(sample) for sample in both]), self._limits.budget
+        if budget is not None and tokens > budget:
+            found = f"the pair takes {tokens} tokens and the limit is {budget} (batching.micro_batch_tokens)"
+            if self._on_too_long != "skip":
+                raise DataError(f"{found}: shorten or remove it, raise the limit, or set data.on_too_long: skip")
+            self._findings.remark(
+                "left out: the pair is longer than a micro batch (data.on_too_long: skip)", document.source
+            )
+            return []
+        for sample, chosen in zip(both, (True, False), strict=True):
+            sample.pair, sample.chosen = number, chosen
+        return both
+
+    # --- tokens and weights ---
+
+    def _conversation(
+        self, document: Document, messages: Messages, loss_weights: Sequence[float] | None, *, whole: bool | None = None
+    ) -> tuple[list[int], list[float]]:
+        """Token ids, and what each counts as a target.
+
+        Args:
+            whole: learn every message; default: the setting ``train_on_prompt``.
+        """
+        whole = self._train_on_prompt if whole is None else whole
+        tools, options = document.tools, document.template_options
+        spans: list[WeightedSpan] = []
+        if whole and loss_weights is None:
+            rendered = self._template.render(messages, tools, options)
+        else:
+            rendered, turns = self._template.assistant_spans(messages, tools, options)
+            weights = loss_weights or [1.0] * len(messages)
+            spans = [(start, end, weights[index]) for index, found in turns for start, end in found]
+            if self._template.marks_turns(tools):
+                self._template.check_endings(
+                    rendered, [(start, end) for start, end, _ in spans], document.source, self._findings
+                )
+        self._template.check_written(messages, tools, options, rendered, document.source, self._findings)
+        tokens, offsets = self._ids(rendered, special=False, offsets=True)
+        return tokens, token_weights(offsets, spans, elsewhere=float(whole))
+
+    def _completion(self, prompt: str, completion: str) -> tuple[list[int], list[float]]:
+        """Token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""
+        tokens, offsets = self._ids(prompt + completion, offsets=True)
+        end = len(prompt) + len(completion)
+        # Special tokens that the tokenizer adds by itself stand at (0, 0), the closing one with the completion.
+        weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(self._train_on_prompt))
+        closed = self._closed(tokens)
+        weights += [1.0] * (len(closed) - len(tokens))
+        weights[-1] = 1.0
+        return closed, weights
+
+    def _closed(self, tokens: list[int]) -> list[int]:
+        eos = self._tokenizer.eos_token_id
+        return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, int(eos)]  # type: ignore[arg-type]
+
+    def _ids(self, text: str, *, special: bool = True, offsets: bool = False) -> tuple[list[int], list[Span]]:
+        """Token ids, and the characters that each stands for.
+
+        Raises:
+            DataError: the text is no text that can be encoded, or the tokenizer tells no characters.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"character {error.start} is half of a surrogate pair ({text[error.start]!r}), not a character"
+            ) from None
+        if offsets and not self._tokenizer.is_fast:
+            name = type(self._tokenizer).__name__
+            raise DataError(f"the tokenizer ({name}) gives no character offsets; a fast one is needed")
+        # A text longer than the model's context is cut later, so the tokenizer's warning about it would only mislead.
+        encoded: Any = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=offsets, verbose=False)
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"]) if offsets else []
+
+    # --- limits ---
+
+    def _within_limit(self, tokens: list[int], weights: list[float], what: str, source: str) -> Sample | None:
+        """A sample, cut to the limit if it may be; None if it is to be skipped.
+
+        Raises:
+            DataError: it is too long, or nothing in it is learned.
+        """
+        self._check_vocabulary(tokens)
+        if not any(weights[1:]):
+            raise DataError(
+                "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
+            )
+        length, limit = len(tokens) - 1, self._limits.length
+        if length <= limit:
+            return Sample.causal(tokens, weights=weights)
+        if self._on_too_long == "error":
+            raise DataError(
+                f"the {what} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
+                "the limit, or set data.on_too_long: truncate or skip"
+            )
+        tokens, weights = tokens[: limit + 1], weights[: limit + 1]
+        if self._on_too_long == "skip" or not any(weights[1:]):
+            why = "skip" if self._on_too_long == "skip" else "truncate, and nothing to learn stays"
+            self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {why})", source)
+            return None
+        self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
+        return Sample.causal(tokens, weights=weights)
+
+    def _check_vocabulary(self, tokens: list[int]) -> None:
+        size = self._limits.vocab_size
+        if size is not None and tokens and max(tokens) >= size:
+            raise DataError(
+                f"token id {max(tokens)} lies outside the model's vocabulary [0, {size}); does the tokenizer belong to this "
+                "model?"
+            )
+
+
+def build_samples(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, max_length: int, train_on_prompt: bool = False
+) -> list[Sample]:
+    """Samples of all documents, in order.
+
+    A conversation becomes one sample, with loss on the assistant's turns (on everything with ``train_on_prompt``). A
+    text, closed by the end-of-sequence token, becomes as many samples of at most ``max_length`` as it needs; every
+    token of it but the first is a target exactly once.
+
+    Raises:
+        DataError: documents are longer than ``max_length``, have nothing to learn, or cannot be rendered; the message lists
+            all of them.
+    """
+    findings = Findings()
+    encoder = Encoder(tokenizer, Limits(max_length), findings, train_on_prompt=train_on_prompt)
+    samples: list[Sample] = []
+    for number, document in enumerate(documents):
+        with findings.collecting():
+            samples += encoder.encode(document, number)
+    findings.raise_problems()
+    if not samples:
+        raise DataError("the training data holds no token to predict: every text is shorter than two tokens")
+    return samples
+
+
+def token_weights(offsets: Sequence[Span], spans: Sequence[WeightedSpan], elsewhere: float = 0.0) -> list[float]:
+    """For each token the weight of the span (sorted) in which its first character lies; ``elsewhere`` outside of all."""
+    weights, remaining = [], list(spans)
+    for first, _ in offsets:
+        while remaining and first >= remaining[0][1]:
+            remaining.pop(0)
+        inside = bool(remaining) and first >= remaining[0][0]
+        weights.append(remaining[0][2] if inside else elsewhere)
+    return weights
+
+
+def common_messages(one: Any, other: Any) -> int:
+    """How many messages two conversations begin with alike."""
+    count = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count

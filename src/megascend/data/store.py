@@ -1,0 +1,110 @@
+"""Samples in files, mapped into memory when they are used: all ranks of a machine share them, and none holds them all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import xxhash
+
+from megascend.batch.sample import Sample
+from megascend.data.findings import Findings
+from megascend.data.order import add_to_fingerprint
+
+TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
+NO_PAIR = -1
+REJECTED, CHOSEN = 0, 1
+
+
+class SampleStore(Sequence[Sample]):
+    """Samples in a directory that :func:`write_store` has made; each is read when it is asked for.
+
+    Attributes:
+        fingerprint: of all samples, as :func:`megascend.data.order.fingerprint_of` has it.
+        remarks: what was said while they were made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        about = json.loads((path / ABOUT).read_text())
+        self.fingerprint: str = about["fingerprint"]
+        self.remarks: list[str] = about["remarks"]
+        # A row a sample: where its tokens begin, how many there are, number of the document, NO_PAIR or which of a pair.
+        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 4)
+        self._tokens = _mapped(path / TOKENS, np.int32)
+        self._weights = _mapped(path / WEIGHTS, np.float32)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        start, count, document, side = self._index[index].tolist()
+        stored = slice(start, start + count)
+        # Copies: the files are mapped for reading only, and tensors can be written to.
+        tokens, weights = self._tokens[stored].astype(np.int64), np.array(self._weights[stored])
+        sample = Sample.causal(tokens, weights=weights)
+        if side != NO_PAIR:
+            sample.pair, sample.chosen = document, side == CHOSEN
+        return sample
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, int64 [samples]."""
+        return self._index[:, 1] - 1
+
+    @property
+    def documents(self) -> np.ndarray:
+        """Number of the document that each sample comes from, int64 [samples]."""
+        return self._index[:, 2]
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if there are preference pairs among the samples."""
+        return bool((self._index[:, 3] != NO_PAIR).any())
+
+    @property
+    def all_pairs(self) -> bool:
+        """True if all samples are of preference pairs."""
+        return bool((self._index[:, 3] != NO_PAIR).all())
+
+
+def write_store(path: Path, documents: Iterable[tuple[int, list[Sample]]], findings: Findings) -> None:
+    """Write samples to a new directory, as they come.
+
+    Args:
+        documents: number and samples of each document.
+        findings: its remarks are kept; read after the last document.
+    """
+    path.mkdir()
+    state, start = xxhash.xxh3_64(), 0
+    with (
+        (path / TOKENS).open("wb") as tokens,
+        (path / WEIGHTS).open("wb") as weights,
+        (path / INDEX).open("wb") as index,
+    ):
+        for number, samples in documents:
+            for sample in samples:
+                add_to_fingerprint(state, sample)
+                ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
+                tokens.write(np.asarray(ids, dtype=np.int32).tobytes())
+                weights.write(np.asarray([0.0, *sample.weights.tolist()], dtype=np.float32).tobytes())
+                side = NO_PAIR if sample.pair is None else CHOSEN if sample.chosen else REJECTED
+                index.write(np.asarray([start, len(ids), number, side], dtype=np.int64).tobytes())
+                start += len(ids)
+    about: dict[str, Any] = {"fingerprint": state.hexdigest(), "remarks": findings.lines()}
+    (path / ABOUT).write_text(json.dumps(about) + "\n")
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    """A file's numbers, read when they are used; an empty file cannot be mapped."""
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)

@@ -1,0 +1,341 @@
+"""What the assistant writes, by templates of several families: with generation blocks and without, tools, thoughts, parts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megascend.batch.sample import Sample
+from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.data.columns import parse_record
+from megascend.data.document import Document
+from megascend.data.findings import Findings
+from megascend.data.samples import Encoder, Limits
+from megascend.errors import DataError
+
+OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
+
+# In the style of Qwen2.5: tools in the system's turn, calls as JSON in tags, their results in a turn of the user.
+QWEN = """{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- if messages and messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages and messages[0].role == 'system' %}{{ '<|im_start|>system\\n' }}
+{{- messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}(OPEN)
+{%- if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}{% if call.function %}{% set call = call.function %}{% endif %}
+{{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+{{- call.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>' }}(CLOSE){{ '\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- elif message.role == 'user' %}{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# In the style of Qwen3: thoughts stay in turns after the last question alone.
+QWEN_THINKS = """{%- set last = namespace(question=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}(OPEN)
+{%- if loop.index0 > last.question and (loop.last or message.reasoning_content) %}
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}
+{{- message.content + '<|im_end|>' }}(CLOSE){{ '\\n' }}
+{%- else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# In the style of Llama 3.1: headers, one call a message, and the turn that calls ends with another token.
+LLAMA = """{%- macro head(role) %}{{ '<|start|>' + role + '<|stop|>\\n\\n' }}{% endmacro %}
+{{- '<|begin|>' }}{%- if tools %}{{ head('system') }}
+{%- for tool in tools %}{{ tool | tojson(indent=2) }}{% endfor %}{{ '<|eot|>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('one tool call at a time') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}{{ head('assistant') }}(OPEN){{ '{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson + '}<|eom|>' }}(CLOSE)
+{%- elif message.role == 'assistant' %}{{ head('assistant') }}(OPEN){{ message.content | trim + '<|eot|>' }}(CLOSE)
+{%- elif message.role == 'tool' %}{{ head('ipython') + message.content | tojson + '<|eot|>' }}
+{%- else %}{{ head(message.role) + message.content | trim + '<|eot|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
+
+# In the style of Gemma: the assistant is the model, and the token that ends a turn is not the end of sequence.
+GEMMA = """{{- '<bos>' }}{% for message in messages %}
+{{- '<turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{%- if message.role == 'assistant' %}(OPEN){{ message.content | trim + '</turn>' }}(CLOSE){{ '\\n' }}
+{%- else %}{{ message.content | trim + '</turn>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<turn>model\\n' }}{% endif %}"""
+
+FAMILIES: dict[str, tuple[str, list[str], str]] = {
+    "Qwen": (QWEN, [], "<|im_end|>"),
+    "Qwen thinks": (QWEN_THINKS, [], "<|im_end|>"),
+    "Llama": (LLAMA, ["<|begin|>", "<|start|>", "<|stop|>", "<|eot|>", "<|eom|>"], "<|eot|>"),
+    "Gemma": (GEMMA, ["<bos>", "<turn>", "</turn>", "<eos>"], "<eos>"),
+}
+
+
+def tokenizer_of(family: str, blocks: bool) -> PreTrainedTokenizerFast:
+    """A byte tokenizer with a family's template and special tokens, with generation blocks or without."""
+    template, special, eos = FAMILIES[family]
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": special}, replace_extra_special_tokens=False)
+    tokenizer.eos_token = eos
+    tokenizer.chat_template = template.replace("(OPEN)", OPEN if blocks else "").replace(
+        "(CLOSE)", CLOSE if blocks else ""
+    )
+    return tokenizer
+
+
+def encode(document: Document, tokenizer: Any, **settings: Any) -> tuple[Sample, list[str]]:
+    findings = Findings()
+    [sample] = Encoder(tokenizer, Limits(4096), findings, **settings).encode(document)
+    return sample, findings.lines()
+
+
+def learned(sample: Sample, tokenizer: Any) -> list[str]:
+    """Runs of tokens that carry loss, as text."""
+    runs, before = [], 0.0
+    for token, weight in zip(sample.target_ids.tolist(), sample.weights.tolist(), strict=True):
+        if weight:
+            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
+        before = weight
+    return [tokenizer.decode(run) for run in runs]
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+    },
+}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "zwei, 二, two"},
+    {"role": "user", "content": "zwei, 二, two"},
+    {"role": "assistant", "content": "drei"},
+]
+TOOLS = [
+    {"role": "user", "content": "Which colour is the sky?"},
+    {"role": "assistant", "content": "", "tool_calls": [call("look", where="up", how="<|im_start|>no")]},
+    {"role": "tool", "content": "blue", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "Blue."},
+    {"role": "user", "content": "Thanks!"},
+    {"role": "assistant", "content": "Bye."},
+]
+THOUGHTS = [
+    CHAT[0],
+    CHAT[1] | {"reasoning_content": "count up"},
+    CHAT[2],
+    CHAT[3] | {"reasoning_content": "one more"},
+]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen, chat": ("Qwen", {"messages": CHAT}),
+    "Qwen, system": ("Qwen", {"messages": [SYSTEM, *CHAT]}),
+    "Qwen, tools": ("Qwen", {"messages": [SYSTEM, *TOOLS], "tools": [TOOL]}),
+    "Qwen thinks, chat": ("Qwen thinks", {"messages": CHAT}),
+    "Qwen thinks, thoughts": ("Qwen thinks", {"messages": THOUGHTS}),
+    "Llama, chat": ("Llama", {"messages": [SYSTEM, *CHAT]}),
+    "Llama, tools": ("Llama", {"messages": TOOLS, "tools": [TOOL]}),
+    "Gemma, chat": ("Gemma", {"messages": CHAT}),
+}
+LEARNED = {
+    "Qwen, tools": [
+        '\n<tool_call>\n{"name": "look", "arguments": {"where": "up", "how": "<|im_start|>no"}}\n</tool_call><|im_end|>',
+        "Blue.<|im_end|>",
+        "Bye.<|im_end|>",
+    ],
+    "Qwen thinks, thoughts": ["zwei, 二, two<|im_end|>", "<think>\none more\n</think>\n\ndrei<|im_end|>"],
+    "Llama, tools": [
+        '{"name": "look", "parameters": {"where": "up", "how": "<|im_start|>no"}}<|eom|>',
+        "Blue.<|eot|>",
+        "Bye.<|eot|>",
+    ],
+    "Gemma, chat": ["zwei, 二, two</turn>", "drei</turn>"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "prefixes"])
+def test_tokens_and_mask_are_those_of_transformers(name: str, blocks: bool) -> None:
+    """Of the template with generation blocks; the one without them must give the same by comparison."""
+    family, record = CASES[name]
+    with_blocks = tokenizer_of(family, blocks=True)
+    wanted = with_blocks.apply_chat_template(
+        record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+    )
+    tokenizer = tokenizer_of(family, blocks)
+    sample, said = encode(parse_record(record, "f:1"), tokenizer)
+    assert [int(sample.input_ids[0]), *sample.target_ids.tolist()] == wanted["input_ids"]
+    assert [0, *sample.weights.tolist()] == wanted["assistant_masks"]
+    if name in LEARNED:
+        assert learned(sample, tokenizer) == LEARNED[name]
+    dropped = ["f:1: the chat template leaves out the reasoning of some of the assistant's turns"]
+    assert said == (dropped if name == "Qwen thinks, thoughts" else [])
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "prefixes"])
+def test_each_turn_counts_as_it_says(blocks: bool) -> None:
+    messages = json.loads(json.dumps(TOOLS))
+    messages[1]["loss"], messages[5]["weight"] = False, 0.5
+    tokenizer = tokenizer_of("Llama", blocks)
+    sample, _ = encode(parse_record({"messages": messages, "tools": [TOOL]}, "f:1"), tokenizer)
+    assert learned(sample, tokenizer) == ["Blue.<|eot|>", "Bye.<|eot|>"]
+    assert sorted(set(sample.weights.tolist())) == [0.0, 0.5, 1.0]
+    assert sample.weights.tolist().count(0.5) == len("Bye.") + 1
+
+
+def test_blocks_that_come_in_several_pieces_belong_to_their_message() -> None:
+    """A template that marks a message's words, a call and the end apart."""
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{{ ' ' }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    messages = [CHAT[0], CHAT[1] | {"loss": 0}, *CHAT[2:]]
+    sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    assert learned(sample, tokenizer) == ["drei", "<|im_end|>"]
+
+
+def test_text_parts_reach_templates_that_take_them_and_others_as_one_string() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two?"}]
+    document = parse_record({"messages": [{"role": "user", "content": parts}, CHAT[3]]}, "f:1")
+    tokenizer = tokenizer_of("Qwen", blocks=False)
+    sample, _ = encode(document, tokenizer)
+    assert tokenizer.decode(sample.input_ids).startswith("<|im_start|>user\none\ntwo?<|im_end|>")
+    for template in ("{{ m.content }}", "{{ m.content | string }}"):  # which would write the list itself
+        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: " + template + "<|im_end|>{% endfor %}"
+        sample, _ = encode(document, tokenizer)
+        assert tokenizer.decode(sample.input_ids).startswith("user: one\ntwo?<|im_end|>assistant: drei")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}/{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    )
+    sample, _ = encode(document, tokenizer)
+    assert tokenizer.decode(sample.input_ids).startswith("user: one/two?/<|im_end|>assistant: drei")
+
+
+BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+REWRITING = "{{ messages | length }}" + BARE
+MACRO = (
+    "{% macro turn(m) %}{{ m.role + ': ' }}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ turn(m) }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+DRIFTING = (  # an earlier turn loses its block when a later one follows
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% generation %}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% else %}"
+    "{{ m.content }}{% endif %}{% endfor %}"
+)
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tools": (
+        BARE,
+        {"messages": CHAT, "tools": [TOOL]},
+        r"'tools': the model's chat template does not write them.*data.chat_template",
+    ),
+    "tool calls": (
+        BARE,
+        {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call("look")]}]},
+        "'tool_calls': the model's chat template does not write them",
+    ),
+    "tool calls and no content": (
+        BARE,
+        {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [call("look")]}]},
+        "the chat template refuses the conversation: UndefinedError",
+    ),
+    "thoughts": (BARE, {"messages": THOUGHTS}, "'reasoning_content': the model's chat template does not write them"),
+    "a template that rewrites": (
+        REWRITING,
+        {"messages": CHAT},
+        r"cannot tell where turn 1 .* \{% generation %\} blocks",
+    ),
+    "blocks in a macro": (MACRO, {"messages": CHAT}, "do not hold the words of message 1.*inside a macro"),
+    "blocks that drift": (DRIFTING, {"messages": CHAT}, "cannot tell which generation blocks .* those of message 1"),
+    "the assistant begins": (
+        "{{ messages[0].role[:0] }}" + BARE,
+        {"messages": [CHAT[1], *CHAT]},
+        "begins with the assistant, and the chat template writes no conversation without a message",
+    ),
+    "a template with an error": (
+        "{% for m in messages %}",
+        {"messages": CHAT},
+        "refuses the conversation: TemplateSyntaxError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_exact_is_refused(name: str) -> None:
+    template, record, message = REFUSED[name]
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message) as caught:
+        encode(parse_record(record, "f:1"), tokenizer)
+    assert str(caught.value).startswith("f:1: ")
+
+
+def test_an_end_of_sequence_in_the_assistants_words_is_not_taken_for_the_end_of_its_turn() -> None:
+    """Where the end is looked for, that is; a turn that stands as it did when it was the last is found in any case."""
+    messages = [CHAT[0], {"role": "assistant", "content": "say <|im_end|> now"}, *CHAT[2:]]
+    tokenizer = tokenizer_of("Qwen thinks", blocks=False)
+    with pytest.raises(DataError, match="cannot tell where turn 1"):
+        encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    tokenizer = tokenizer_of("Qwen", blocks=False)
+    sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    assert learned(sample, tokenizer)[0] == "say <|im_end|> now<|im_end|>"
+
+
+def test_what_the_template_leaves_out_is_said() -> None:
+    tokenizer = tokenizer_of("Qwen", blocks=False)
+    messages = [CHAT[0] | {"timestamp": 3}, CHAT[1] | {"name": "Ada"}]
+    _, said = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    assert said == ["f:1: 'timestamp' of messages is not read"]
+    tokenizer.chat_template = BARE.replace("m.role", "m.timestamp | default('') | string + m.role")
+    assert encode(parse_record({"messages": messages}, "f:1"), tokenizer)[1] == []
+
+    tokenizer.chat_template = (
+        BARE.replace("m.content + '<|im_end|>'", "''")
+        .replace("{% endfor %}", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}")
+        .replace("messages %}", "messages if m.role == 'assistant' %}")
+    )
+    _, said = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
+    assert said == [
+        "f:1: the chat template's generation blocks leave out <|im_end|>, so the model does not learn to end its turn"
+    ]
+
+
+def test_variables_of_the_template() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = "{{ mood | default('none') }}|" + BARE
+    record = {"messages": CHAT}
+    for settings, own, wanted in (
+        ({}, {}, "none"),
+        ({"mood": "calm"}, {}, "calm"),
+        ({"mood": "calm"}, {"mood": "wild"}, "wild"),
+    ):
+        document = parse_record(record | {"chat_template_kwargs": own}, "f:1")
+        sample, _ = encode(document, tokenizer, template_options=settings)
+        assert tokenizer.decode(sample.input_ids).startswith(f"{wanted}|user: one?")
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = {
+        "default": BARE,
+        "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BARE,
+    }
+    sample, _ = encode(parse_record({"messages": CHAT, "tools": [TOOL]}, "f:1"), tokenizer)
+    assert tokenizer.decode(sample.input_ids).startswith("lookuser: one?")
+    sample, _ = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
+    assert tokenizer.decode(sample.input_ids).startswith("user: one?")

@@ -1,0 +1,232 @@
+"""What a record means: its columns, its messages, and what is said about those that mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascend.config import DATA_COLUMNS, Data
+from megascend.data.columns import FORMS, OF_CHATS, parse_record
+from megascend.data.document import Document
+from megascend.data.findings import Findings
+from megascend.errors import ConfigError, DataError
+
+USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}
+SYSTEM = {"role": "system", "content": "be brief"}
+WORSE = {"role": "assistant", "content": "2"}
+CHAT = (USER, ANSWER)
+TOOL = {"name": "look", "parameters": {}}
+CALL = {"name": "look", "arguments": {"where": "sky"}}
+
+RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "text": ({"text": "x"}, {"text": "x"}),
+    "chat": ({"messages": list(CHAT)}, {"messages": CHAT}),
+    "chat as JSON": ({"messages": '[{"role": "user", "content": "one?"}]'}, {"messages": (USER,)}),
+    "null columns": ({"messages": list(CHAT), "text": None, "tools": None}, {"messages": CHAT}),
+    "tools": ({"messages": list(CHAT), "tools": [TOOL]}, {"messages": CHAT, "tools": (TOOL,)}),
+    "tools as JSON": (
+        {"messages": list(CHAT), "tools": '[{"name": "look", "parameters": {}}]'},
+        {"messages": CHAT, "tools": (TOOL,)},
+    ),
+    "no tools": ({"messages": list(CHAT), "tools": []}, {"messages": CHAT}),
+    "template options": (
+        {"messages": list(CHAT), "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": CHAT, "template_options": {"enable_thinking": False}},
+    ),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "two"}], "system": "be brief"},
+        {"messages": (SYSTEM, *CHAT)},
+    ),
+    "ShareGPT, tools": (
+        {
+            "conversations": [
+                {"from": "human", "value": "one?"},
+                {"from": "function_call", "value": '{"name": "look", "arguments": {"where": "sky"}}'},
+                {"from": "observation", "value": "blue"},
+                {"from": "gpt", "value": "two", "weight": 0},
+            ]
+        },
+        {
+            "messages": (
+                USER,
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "blue"},
+                ANSWER,
+            ),
+            "loss_weights": (0.0, 1.0, 0.0, 0.0),
+        },
+    ),
+    "conversations with roles": ({"conversations": list(CHAT)}, {"messages": CHAT}),
+    "prompt and completion": ({"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "1 + 1 =", "completion": " 2"}),
+    "prompt and completion of messages": (
+        {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+        {"messages": (*CHAT, *CHAT), "loss_weights": (0.0, 0.0, 0.0, 1.0)},
+    ),
+    "Alpaca": ({"instruction": "one?", "input": "", "output": "two"}, {"messages": CHAT}),
+    "Alpaca with everything": (
+        {"instruction": "add", "input": "1 1", "output": "two", "system": "be brief", "history": [["one?", "two"]]},
+        {"messages": (SYSTEM, *CHAT, {"role": "user", "content": "add\n1 1"}, ANSWER)},
+    ),
+    "pair of text": (
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+    ),
+    "pair of conversations": (
+        {"chosen": [*CHAT], "rejected": [USER, WORSE]},
+        {"chosen": CHAT, "rejected": (USER, WORSE)},
+    ),
+    "pair of answers": (
+        {"prompt": "one?", "chosen": [ANSWER], "rejected": [WORSE]},
+        {"chosen": CHAT, "rejected": (USER, WORSE)},
+    ),
+    "pair of answers to messages": (
+        {"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": [WORSE]},
+        {"chosen": (SYSTEM, *CHAT), "rejected": (SYSTEM, USER, WORSE)},
+    ),
+    "arguments as JSON": (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}],
+                },
+            ]
+        },
+        {"messages": (USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]})},
+    ),
+    "reasoning": (
+        {"messages": [USER, ANSWER | {"reasoning": "hm"}]},
+        {"messages": (USER, ANSWER | {"reasoning_content": "hm", "thinking": "hm"})},
+    ),
+    "loss of each message": (
+        {"messages": [USER, ANSWER | {"loss": False}, USER, ANSWER, USER | {"weight": 0}, ANSWER | {"weight": 0.5}]},
+        {"messages": (*CHAT, *CHAT, *CHAT), "loss_weights": (0.0, 0.0, 0.0, 1.0, 0.0, 0.5)},
+    ),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]},
+        {"messages": ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_becomes_a_document(name: str) -> None:
+    record, wanted = RECORDS[name]
+    assert parse_record(record, "f:1") == Document("f:1", **wanted)
+
+
+PART = {"type": "image_url", "image_url": {"url": "x"}}
+BAD_RECORDS: dict[str, tuple[Any, str]] = {
+    "not an object": ([1], "found list"),
+    "no key": ({"question": "x"}, "found: question"),
+    "nothing": ({}, "found: nothing"),
+    "half a form": ({"prompt": "x"}, "found: prompt"),
+    "two forms": (
+        {"text": "x", "messages": list(CHAT)},
+        "exactly one.*found: messages, text; say which to read with data.columns",
+    ),
+    "empty text": ({"text": " "}, "'text' must be a string that is not empty"),
+    "text is a number": ({"text": 3}, "found 3"),
+    "no messages": ({"messages": []}, "messages must be a list that is not empty"),
+    "messages are a string": ({"messages": "hello"}, "messages must be a list that is not empty, found 'hello'"),
+    "message is a string": ({"messages": ["hi"]}, r"messages\[0\] must be an object"),
+    "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] must have a string 'role'"),
+    "content is null": ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\].*'content'"),
+    "content is a number": ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].*'content'.*found 3"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [PART]}]},
+        r"content\[0\] is a part of type 'image_url'; only text",
+    ),
+    "a part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        r"content\[0\] is \{'type': 'text'\}",
+    ),
+    "a call without a name": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]},
+        r"tool_calls\[0\] must name a function",
+    ),
+    "calls are a string": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": "f()"}]},
+        "'tool_calls' must be a list",
+    ),
+    "arguments are no object": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x=1"}]}]},
+        r"arguments of tool_calls\[0\] must be an object.*'x=1'",
+    ),
+    "a call of the user": ({"messages": [USER | {"tool_calls": [CALL]}]}, "'tool_calls' belong to the assistant"),
+    "two thoughts": ({"messages": [ANSWER | {"reasoning": "a", "thinking": "b"}]}, "must be one string"),
+    "loss of the user": (
+        {"messages": [USER | {"loss": True}, ANSWER]},
+        r"messages\[0\]: only the assistant's messages can carry loss",
+    ),
+    "loss is a word": ({"messages": [USER, ANSWER | {"loss": "yes"}]}, "a number from 0 on, found 'yes'"),
+    "loss below 0": ({"messages": [USER, ANSWER | {"weight": -1}]}, "a number from 0 on, found -1"),
+    "loss and weight": (
+        {"messages": [USER, ANSWER | {"weight": 1, "loss": False}]},
+        "'loss' says False and 'weight' says 1",
+    ),
+    "tools are names": ({"messages": list(CHAT), "tools": ["look"]}, "tools must be a list of objects"),
+    "options are a list": (
+        {"messages": list(CHAT), "chat_template_kwargs": [1]},
+        "'chat_template_kwargs' must be an object",
+    ),
+    "an unknown speaker": ({"conversations": [{"from": "dog", "value": "woof"}]}, "'from' is 'dog'; known: human"),
+    "a speaker is missing": (
+        {"conversations": [{"from": "human", "value": "x"}, {"value": "y"}]},
+        r"\[1\] must have 'from'",
+    ),
+    "prompt of messages, completion of text": ({"prompt": [USER], "completion": "x"}, "both strings or both lists"),
+    "empty completion": ({"prompt": "x", "completion": ""}, "'completion' must be a string that is not empty"),
+    "empty output": ({"instruction": "x", "output": ""}, "'output' must be a string that is not empty"),
+    "history of strings": ({"instruction": "x", "output": "y", "history": ["a"]}, "'history' must be a list of"),
+    "a pair of equals": ({"prompt": "x", "chosen": "y", "rejected": "y"}, "are the same"),
+    "a pair of equal chats": ({"chosen": list(CHAT), "rejected": list(CHAT)}, "are the same"),
+    "a pair of text without a prompt": ({"chosen": "x", "rejected": "y"}, "'prompt' must be a string"),
+    "a pair of answers without a prompt": (
+        {"chosen": [ANSWER], "rejected": [WORSE]},
+        "chosen begins with the assistant's message",
+    ),
+    "a pair that ends with the user": ({"chosen": [USER], "rejected": [*CHAT]}, "chosen must end with the assistant's"),
+    "a pair of two kinds": ({"prompt": "x", "chosen": "y", "rejected": [ANSWER]}, "both strings or both lists"),
+    "a pair with weights": (
+        {"chosen": [USER, ANSWER | {"loss": 1}], "rejected": [USER, WORSE]},
+        "no meaning in preference pairs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_a_bad_record_is_a_sentence(name: str) -> None:
+    record, message = BAD_RECORDS[name]
+    with pytest.raises(DataError, match=message) as caught:
+        parse_record(record, "data.jsonl:2")
+    assert str(caught.value).startswith("data.jsonl:2: ")
+
+
+def test_columns_of_other_names() -> None:
+    record = {"dialogue": list(CHAT), "text": "not this", "tools": 3}
+    findings = Findings()
+    columns = {"messages": "dialogue"}
+    assert parse_record(record, "f:1", columns, findings) == Document("f:1", messages=CHAT)
+    assert findings.lines() == ["f:1: 'text' is not read", "f:1: 'tools' is not read"]
+    with pytest.raises(DataError, match=r"f:2: no 'dialogue' \(data.columns\); found: text"):
+        parse_record({"text": "x"}, "f:2", columns)
+    with pytest.raises(ConfigError, match=r"data.columns: dialogue is no column that is read; there are messages"):
+        Data(path="x", columns={"dialogue": "messages"})
+    with pytest.raises(ConfigError, match="one column of the data cannot be two"):
+        Data(path="x", columns={"prompt": "a", "completion": "a"})
+
+
+def test_a_column_that_is_not_read_is_named_once() -> None:
+    findings = Findings()
+    for number in range(3):
+        parse_record({"text": "x", "id": number}, f"f:{number}", None, findings)
+    assert findings.lines() == ["f:0 and 2 more: 'id' is not read"]
+
+
+def test_the_settings_know_every_column() -> None:
+    read = {name for must, may in FORMS.values() for name in (*must, *may)} | set(OF_CHATS)
+    assert read == set(DATA_COLUMNS)

@@ -1,0 +1,256 @@
+"""Reading data from files of every format, and what is said about files that cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megascend.config import Data
+from megascend.data.check import check_files
+from megascend.data.document import Document
+from megascend.data.files import iterate_documents, read_documents
+from megascend.data.findings import Findings
+from megascend.errors import DataError
+
+CHAT = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"where": "sky"}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def read(path: Path, **settings: object) -> tuple[list[Document], Findings]:
+    """Documents, problems and remarks."""
+    findings = Findings()
+    data = Data(path=path, **settings)
+    return list(iterate_documents(path, data.split, data.columns, findings)), findings
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    # U+2028 ends a line for str.splitlines, but not in JSONL. The file begins with a byte order mark.
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT, "id": 7}, "", '{"text": "x\u2028y"}')
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    documents, findings = read(path)
+    assert documents == [
+        Document(f"{path}:1", messages=tuple(CHAT)),
+        Document(f"{path}:3", text="x\u2028y"),
+    ]
+    assert findings.lines() == [f"{path}:1: 'id' is not read"]
+    assert read_documents(path) == documents
+
+
+def json_list(path: Path, records: list[dict]) -> None:
+    path.write_text(json.dumps(records, indent=1))
+
+
+def json_lines(path: Path, records: list[dict]) -> None:
+    write(path, *records)
+
+
+def comma_separated(path: Path, records: list[dict], delimiter: str = ",") -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), delimiter=delimiter)
+        writer.writeheader()
+        for record in records:
+            writer.writerow({key: v if isinstance(v, str) else json.dumps(v) if v else "" for key, v in record.items()})
+
+
+def tab_separated(path: Path, records: list[dict]) -> None:
+    comma_separated(path, records, delimiter="\t")
+
+
+def arrow(path: Path, records: list[dict]) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+
+
+def saved(path: Path, records: list[dict]) -> None:
+    datasets.Dataset.from_list(records).save_to_disk(str(path))
+
+
+def saved_splits(path: Path, records: list[dict]) -> None:
+    of = datasets.Dataset.from_list
+    datasets.DatasetDict({"test": of([{"text": "no"}]), "train": of(records)}).save_to_disk(str(path))
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path, list[dict]], None]]] = {
+    "JSON": ("a.json", json_list),
+    "JSONL called JSON": ("a.json", json_lines),
+    "CSV": ("a.csv", comma_separated),
+    "TSV": ("a.tsv", tab_separated),
+    "parquet": ("a.parquet", arrow),
+    "saved by datasets": ("saved", saved),
+    "saved by datasets, splits": ("splits", saved_splits),
+}
+WITH_TOOLS = {
+    "messages": [CHAT[0], {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "blue"}, CHAT[1]],
+    "tools": [TOOL],
+}
+PLAIN = {"messages": CHAT, "tools": None}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_every_format_says_the_same(form: str, tmp_path: Path) -> None:
+    name, writer = WRITERS[form]
+    writer(tmp_path / name, [WITH_TOOLS, PLAIN])
+    documents, findings = read(tmp_path / name)
+    findings.raise_problems()
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {"where": "sky"}}}]
+    answered = ({"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "blue"})
+    assert documents[0].messages == (CHAT[0], *answered, CHAT[1])
+    assert documents[1].messages == tuple(CHAT)
+    assert documents[1].tools is None
+    [tool] = documents[0].tools or ()
+    assert tool["function"]["name"] == "look"
+    row = {".csv": ":3", ".tsv": ":3", "": "[1]", ".parquet": "[1]"}.get((tmp_path / name).suffix)
+    row = row or ("[1]" if form == "JSON" else ":2")
+    assert documents[1].source == f"{tmp_path / name}{row}"
+
+
+def test_values_of_csv_stay_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,completion\r\n007,NA\r\n"a\nb","c,""d"""\r\n1e3,true\r\n')
+    found = [(each.prompt, each.completion, each.source) for each in read_documents(path)]
+    assert found == [("007", "NA", f"{path}:2"), ("a\nb", 'c,"d"', f"{path}:3"), ("1e3", "true", f"{path}:5")]
+    assert csv.field_size_limit() == 131072
+    path.write_text("text\n" + "x" * 200_000 + "\n")
+    assert len(read_documents(path)[0].text or "") == 200_000
+
+
+def test_a_repository_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "snapshot"
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nA card, which nobody wants to learn.\n")
+    arrow(folder / "data" / "train-00000-of-00002.parquet", [{"text": "one"}])
+    arrow(folder / "data" / "train-00001-of-00002.parquet", [{"text": "two"}])
+    arrow(folder / "data" / "test-00000-of-00001.parquet", [{"text": "other"}])
+    assert [(each.text, each.source) for each in read_documents(folder)] == [
+        ("one", f"{folder}[0]"),
+        ("two", f"{folder}[1]"),
+    ]
+    assert [each.text for each in read_documents(folder, split="test")] == ["other"]
+    with pytest.raises(DataError, match=r"no split 'dev' \(data.split\); it has train, test|it has test, train"):
+        read_documents(folder, split="dev")
+
+
+def test_a_folder_is_read_in_name_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "d.jsonl").mkdir()  # a directory, whatever it is called
+    (tmp_path / ".git").mkdir()
+    write(tmp_path / ".git" / "x.txt", "hidden")
+    write(tmp_path / "c.txt", "third")
+    write(tmp_path / "b" / "x.md", "second")
+    write(tmp_path / "a.jsonl", {"text": "first"})
+    write(tmp_path / "notes.docx", "1,2")
+    write(tmp_path / "README.md", "about these data")
+    (tmp_path / "empty.txt").write_text(" \n")
+    documents, findings = read(tmp_path)
+    assert [document.text for document in documents] == ["first", "second\n", "third\n"]
+    assert findings.lines() == [
+        f"{tmp_path}/.git/x.txt: hidden files are not read",
+        f"{tmp_path}/README.md: is not read",
+        f"{tmp_path}/notes.docx: .docx files are not read",
+    ]
+
+
+def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
+    good, bad = {"text": "good"}, {"text": 3}
+    first = write(tmp_path / "a.jsonl", good, bad, '{"text": "x"', good, {"messages": []})
+    second = tmp_path / "b.jsonl"
+    second.write_bytes(b'{"text": "caf\xe9"}\n{"text": "good"}\n' + b"[" * 100_000 + b"\n")
+    with pytest.raises(DataError) as caught:
+        read_documents(tmp_path)
+    heading, *lines = str(caught.value).split("\n")
+    assert heading == "5 problems in the data:"
+    assert [line.strip().partition(": ")[0] for line in lines] == [
+        f"{first}:2", f"{first}:3", f"{first}:5", f"{second}:1", f"{second}:3",
+    ]  # fmt: skip
+    assert "not UTF-8 text (byte 13" in lines[3]
+    assert "nested too deeply" in lines[4]
+    many = write(tmp_path / "many.jsonl", *[bad] * 30)
+    with pytest.raises(DataError, match=r"^30 problems(.|\n)*:20: (.|\n)*and 10 more$"):
+        read_documents(many)
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def unreadable(folder: Path) -> Path:
+    path = put(folder / "closed.jsonl", b"{}")
+    path.chmod(0)
+    return path
+
+
+def dangling(folder: Path) -> Path:
+    (folder / "link.jsonl").symlink_to("nowhere.jsonl")
+    return folder / "link.jsonl"
+
+
+def folder_with_dangling(folder: Path) -> Path:
+    dangling(folder)
+    return folder
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (lambda folder: folder / "missing.jsonl", "neither a file nor a folder"),
+    "empty folder": (lambda folder: folder, r"no training data in .* \(data.path\): no file in it ends in .jsonl"),
+    "empty file": (lambda folder: put(folder / "a.jsonl", b"\n"), "no training data"),
+    "unknown kind": (
+        lambda folder: put(folder / "a.xlsx", b"PK"),
+        r"'\.xlsx' are not read \(data.path\); known: .jsonl",
+    ),
+    "Latin-1 text": (lambda folder: put(folder / "a.txt", b"caf\xe9"), "not UTF-8 text"),
+    "UTF-16": (lambda folder: put(folder / "a.txt", "hello".encode("utf-16")), "looks like UTF-16"),
+    "Latin-1 CSV": (lambda folder: put(folder / "a.csv", b"text\ncaf\xe9\n"), "a.csv: not UTF-8 text"),
+    "JSON of another kind": (
+        lambda folder: put(folder / "a.json", b"{}"),
+        "expected a JSON list of objects, found dict",
+    ),
+    "JSON that is none": (lambda folder: put(folder / "a.json", b"[{},\n{]"), "not valid JSON: .* at line 2, column 2"),
+    "CSV with a short row": (lambda f: put(f / "a.csv", b"prompt,completion\nx\n"), "a.csv:2: 1 columns, .* names 2"),
+    "CSV with one name twice": (lambda f: put(f / "a.csv", b"text,text\nx,y\n"), "a.csv:1: two columns have one name"),
+    "CSV with an open quote": (lambda f: put(f / "a.csv", b'text\n"x\n'), "a.csv: not valid CSV"),
+    "no parquet": (
+        lambda folder: put(folder / "a.parquet", b"PAR1 and nothing else"),
+        "not a parquet file that can be read",
+    ),
+    "dangling link": (dangling, "it is a link to nowhere.jsonl, which does not exist"),
+    "folder with a dangling link": (folder_with_dangling, "link.jsonl: a link to nowhere.jsonl, which does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_a_sentence(name: str, tmp_path: Path) -> None:
+    make, message = BAD_FILES[name]
+    path = make(tmp_path)
+    for attempt in (lambda: read_documents(path), lambda: check_files(path, Data(path=path))):
+        with pytest.raises(DataError, match=message):
+            attempt()
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = unreadable(tmp_path)
+    if os.access(path, os.R_OK):  # as root: everything may be read
+
+        def refuse(*arguments: object, **settings: object) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"closed.jsonl cannot be read: Permission denied"):
+        read_documents(path)
+    with pytest.raises(DataError, match=r"closed.jsonl cannot be read: Permission denied"):
+        check_files(path, Data(path=path))

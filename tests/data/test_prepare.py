@@ -1,0 +1,145 @@
+"""From a run's settings to its samples: kept in files, made once, made anew when something changes, and refused as a whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.config import Data
+from megascend.data import prepare
+from megascend.data.files import read_documents
+from megascend.data.order import fingerprint_of
+from megascend.data.prepare import prepare_samples
+from megascend.data.samples import Limits, build_samples
+from megascend.data.store import SampleStore
+from megascend.errors import DataError
+
+CHAT = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+LIMITS = Limits(40, vocab_size=300)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Data, a tokenizer in ``model``, and a cache of its own."""
+    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
+    byte_tokenizer(256).save_pretrained(tmp_path / "model")
+    lines = [{"messages": CHAT, "id": 1}, {"text": "0123456789" * 7}, {"prompt": "a", "completion": "b"}]
+    write(tmp_path / "data.jsonl", *lines)
+    return tmp_path
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def samples_of(folder: Path, limits: Limits = LIMITS, **settings: Any) -> SampleStore:
+    data = Data(path=folder / "data.jsonl", **settings)
+    return prepare_samples(data.path, data, byte_tokenizer(256), limits, folder / "model")
+
+
+def stores(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "cache" / "samples").iterdir())
+
+
+def test_stored_samples_are_those_in_memory(folder: Path) -> None:
+    store = samples_of(folder)
+    wanted = build_samples(read_documents(folder / "data.jsonl"), byte_tokenizer(256), 40)
+    assert len(store) == len(wanted) == 4
+    for mine, theirs in zip(store, wanted, strict=True):
+        for field in ("input_ids", "target_ids", "weights"):
+            assert getattr(mine, field).dtype == getattr(theirs, field).dtype
+            assert torch.equal(getattr(mine, field), getattr(theirs, field))
+    assert store.fingerprint == fingerprint_of(wanted)
+    assert store.lengths.tolist() == [len(sample) for sample in wanted]
+    assert store.documents.tolist() == [0, 1, 1, 2]
+    assert [len(sample) for sample in store[1:3]] == [40, 30]
+    assert store.remarks == [f"{folder}/data.jsonl:1: 'id' is not read"]
+    store[0].weights[0] = 5.0  # a copy
+    assert float(samples_of(folder)[0].weights[0]) == 0.0
+
+
+def test_pairs_are_stored_as_pairs(folder: Path) -> None:
+    write(
+        folder / "data.jsonl",
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        {"prompt": "q", "chosen": "d", "rejected": "s"},
+    )
+    store = samples_of(folder)
+    assert [(sample.pair, sample.chosen) for sample in store] == [(0, True), (0, False), (1, True), (1, False)]
+    assert store.has_pairs
+    with (folder / "data.jsonl").open("a") as file:
+        file.write('{"text": "not a pair"}\n')
+    with pytest.raises(DataError, match="holds preference pairs and other documents"):
+        samples_of(folder)
+
+
+def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = samples_of(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "write_store", None)
+        again = samples_of(folder)
+        assert again.fingerprint == first.fingerprint
+        assert again.remarks == first.remarks
+    [kept] = stores(folder)
+
+    def differs(**settings: Any) -> None:
+        before = stores(folder)
+        samples_of(folder, **settings)
+        assert len(stores(folder)) == len(before) + 1
+
+    differs(limits=Limits(39, vocab_size=300))
+    differs(train_on_prompt=True)
+    differs(chat_template_options={"enable_thinking": False})
+    write(folder / "data.jsonl", {"messages": CHAT, "id": 2})
+    differs()
+    template = folder / "other.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}")
+    differs(chat_template=template)
+    settings = json.loads((folder / "model" / "tokenizer_config.json").read_text()) | {"model_max_length": 255}
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    differs()
+    assert kept in stores(folder)
+
+
+def test_all_that_is_wrong_is_said_at_once_and_nothing_is_kept(folder: Path) -> None:
+    long = {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]}
+    path = write(
+        folder / "data.jsonl", {"text": 3}, long, {"messages": CHAT[:1]}, {"messages": CHAT}, {"text": "a\ud800"}
+    )
+    with pytest.raises(DataError) as caught:
+        samples_of(folder)
+    heading, *problems = str(caught.value).split("\n  ")
+    assert heading == "4 problems in the data:"
+    for number, said, problem in zip(
+        (1, 2, 3, 5),
+        ("'text' must be a string", "the limit is 40", "no assistant turn", "surrogate pair"),
+        problems,
+        strict=True,
+    ):
+        assert problem.startswith(f"{path}:{number}: ")
+        assert said in problem
+    assert stores(folder) == []
+
+
+def test_data_without_a_sample(folder: Path) -> None:
+    write(folder / "data.jsonl", {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]})
+    with pytest.raises(DataError, match=r"no training samples: .*data.jsonl:1: left out: more than 40 tokens"):
+        samples_of(folder, on_too_long="skip")
+    shutil.rmtree(folder / "model")
+    with pytest.raises(DataError, match=r"missing.jsonl \(data.path\): neither a file nor a folder"):
+        prepare_samples(folder / "missing.jsonl", Data(path="x"), byte_tokenizer(256), LIMITS, folder / "model")
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"\xff\xfe", "can't decode")])
+def test_a_chat_template_that_cannot_be_read(folder: Path, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (folder / "own.jinja").write_bytes(content)
+    with pytest.raises(DataError, match=rf"data.chat_template: .*own.jinja cannot be read: .*{said}"):
+        samples_of(folder, chat_template=folder / "own.jinja")
