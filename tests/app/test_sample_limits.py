@@ -60,11 +60,13 @@ def test_the_smallest_limit_and_where_it_comes_from(name: str, model: Path) -> N
 def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
     """What transformers makes of a directory whose tokenizer.json is missing."""
     byte_tokenizer(256).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer"):
         load_tokenizer(tmp_path)
     empty = Tokenizer(models.BPE(vocab={"<unk>": 0}, merges=[], unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=empty, unk_token="<unk>").save_pretrained(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(CheckpointError, match=r"empty: the tokenizer knows 1 token, .*tokenizer.json"):
         load_tokenizer(tmp_path / "empty")

@@ -238,6 +238,11 @@ DRIFTING = (  # an earlier turn loses its block when a later one follows
     "{% generation %}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% else %}"
     "{{ m.content }}{% endif %}{% endfor %}"
 )
+VANISHING = (
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% if messages | length == 2 %}{% generation %}<|im_end|>{% endgeneration %}{% endif %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "tools": (
         BARE,
@@ -261,7 +266,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         r"cannot tell where turn 1 .* \{% generation %\} blocks",
     ),
     "blocks in a macro": (MACRO, {"messages": CHAT}, "do not hold the words of message 1.*inside a macro"),
-    "blocks that drift": (DRIFTING, {"messages": CHAT}, "cannot tell which generation blocks .* those of message 1"),
+    "blocks that drift": (DRIFTING, {"messages": CHAT}, "do not hold the words of message 1"),
+    "blocks that vanish": (VANISHING, {"messages": CHAT}, "cannot tell which generation blocks .* those of message 1"),
     "the assistant begins": (
         "{{ messages[0].role[:0] }}" + BARE,
         {"messages": [CHAT[1], *CHAT]},

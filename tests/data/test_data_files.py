@@ -22,7 +22,7 @@ from megascend.errors import DataError
 
 CHAT = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"where": "sky"}}}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -161,7 +161,7 @@ def test_a_folder_is_read_in_name_order(tmp_path: Path) -> None:
     assert findings.lines() == [
         f"{tmp_path}/.git/x.txt: hidden files are not read",
         f"{tmp_path}/README.md: is not read",
-        f"{tmp_path}/notes.docx: .docx files are not read",
+        f"{tmp_path}/notes.docx: '.docx' files are not read",
     ]
 
 

@@ -83,7 +83,7 @@ class ChatTemplate:
         template = self.source(tools)
         variables = {**self._tokenizer.special_tokens_map, **self._options, **(options or {})}
         try:
-            rendered, marked = render_jinja_template(
+            found: Any = render_jinja_template(
                 conversations=[[self._with_content(message) for message in messages]],
                 tools=list(tools) if tools else None,
                 chat_template=template,
@@ -93,6 +93,7 @@ class ChatTemplate:
             )
         except Exception as error:
             raise DataError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
+        rendered, marked = found
         return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
 
     def _with_content(self, message: Message) -> Message:

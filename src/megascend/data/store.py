@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+import torch
 import xxhash
 
 from megascend.batch.sample import Sample
@@ -51,7 +52,8 @@ class SampleStore(Sequence[Sample]):
         start, count, document, side = self._index[index].tolist()
         stored = slice(start, start + count)
         # Copies: the files are mapped for reading only, and tensors can be written to.
-        tokens, weights = self._tokens[stored].astype(np.int64), np.array(self._weights[stored])
+        tokens = torch.from_numpy(self._tokens[stored].astype(np.int64))
+        weights = torch.from_numpy(np.array(self._weights[stored]))
         sample = Sample.causal(tokens, weights=weights)
         if side != NO_PAIR:
             sample.pair, sample.chosen = document, side == CHOSEN
