@@ -301,12 +301,12 @@ class FsdpBackend(Backend):
         made: list[Any] = []
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
-            from megascend.engines.fsdp import mesh, transformers_api
+            from megascend.engines.fsdp import mesh, npu, transformers_api
             from megascend.engines.fsdp.engine import check_settings
 
-            if runtime.platform.name == "npu":
-                raise PlatformError("engine fsdp does not run on NPUs yet (docs/fsdp.md); use engine megatron")
             transformers_api.check_version()
+            if runtime.platform.name == "npu":
+                npu.use_grouped_operator()
             mesh.check_layout(topology)
             mesh.mesh_ranks(topology.world_size, settings.replicate)
             check_settings(recomputed, moe or Moe())

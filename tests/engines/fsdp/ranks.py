@@ -58,7 +58,11 @@ def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any
         samples = backend.shard(causal_samples(token_lists()))
         found = Found(losses=[], norms=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
         for _ in range(steps):
-            found["losses"].append(backend.forward_backward(samples).loss)
+            found["told"] = []
+            backend.on_micro_batch = lambda done, count: found["told"].append((done, count))
+            result = backend.forward_backward(samples)
+            found["micro_batches"] = result.micro_batches
+            found["losses"].append(result.loss)
             found["norms"].append(backend.optimizer_step().grad_norm)
         backend.close()
         found["foreign"] = sorted(name for name in sys.modules if name.startswith(FOREIGN))
@@ -293,8 +297,13 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) > 0 and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the jobs."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     transformers_api.check_version()
     results = [globals()[name](*args, **options) for name, args, options in torch.load(sys.argv[1], weights_only=False)]
     torch.save(results, sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()
