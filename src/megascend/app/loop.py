@@ -109,7 +109,13 @@ def run(
     from megascend.bootstrap.engines import needs
 
     runtime = megascend.bootstrap(
-        config.platform, config.parallel, config.tf32, config.engine, config.precision, config.provider
+        config.platform,
+        config.parallel,
+        config.tf32,
+        config.engine,
+        config.precision,
+        config.provider,
+        config.affinity,
     )
 
     # Data that cannot be trained on are found before the model is built.

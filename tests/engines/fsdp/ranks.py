@@ -90,14 +90,17 @@ def one_step(
 
 
 def smallest_margin(checkpoint: str) -> float:
-    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities."""
+    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities. NaN where
+    this transformers does not tell a model's router logits."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
     smallest = math.inf
     with torch.no_grad():
         for ids in token_lists():
-            logits = model(torch.tensor(ids)[None, :-1], output_router_logits=True).router_logits
+            logits = getattr(model(torch.tensor(ids)[None, :-1], output_router_logits=True), "router_logits", None)
+            if logits is None:
+                return math.nan
             for layer in logits:
                 top = layer.float().softmax(-1).topk(model.config.num_experts_per_tok + 1).values
                 smallest = min(smallest, float((top[..., -2] - top[..., -1]).min()))
