@@ -12,7 +12,7 @@ from megascend.backend import Backend
 from megascend.bootstrap import engines
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
 from megascend.engines.context import engine_context
-from megascend.errors import ConfigError, PlatformError, TopologyError
+from megascend.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime

@@ -84,7 +84,9 @@ def test_a_long_step_is_told_of_every_so_many_seconds() -> None:
         progress.step_done(record(step), step - 2)
     told = [index for index, line in enumerate(lines) if line]
     assert told == [3, 6, 11, 14]
-    assert lines[3] == "step 3/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 3:30"  # 80 s for each of two more
+    assert (
+        lines[3] == "step 3/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 3:30"
+    )  # 80 s for each of two more
     assert lines[11] == "step 4/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 2:30"  # 100 s for the last
 
 

@@ -209,9 +209,9 @@ def bootstrap(
 
     - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable
       is not set; ``ONEDNN_MAX_CPU_ISA`` where the processor shows AMX and cannot run it (see
-      :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). With ``affinity="numa"`` the CPUs it runs on. ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
+      :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
       ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
-      port is set.
+      port is set. With ``affinity="numa"`` the CPUs that its threads run on.
     - and nothing else, for an engine without Megatron (``single``, ``fsdp``). For Megatron:
     - a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
       :mod:`megascend.bootstrap.stub_modules`).

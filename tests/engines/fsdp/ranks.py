@@ -90,8 +90,8 @@ def one_step(
 
 
 def smallest_margin(checkpoint: str) -> float:
-    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities. NaN where
-    this transformers does not tell a model's router logits."""
+    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities.
+    NaN where this transformers does not tell a model's router logits."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
