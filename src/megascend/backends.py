@@ -12,7 +12,7 @@ from megascend.backend import Backend
 from megascend.bootstrap import engines
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
 from megascend.engines.context import engine_context
-from megascend.errors import ConfigError, TopologyError
+from megascend.errors import ConfigError, PlatformError, TopologyError
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime
@@ -270,9 +270,10 @@ class FsdpBackend(Backend):
         parallel: ``context`` with ``context_algorithm`` ``ulysses``; every other axis is 1. Parameters are sharded over
             all ranks.
         fsdp: see :class:`megascend.config.Fsdp`.
-        precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case.
+        precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case; with
+            ``adapters`` the frozen model's shards have this precision too.
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
-        optimizer, schedule, batching, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
+        optimizer, schedule, batching, adapters, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
         recompute: ``granularity`` ``none`` or ``full``.
         moe: no auxiliary loss.
 
@@ -292,6 +293,7 @@ class FsdpBackend(Backend):
         recompute: Recompute | None = None,
         moe: Moe | None = None,
         batching: Batching | None = None,
+        adapters: Adapters | None = None,
         platform: PlatformName = "auto",
         seed: int = 1234,
         timeout_s: float = 600.0,
@@ -301,12 +303,12 @@ class FsdpBackend(Backend):
         made: list[Any] = []
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
-            from megascend.engines.fsdp import mesh, npu, transformers_api
+            from megascend.engines.fsdp import mesh, transformers_api
             from megascend.engines.fsdp.engine import check_settings
 
-            transformers_api.check_version()
             if runtime.platform.name == "npu":
-                npu.use_grouped_operator()
+                raise PlatformError("engine fsdp does not run on NPUs yet (docs/fsdp.md); use engine megatron")
+            transformers_api.check_version()
             mesh.check_layout(topology)
             mesh.mesh_ranks(topology.world_size, settings.replicate)
             check_settings(recomputed, moe or Moe())
@@ -337,6 +339,7 @@ class FsdpBackend(Backend):
                 schedule=schedule or Schedule(),
                 recompute=recomputed,
                 batching=batching or Batching(),
+                adapters=adapters,
                 seed=seed,
                 page_locked=context.runtime.platform.page_locks_memory,
             )

@@ -206,7 +206,7 @@ def test_dropout_drops_the_right_share_and_differs_by_step_seed_and_layer(dense)
     """Measured through B: with B = 1 and A = 1 on one feature, A x is 0 exactly where that feature is dropped."""
 
     def on_rank():
-        import megascend.lora.layers as layers
+        import megascend.lora.applied_adapters as layers
 
         backend = make_backend(dense)
         for name, seed, rate in (("a", 1, 0.25), ("b", 1, 0.25), ("c", 2, 0.25), ("d", 1, 0.75)):

@@ -65,8 +65,8 @@ def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     servers = {False: ProgramServer(device), True: ProgramServer((*device, *IMPORTED["transformers"], "peft"))}
 
     def run(
-        code: str | Path,
-        *arguments: object,
+        code: str,
+        *arguments: str,
         check: bool = True,
         huggingface: bool = False,
         timeout: float = 300,

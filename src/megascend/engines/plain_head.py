@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megascend.kernels.linear_logprobs import VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
+from megascend.kernels.linear_logprobs import (
+    LowRank,
+    VocabShard,
+    gather_logits,
+    linear_cross_entropy,
+    linear_logprobs,
+)
 
 
 @dataclass(frozen=True)
@@ -19,12 +25,15 @@ class HeadOutput:
         weight: [vocabulary, h]; its ``main_grad``, where it is trained, takes its gradient in fp32.
         targets: int64 [n].
         vocab_size: rows of the weight that stand for tokens.
+        down, lora_delta: ``A x`` [n, r] of adapters of this layer, and what it adds to the logits; or both None.
     """
 
     hidden: Tensor
     weight: Tensor
     targets: Tensor
     vocab_size: int
+    down: Tensor | None = None
+    lora_delta: LowRank | None = None
 
     @property
     def shard(self) -> VocabShard:
@@ -38,11 +47,28 @@ class HeadOutput:
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         return linear_cross_entropy(
-            self.hidden, self.weight, self.targets, coefficients, self.shard, loss_grad, direct_weight_gradient=True
+            self.hidden,
+            self.weight,
+            self.targets,
+            coefficients,
+            self.shard,
+            loss_grad,
+            direct_weight_gradient=True,
+            down=self.down,
+            lora_delta=self.lora_delta,
         )
 
     def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return linear_logprobs(self.hidden, self.weight, self.targets, self.shard, entropy, direct_weight_gradient=True)
+        return linear_logprobs(
+            self.hidden,
+            self.weight,
+            self.targets,
+            self.shard,
+            entropy,
+            direct_weight_gradient=True,
+            down=self.down,
+            lora_delta=self.lora_delta,
+        )
 
     def logits(self) -> Tensor:
-        return gather_logits(self.hidden, self.weight, self.shard)[:, : self.vocab_size]
+        return gather_logits(self.hidden, self.weight, self.shard, self.down, self.lora_delta)[:, : self.vocab_size]

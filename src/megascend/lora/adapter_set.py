@@ -19,7 +19,6 @@ from megascend.lora.adapter import Adapter
 from megascend.lora.adapter_io import COUNTERS, SavedAdapter, read, write
 from megascend.lora.base_weights import check_base_weights
 from megascend.lora.factors import Factors
-from megascend.lora.layout import ShapeGroup
 from megascend.lora.optimizer import AdapterOptimizer, loss_scales
 from megascend.lora.peft_settings import to_config
 from megascend.lora.peft_tensors import to_tensors
@@ -37,15 +36,8 @@ class AdapterSet:
         optimizer: steps them.
     """
 
-    def __init__(
-        self,
-        registry: AdapterRegistry,
-        shape_groups: Sequence[ShapeGroup],
-        topology: Topology,
-        groups: ProcessGroups,
-        model_dir: Path,
-    ) -> None:
-        self.registry, self._shape_groups = registry, shape_groups
+    def __init__(self, registry: AdapterRegistry, topology: Topology, groups: ProcessGroups, model_dir: Path) -> None:
+        self.registry, self._shape_groups = registry, registry.shape_groups
         self._topology, self._groups, self._model_dir = topology, groups, model_dir
         self.optimizer = AdapterOptimizer(topology, groups)
         self.step_count = 0

@@ -19,7 +19,7 @@ from megascend.changes import patch
 from megascend.errors import ConfigError
 from megascend.kernels.host_copy import to_device
 from megascend.lora.grouped import Segments
-from megascend.lora.segments import TokenSegments
+from megascend.lora.segments import TokenSegments, by_adapter_and_expert
 
 
 class ExpertRows:
@@ -43,10 +43,7 @@ class ExpertRows:
             return self._grouped
         repeats = to_device(torch.tensor(rows), device)
         expert = torch.arange(experts, device=device).repeat_interleave(repeats, output_size=sum(rows))
-        key = self.adapter_index * experts + expert
-        order = torch.argsort(key, stable=True)
-        ends = torch.bincount(key, minlength=adapters * experts).cumsum(0).int()
-        self._grouped = order, Segments(ends)
+        self._grouped = by_adapter_and_expert(self.adapter_index, expert, adapters, experts)
         return self._grouped
 
 

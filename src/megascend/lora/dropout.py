@@ -47,7 +47,7 @@ def drop(x: Tensor, stacked: StackedAdapters, segments: TokenSegments, target: T
         return x
     which = segments.mine if local else slice(None)
     rate = stacked.dropouts[segments.adapter_index[which]][:, None]
-    layer = zlib.crc32(target.slices[0].name.encode())
+    layer = zlib.crc32((target.drawn_as or target.slices[0].name).encode())
     columns = mix(torch.arange(target.in_start, target.in_start + x.shape[-1], device=x.device) + layer)
     drawn = mix(segments.keys[which][:, None] ^ columns)
     keep = (drawn >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)

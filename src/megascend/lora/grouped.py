@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megascend.kernels.host_copy import to_device
-from megascend.kernels.npu_grouped import grouped_product
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def product(rows: Tensor, weights: Tensor, segments: Segments | None) -> Tensor:
     if kernel == "torch":
         return torch._grouped_mm(rows, weights, offs=segments.ends)
     if kernel == "npu":
-        return grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
+        return _npu_grouped(rows, weights.contiguous(), segments, by_rows=True)
     parts = [part @ weight for part, weight in zip(rows.split(segments.sizes()), weights, strict=True)]
     return torch.cat(parts)
 
@@ -78,7 +77,7 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
     elif kernel == "torch":
         into.add_(torch._grouped_mm(left.T, right, offs=segments.ends))
     elif kernel == "npu":
-        into.add_(grouped_product(left.T, right, segments.ends, by_rows=False))
+        into.add_(_npu_grouped(left.T, right, segments, by_rows=False))
     else:
         sizes = segments.sizes()
         for total, one, other in zip(into, left.split(sizes), right.split(sizes), strict=True):
@@ -86,8 +85,24 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
                 total.add_(one.T @ other)
 
 
+def _npu_grouped(left: Tensor, right: Tensor, segments: Segments, *, by_rows: bool) -> Tensor:
+    """Segments are of rows of ``left``, or of the dimension that is summed over; as MindSpeed's grouped layers call it."""
+    import torch_npu  # type: ignore[reportMissingImports]
+
+    (result,) = torch_npu.npu_grouped_matmul(
+        [left],
+        [right],
+        bias=None,
+        group_list=segments.ends.long(),
+        split_item=2 if by_rows else 3,  # one tensor, either way
+        group_type=0 if by_rows else 2,
+        group_list_type=0,
+    )
+    return result
+
+
 class GroupedLinear(torch.autograd.Function):
-    """``base + rows[segment g] @ weights[g]``, whose weight gradients go straight into a float32 buffer.
+    """``base + rows[segment g] @ weights[g]``, whose weight gradients go straight into a float32 buffer, or nowhere.
 
     The weights are no autograd inputs: their gradient would be a fresh tensor for every layer and micro batch, to be added
     to the buffer by another kernel.
@@ -95,10 +110,10 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, grads: Tensor, segments: Segments | None, base: Tensor | None
+        ctx: Any, rows: Tensor, weights: Tensor, grads: Tensor | None, segments: Segments | None, base: Tensor | None
     ) -> Tensor:
-        """Args: rows [n, k], weights and grads [segments, k, m], base [n, m] or None."""
-        ctx.save_for_backward(rows, weights)
+        """Args: rows [n, k], weights and grads [segments, k, m], base [n, m] or None. Without ``grads`` weights are frozen."""
+        ctx.save_for_backward(None if grads is None else rows, weights)
         ctx.grads, ctx.segments = grads, segments
         if base is not None and segments is None:
             return torch.addmm(base, rows, weights[0])
@@ -110,7 +125,8 @@ class GroupedLinear(torch.autograd.Function):
         (grad,) = outputs
         rows, weights = ctx.saved_tensors
         whole = grad.contiguous()
-        accumulate(ctx.grads, rows, whole, ctx.segments)
+        if ctx.grads is not None:
+            accumulate(ctx.grads, rows, whole, ctx.segments)
         return (
             product(whole, weights.transpose(1, 2), ctx.segments),
             None,

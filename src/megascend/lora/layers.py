@@ -7,8 +7,7 @@ whose ranks share the input, the output layer one whose ranks share the output, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,34 +23,21 @@ from torch import Tensor
 
 from megascend.changes import patch
 from megascend.errors import PlatformError
-from megascend.kernels.low_rank import LowRank
+from megascend.lora.applied_adapters import AppliedAdapters, start_graph
 from megascend.lora.dispatch import ExpertRows, follow
-from megascend.lora.dropout import drop
-from megascend.lora.embedding_and_head import LookUp, adapted_segments
-from megascend.lora.grouped import GroupedLinear
 from megascend.lora.layout import ShapeGroup
-from megascend.lora.segments import TokenSegments
-from megascend.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
 from megascend.lora.target_modules import TargetModule
 
 
-class AdapterLayers:
-    """Hooks on the adapted layers of this rank, and which adapters they apply at the moment.
-
-    Attributes:
-        stacked: the adapters of the present call, or None while adapters are off.
-        segments: which adapter each token of the present micro batch belongs to.
-    """
+class AdapterLayers(AppliedAdapters):
+    """Hooks on the adapted layers of this rank, and which adapters they apply at the moment."""
 
     def __init__(
         self, chunks: Sequence[Any], shape_groups: Sequence[ShapeGroup], *, tensor_size: int, sequence_parallel: bool
     ) -> None:
-        self._tensor_size, self._sequence_parallel = tensor_size, sequence_parallel
-        self.stacked: StackedAdapters | None = None
-        self.segments: TokenSegments | None = None
+        super().__init__(sequence_parallel=sequence_parallel)
+        self._tensor_size = tensor_size
         self._expert_rows: dict[int, ExpertRows] = {}
-        self._output: tuple[int, TargetModule] | None = None
-        self._root = torch.empty(0, requires_grad=True)
         for number, shape_group in enumerate(shape_groups):
             for layer, target in enumerate(shape_group.target_modules):
                 if target.is_embedding:
@@ -59,32 +45,15 @@ class AdapterLayers:
                     continue
                 if target.is_output:
                     self._output = number, target
-                    target.module.register_forward_hook(partial(self._after_output, number, target))
+                    target.module.register_forward_hook(self._after_output)
                     continue
                 expose_normed_input(target.module)
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
-                    self._expert_rows[id(target.moe)] = follow(target.moe, self._mixed)
+                    self._expert_rows[id(target.moe)] = follow(target.moe, lambda: self.mixed)
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(start_graph)
-
-    def _mixed(self) -> TokenSegments | None:
-        """Whose the tokens of the micro batch are, if several adapters are in force."""
-        return self.segments if self.stacked is not None and len(self.stacked.adapters) > 1 else None
-
-    @contextlib.contextmanager
-    def applying(self, stacked: StackedAdapters | None) -> Iterator[None]:
-        """Apply ``stacked`` (None: the base model alone) until the block ends."""
-        self.stacked = stacked
-        try:
-            yield
-        finally:
-            self.stacked = self.segments = None
-
-    def enter(self, segments: TokenSegments | None) -> None:
-        """Say which micro batch comes next."""
-        self.segments = segments
 
     def watch(self, output: Tensor) -> None:
         """Return to this micro batch when its backward pass begins: recomputed layers must find its segments."""
@@ -98,70 +67,28 @@ class AdapterLayers:
         out, bias, x = split_output(module, inputs, output)
         if self.stacked is None:
             return out, bias
-        assert self.segments is not None, "a micro batch was begun without its segments"
-        if target.is_expert:
-            return self._experts(target, x, inputs[1], out, self.stacked.factors(shape_group, layer, None)), bias
-        return self._dense(target, x, out, self.stacked.factors(shape_group, layer, self.segments.single)), bias
+        if not target.is_expert:
+            return self.to_linear(shape_group, layer, target, x, out), bias
+        # With experts divided over tensor parallel ranks nothing is communicated here: outputs and gradients are parts,
+        # which the token dispatcher sums together with the base layer's.
+        rows = self._expert_rows[id(target.moe)]
+        order, segments = rows.grouped(inputs[1], len(self.stacked.adapters), target.experts, x.device)
+        return self.to_experts(shape_group, layer, order, segments, x, out), bias
 
-    def lora_delta(self, segments: TokenSegments | None) -> LowRank | None:
-        """What the adapters of a micro batch's tokens add to their logits; None if none acts on the output layer."""
-        if self.stacked is None or self._output is None:
-            return None
-        assert segments is not None
-        shape_group, target = self._output
-        adapted = adapted_segments(self.stacked, segments, target)
-        if not adapted:
-            return None
-        _, _, up, grads = self.stacked.factors(shape_group, 0, segments.single)
-        return LowRank(up, grads, adapted)
-
-    def _after_output(
-        self, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], output: Any
-    ) -> Any:
+    def _after_output(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         """Append ``A x`` to the hidden states that go to the output head, which finds B by :meth:`lora_delta`."""
-        if self.lora_delta(self.segments) is None:
+        down = self.down_of_output(inputs[0])
+        if down is None:
             return output
-        assert self.stacked is not None
-        assert self.segments is not None
         hidden, bias = output
-        a, a_grads, _, _ = self.stacked.factors(shape_group, 0, self.segments.single)
-        x = drop(inputs[0], self.stacked, self.segments, target, local=self._sequence_parallel)
-        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, self.segments.local, None).unflatten(0, x.shape[:-1])
-        return torch.cat([hidden, self._exchange(down, target)], dim=-1), bias
+        return torch.cat([hidden, down], dim=-1), bias
 
     def _after_embedding(
         self, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
     ) -> Tensor:
-        """``out`` is [batch, sequence, h], or under sequence parallelism this rank's slice, [sequence, batch, h]."""
-        stacked, segments = self.stacked, self.segments
-        if stacked is None:
-            return out
-        assert segments is not None, "a micro batch was begun without its segments"
-        if not adapted_segments(stacked, segments, target):
-            return out
-        a, a_grads, b, b_grads = stacked.factors(shape_group, 0, segments.single)
-        adapter_index = None if segments.single is not None else segments.adapter_index
-        down = LookUp.apply(self._root, inputs[0], adapter_index, target.in_start, a, a_grads)
-        if self._sequence_parallel:
-            down = down.transpose(0, 1).contiguous()
-        down = self._exchange(down, target)
-        return GroupedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(out.shape)
+        return out if self.stacked is None else self.to_embedding(shape_group, target, inputs[0], out)
 
-    def _dense(self, target: TargetModule, x: Tensor, out: Tensor, factors: FactorsAndGrads) -> Tensor:
-        """``x`` and ``out`` are [..., features]; B's output is added to ``out``."""
-        segments = self.segments
-        assert segments is not None
-        assert self.stacked is not None
-        a, a_grads, b, b_grads = factors
-        column, apart = target.split == "column", self._sequence_parallel
-        before, after = (segments.local, segments.whole) if column else (segments.whole, segments.local)
-        x = drop(x, self.stacked, segments, target, local=apart and column)
-        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
-        down = self._exchange(down, target)
-        total = GroupedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
-        return total.view(out.shape)
-
-    def _exchange(self, down: Tensor, target: TargetModule) -> Tensor:
+    def exchange(self, down: Tensor, target: TargetModule) -> Tensor:
         """Bring ``A x`` [sequence, batch, r] from where A acts to where B does."""
         if self._tensor_size == 1:
             return down
@@ -173,23 +100,6 @@ class AdapterLayers:
         if self._sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(down)
         return reduce_from_tensor_model_parallel_region(down)
-
-    def _experts(self, target: TargetModule, x: Tensor, counts: Any, out: Tensor, factors: FactorsAndGrads) -> Tensor:
-        """``x`` and ``out`` are [rows, features], the rows of this rank's first expert first.
-
-        With experts divided over tensor parallel ranks nothing is communicated here: outputs and gradients are parts, which
-        the token dispatcher sums together with the base layer's.
-        """
-        assert self.stacked is not None
-        a, a_grads, b, b_grads = factors
-        rows = self._expert_rows[id(target.moe)]
-        order, grouped = rows.grouped(counts, len(self.stacked.adapters), target.experts, x.device)
-        picked = x if order is None else x.index_select(0, order)
-        down = GroupedLinear.apply(picked, a, a_grads, grouped, None)
-        if order is None:
-            return GroupedLinear.apply(down, b, b_grads, grouped, out)
-        delta = GroupedLinear.apply(down, b, b_grads, grouped, None)
-        return out.index_add(0, order, delta)
 
 
 def expose_normed_input(module: Any) -> None:
@@ -215,10 +125,3 @@ def split_output(module: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Ten
         raise PlatformError(f"{type(module).__name__} does not tell its norm's output, which adapters need")
     out, bias = output
     return out, bias, norm(inputs[0])
-
-
-def start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """With a frozen embedding nothing would need a gradient before the first adapter, and recomputation would end there."""
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_(True)
-    return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -17,11 +17,16 @@ OF_ONE_EXPERT = re.compile(
 )
 
 
-def merged(adapter: tuple[Lora, dict[str, Factors]] | None) -> Callable[[str, Tensor], Tensor] | None:
+def merged(
+    adapter: tuple[Lora, dict[str, Factors]] | None, transposed: Collection[str] = ()
+) -> Callable[[str, Tensor], Tensor] | None:
     """What adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
     Experts may be stored one by one or fused; gate and up, too. An embedding's weight [vocabulary, hidden] is that of a
     linear layer transposed. None stays None (ranks that write nothing).
+
+    Args:
+        transposed: fused experts whose weights are [experts, in, out].
     """
     if adapter is None:
         return None
@@ -31,6 +36,8 @@ def merged(adapter: tuple[Lora, dict[str, Factors]] | None) -> Callable[[str, Te
         delta = delta_for(name, lora, factors)
         if delta is None:
             return weight
+        if name in transposed:
+            delta = delta.mT
         return (weight.float() + delta.to(weight.device)).to(weight.dtype)
 
     return merge

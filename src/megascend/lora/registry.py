@@ -13,8 +13,8 @@ from torch import Tensor
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
-from megascend.lora.layout import ShapeGroup, flat_layout
-from megascend.lora.target_modules import FusedSlice, TargetModule, matches
+from megascend.lora.layout import ShapeGroup, flat_layout, shape_groups
+from megascend.lora.target_modules import FusedSlice, TargetModule, matches, restrict
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -44,6 +44,41 @@ class AdapterRegistry(Mapping[str, Adapter]):
         self._adam, self._schedule, self._seed = adam, schedule, seed
         self._scales_loss, self._device = scales_loss, device
         self._adapters: dict[str, Adapter] = {}
+
+    @classmethod
+    def of_model(
+        cls,
+        found: Sequence[TargetModule],
+        everything: Sequence[str],
+        limits: Adapters,
+        *,
+        adam: Adam,
+        schedule: Schedule,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> AdapterRegistry:
+        """The registry of a model's adapters, none yet.
+
+        Args:
+            found: all layers of this rank that adapters could act on.
+            everything: the Hugging Face weights in those of all ranks.
+            dtype: of the model.
+
+        Raises:
+            ConfigError: ``limits.targets`` names what is not there.
+        """
+        check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
+        return cls(
+            limits,
+            shape_groups([target for each in found if (target := restrict(each, limits.targets)) is not None]),
+            [name for name in everything if matches(name, limits.targets)],
+            adam=adam,
+            schedule=schedule,
+            seed=seed,
+            scales_loss=dtype == torch.float16,
+            device=device,
+        )
 
     def __getitem__(self, name: str) -> Adapter:
         if name not in self._adapters:

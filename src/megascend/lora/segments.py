@@ -75,3 +75,25 @@ def token_segments(
     whole = Segments.of(counts, device)
     local = Segments.of(cut(counts, mine.start, mine.stop), device) if ranks > 1 else whole
     return TokenSegments(None, whole, local, adapter_index, keys, mine)
+
+
+def by_adapter_and_expert(
+    adapter_index: Tensor, expert: Tensor, adapters: int, experts: int
+) -> tuple[Tensor, Segments]:
+    """What sorts rows of experts by adapter and, within it, by expert. Waits for no device.
+
+    Args:
+        adapter_index, expert: int64 [rows], of every row.
+
+    Returns:
+        int64 [rows], the order; and the segments in that order, ``adapters * experts`` of them.
+    """
+    key = adapter_index * experts + expert
+    key, order = torch.sort(key, stable=True)
+    return order, expert_segments(key, adapters * experts)
+
+
+def expert_segments(expert: Tensor, experts: int) -> Segments:
+    """The segments of rows that are sorted by ``expert`` [rows]. Waits for no device."""
+    numbers = torch.arange(experts, device=expert.device)
+    return Segments(torch.searchsorted(expert, numbers, right=True, out_int32=True))

@@ -1,8 +1,9 @@
-"""What adapters act on: a Megatron linear layer, the Hugging Face weights that lie in it, and the rows of this rank.
+"""What adapters act on: a linear layer of the model, the Hugging Face weights that lie in it, and the rows of this rank.
 
 Megatron fuses what Hugging Face keeps apart (q, k and v; gate and up). An adapter is defined on the Hugging Face side,
 as peft has it, so a fused layer has several slices, each with factors of its own. Which layers of an architecture have
-which weights say the maps in :mod:`megascend.lora.target_maps`.
+which weights say the maps in :mod:`megascend.lora.target_maps`; a transformers model says it itself
+(:mod:`megascend.lora.transformers_targets`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class FusedSlice:
 
 @dataclass(frozen=True)
 class TargetModule:
-    """One Megatron layer that adapters act on: a linear layer, or the embedding, which is one of one-hot inputs.
+    """One layer that adapters act on: a linear layer, or the embedding, which is one of one-hot inputs.
 
     Attributes:
         module: the layer.
@@ -52,7 +53,8 @@ class TargetModule:
         in_start, in_total: this rank's first input column, and the whole weight's columns.
         experts, expert_start, expert_total: experts of this rank, the first one's number, and of the model; 1, 0 and None
             where the layer is no expert layer.
-        moe: the mixture-of-experts layer around it, or None.
+        moe: Megatron's mixture-of-experts layer around it, or None.
+        drawn_as: the projection by whose name its dropout is drawn, if not the first of ``slices``.
     """
 
     module: Any
@@ -66,6 +68,7 @@ class TargetModule:
     expert_start: int = 0
     expert_total: int | None = None
     moe: Any = None
+    drawn_as: str | None = None
 
     @classmethod
     def of(
@@ -166,13 +169,17 @@ def matches(name: str, targets: Literal["all-linear"] | Sequence[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def check_untied(targets: Literal["all-linear"] | Sequence[str], layout: ModelLayout) -> None:
+def check_untied(targets: Literal["all-linear"] | Sequence[str], prefix: str, *, tied: bool) -> None:
     """Raise ConfigError if ``targets`` name a weight that embedding and output layer have in common.
 
     peft warns of such adapters: each acts on one use of the weight, so that merging either changes both.
+
+    Args:
+        prefix: of the embedding's name.
+        tied: they have one.
     """
-    for name in (f"{layout.prefix}{EMBEDDING}", OUTPUT):
-        if not layout.config.untie_embeddings_and_output_weights and matches(name, targets):
+    for name in (f"{prefix}{EMBEDDING}", OUTPUT):
+        if tied and matches(name, targets):
             raise ConfigError(
                 f"adapters.targets names {name!r}, but this model has one weight for {EMBEDDING} and {OUTPUT} "
                 "(tie_word_embeddings): an adapter merged into one would change the other. Save the model untied first: load "

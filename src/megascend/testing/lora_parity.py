@@ -35,6 +35,7 @@ from megascend.testing.parity import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megascend.backend import Backend
     from megascend.backends import MegatronBackend
     from megascend.batch.sample import Sample
     from megascend.lora.factors import Factors
@@ -153,25 +154,38 @@ def case_adapter(checkpoint: Path, case: Case, seed: int = SEED) -> Path:
 def make_adapter(
     checkpoint: Path, path: Path, seed: int, targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
 ) -> None:
-    """Write an adapter whose factors are all not zero, so that each has a gradient in the first step."""
+    """Write an adapter with :func:`write_adapter`."""
+    backend = _backend(Case("single", targets=targets), checkpoint)
+    write_adapter(backend, path, Lora(rank=RANK, alpha=ALPHA, seed=seed, targets=targets))
+    backend.close()
+
+
+def write_adapter(backend: Backend, path: Path, lora: Lora) -> None:
+    """Write an adapter whose factors are all not zero, so that each has a gradient in the first step. One process."""
     import torch
 
-    backend = _backend(Case("single", targets=targets), checkpoint)
-    backend.add_adapter("made", Lora(rank=RANK, alpha=ALPHA, seed=seed, targets=targets))
+    backend.add_adapter("made", lora)
     adapter = backend.adapters["made"]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(lora.seed or 0)
     for _, values in adapter.views(adapter.values.detach()):
         if not values.any():
             values.copy_(0.02 * torch.randn(values.shape, generator=generator))
     backend.save_adapter("made", path)
-    backend.close()
+    backend.remove_adapter("made")
 
 
 def run_adapter(case: Case, checkpoint: Path, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
     """What one rank of ``case`` does and sees when it trains ``adapter``, which it leaves in ``out`` afterwards."""
+    backend = _backend(case, checkpoint)
+    trajectory = train_one(backend, adapter, steps, out)
+    backend.close()
+    return trajectory
+
+
+def train_one(backend: Backend, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
+    """What one rank does and sees when it trains ``adapter``, which it leaves in ``out`` afterwards."""
     from megascend.lora import peft_format
 
-    backend = _backend(case, checkpoint)
     backend.load_adapter("tenant", adapter, optimizer=False)
     everything = causal_samples(token_lists())
     samples = backend.shard(everything)
@@ -182,7 +196,6 @@ def run_adapter(case: Case, checkpoint: Path, adapter: Path, steps: int, out: Pa
         losses.append(backend.forward_backward(samples, adapter="tenant").loss)
         norms.append(backend.optimizer_step().grad_norm)
     backend.save_adapter("tenant", out)
-    backend.close()
     return PeftTrajectory(losses, norms, logits or [], peft_format.read(out)[1])
 
 
@@ -196,10 +209,20 @@ def train_adapter(case: Case, checkpoint: Path, adapter: Path, out: Path, steps:
 
 
 def run_mixed(case: Case, checkpoint: Path, adapters: Sequence[Path], steps: int, out: Path) -> list[PeftTrajectory]:
-    """One rank: train several adapters in the same batches, each on its share of the tokens; a trajectory for each."""
+    """What one rank of ``case`` does and sees when it trains several adapters; see :func:`train_mixed`."""
+    backend = _backend(case, checkpoint)
+    trajectories = train_mixed(backend, adapters, steps, out)
+    backend.close()
+    return trajectories
+
+
+def train_mixed(backend: Backend, adapters: Sequence[Path], steps: int, out: Path) -> list[PeftTrajectory]:
+    """One rank: train several adapters in the same batches, each on its share of the tokens; a trajectory for each.
+
+    Adapters stay in the backend as ``tenant-0`` and so on.
+    """
     from megascend.lora import peft_format
 
-    backend = _backend(case, checkpoint)
     names = [f"tenant-{number}" for number in range(len(adapters))]
     batch: list[Sample] = []
     for number, (name, path) in enumerate(zip(names, adapters, strict=True)):
@@ -217,7 +240,6 @@ def run_mixed(case: Case, checkpoint: Path, adapters: Sequence[Path], steps: int
             norms[name].append(step.adapters[name].grad_norm)
     for name in names:
         backend.save_adapter(name, out / name)
-    backend.close()
     return [PeftTrajectory(losses[name], norms[name], [], peft_format.read(out / name)[1]) for name in names]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import Job, run_jobs
 
 from forked_programs import run_forked
 from megascend import Batching, Fsdp, Parallel, Recompute
-from megascend.errors import ConfigError
 from megascend.testing.parity import Trajectory, case_checkpoint, causal_samples, differences, hf_reference, token_lists
 
 RANKS = Path(__file__).with_name("ranks.py")
@@ -19,12 +19,9 @@ RECOMPUTED = Recompute(granularity="full")
 SP2, SP4 = (Parallel(context=size, context_algorithm="ulysses") for size in (2, 4))
 
 
-def in_process(folder: Path, *jobs: tuple[str, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+def in_process(folder: Path, *jobs: Job) -> list[Any]:
     """What functions of ranks.py return, called one after the other in a process of their own."""
-    torch.save(list(jobs), folder / "job")
-    done = run_forked(RANKS, folder / "job", folder / "result", timeout_s=400)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return torch.load(folder / "result", weights_only=False)
+    return run_jobs(RANKS, folder, *jobs)
 
 
 PADDED = Batching(packing=False, micro_batch_tokens=200)
@@ -89,9 +86,6 @@ def test_trajectories_equal_hugging_faces(parity_folder, tmp_path):
     found = hold_against_hugging_face(LAYOUTS, parity_folder, tmp_path)
     assert all(ranks["foreign"] == [] for ranks in found)
     assert all(ranks["patched"] == "torch.cuda.random" for ranks in found)
-    counts = [ranks["micro_batches"] for ranks in found]
-    assert max(counts) > 1
-    assert [ranks["told"] for ranks in found] == [[(done, count) for done in range(count)] for count in counts]
     numbers = 4 * 189_120  # of the untied model, in bytes of fp32
     assert found[0]["read"] == [numbers // 2] * 2
     assert found[1]["read"] == [numbers // 4] * 4
@@ -181,13 +175,6 @@ def test_what_goes_wrong_goes_wrong_on_all_ranks(parity_folder, tmp_path):
     assert left[1] == "left"
     assert "rank 1 left the stream" in left[0]
     assert all(what in message for what, message in refused.items()), refused
-
-
-def test_adapters_are_not_a_setting_of_it():
-    from megascend import backends
-
-    with pytest.raises(ConfigError, match="engine 'fsdp' has no setting adapters"):
-        backends.make_backend("fsdp", model="nowhere", adapters=None)
 
 
 def test_the_program_of_the_docs_runs(parity_folder, tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import megascend
+from megascend.testing.lora_parity import PeftTrajectory, train_one
 from megascend.testing.parity import causal_samples, token_lists
 
 FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
@@ -77,19 +78,12 @@ def adapters(checkpoint: str, loaded: str, saved: str, lora: dict[str, Any]) -> 
     return {"theirs": theirs, "mine": mine, "mixed": together, "figures": figures, "projections": projections}
 
 
-def against_peft(checkpoint: str, adapter: str, steps: int, out: str) -> tuple[list[float], list[float], list[Any]]:
-    """As ``megascend.testing.lora_parity.run_adapter``."""
+def against_peft(checkpoint: str, adapter: str, steps: int, out: str) -> PeftTrajectory:
+    """See :func:`megascend.testing.lora_parity.train_one`."""
     backend = make(checkpoint, adapters=megascend.Adapters())
-    samples = causal_samples(token_lists())
-    backend.load_adapter("tenant", adapter, optimizer=False)
-    logits = backend.forward(samples, logits=True, adapter="tenant").logits
-    losses, norms = [], []
-    for _ in range(steps):
-        losses.append(backend.forward_backward(samples, adapter="tenant").loss)
-        norms.append(backend.optimizer_step().grad_norm)
-    backend.save_adapter("tenant", out)
+    found = train_one(backend, Path(adapter), steps, Path(out))
     backend.close()
-    return losses, norms, logits
+    return found
 
 
 def resumed(checkpoint: str, saved: str, **options: Any) -> tuple[bool, int]:

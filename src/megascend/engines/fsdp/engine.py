@@ -13,23 +13,25 @@ import numpy
 import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.config import Adam, Batching, Fsdp, Moe, Precision, Recompute, Schedule
+from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Precision, Recompute, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import OnOutput, Trainable
 from megascend.engines.export import export
 from megascend.engines.fsdp import attention, loading, state, transformers_api
+from megascend.engines.fsdp.adapters import FsdpAdapters
 from megascend.engines.fsdp.mesh import FsdpGroups
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.optimizer import Optimizer
 from megascend.engines.fsdp.output_head import LossHead
 from megascend.engines.fsdp.sequence import HeadExchange, check_heads
-from megascend.engines.fsdp.sharding import reshard, shard
+from megascend.engines.fsdp.sharding import freeze, reshard, shard
 from megascend.engines.fsdp.shards import shards
 from megascend.engines.fsdp.sources import pieces
 from megascend.engines.full_model import FullModel
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.kernels.host_copy import to_device
+from megascend.lora.merge import merged
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
@@ -42,6 +44,7 @@ class FsdpEngine:
     Attributes:
         model: transformers' causal language model. Its parameters are shards between calls.
         bytes_read: of the checkpoint, by this rank.
+        adapters: on a frozen model, or None.
     """
 
     kind = "fsdp"
@@ -60,6 +63,7 @@ class FsdpEngine:
         schedule: Schedule,
         recompute: Recompute,
         batching: Batching,
+        adapters: Adapters | None,
         seed: int,
         page_locked: bool,
     ) -> None:
@@ -86,16 +90,36 @@ class FsdpEngine:
         sources = pieces(self.model, self._tied, info.tensors)
         if recompute.granularity == "full":
             transformers_api.recompute_layers(self.model)
+        self.adapters: FsdpAdapters | None = None
+        self.optimizer: Optimizer | None = None
+        if adapters is not None:
+            self.adapters = FsdpAdapters(
+                self.model,
+                topology,
+                groups,
+                adapters,
+                adam=adam,
+                schedule=schedule,
+                seed=seed,
+                dtype=DTYPES[precision],
+                device=self.device,
+                model_dir=model_dir,
+                tied=self._tied,
+            )
+            freeze(self.model, DTYPES[precision])
         mesh = axes.mesh(topology.world_size, self.device.type)
         self._units = shard(self.model, mesh, fsdp, DTYPES[precision], page_locked=page_locked)
         self.model.to_empty(device="cpu" if fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards(self.model))
         self.bytes_read = loading.load(self._shards, sources, info.tensors)
-        self._head = LossHead(self.model, info.shape.vocab_size)
-        trained = [each for each in self._shards if each.trained]
-        self.optimizer = Optimizer(trained, adam, schedule, precision, groups, fsdp.replicate)
-        self.trainable: Trainable = FullModel(self.optimizer)
+        self._head = LossHead(self.model, info.shape.vocab_size, self.adapters and self.adapters.layers)
+        if self.adapters is not None:
+            self.trainable: Trainable = self.adapters
+        else:
+            trained = [each for each in self._shards if each.trained]
+            self.optimizer = Optimizer(trained, adam, schedule, precision, groups, fsdp.replicate)
+            self.trainable = FullModel(self.optimizer)
         self.model.train()
 
     @staticmethod
@@ -106,19 +130,23 @@ class FsdpEngine:
         torch.manual_seed(seed)
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
-        # Gradients of micro batches add up; fully_shard averages over all ranks.
+        # Gradients of micro batches add up; fully_shard averages over all ranks, and so do adapters.
         return float(self.topology.world_size), 1.0
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         stored = []
         try:
             for batch in batches:
+                if self.adapters is not None:
+                    self.adapters.layers.enter(batch.segments)
                 lengths = self._lengths(batch)
                 with self.groups.monitor.phase("forward"):
                     total, found = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
+                if self.adapters is not None:
+                    self.adapters.layers.require_called()
                 stored.append(found)
                 if not forward_only:
-                    scale = self.optimizer.loss_scale
+                    scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
                     with self.groups.monitor.phase("backward"):
                         (total if scale == 1 else total * scale).backward()
         except ConfigError:  # on all ranks alike
@@ -145,6 +173,8 @@ class FsdpEngine:
             self.model.train()
 
     def state(self, *, everything: bool) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {}
         ranks_of_copy = self.topology.world_size // self._fsdp.replicate
         return dict(
             state.state(
@@ -159,13 +189,18 @@ class FsdpEngine:
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        assert adapter is None, "there are no adapters"
+        merge = None
+        if adapter is not None:
+            assert self.adapters is not None
+            factors = self.adapters.factors(adapter, everywhere=receivers != "main")
+            merge = merged(factors, self.adapters.transposed)
         yield from named_weights(
             self.model,
             self.groups,
             self.info.tensors,
             DTYPES[self.precision],
             tied=self._tied,
+            merge=merge,
             receivers=receivers,
             device=device,
         )

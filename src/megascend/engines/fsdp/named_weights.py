@@ -30,6 +30,7 @@ def named_weights(
     dtype: torch.dtype,
     *,
     tied: bool,
+    merge: Callable[[str, Tensor], Tensor] | None = None,
     receivers: Receivers = "all",
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -42,6 +43,7 @@ def named_weights(
         wanted: headers of the checkpoint that the model comes from; names, shapes and dtypes are held against them.
         dtype: of what comes; what the model keeps in fp32 because its checkpoint does, stays so.
         tied: the output layer is the embedding.
+        merge: what is made of each parameter, by transformers' name, before it comes.
         device: where to; default: where ranks compute.
 
     Raises:
@@ -50,7 +52,7 @@ def named_weights(
     """
     receives = groups.rank in ranks_of(receivers, groups.topology)
     meetings = Meetings(groups, 0)
-    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives)
+    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives, merge)
     found: dict[str, TensorHeader] = {}
     try:
         while True:
@@ -93,6 +95,7 @@ def _stream(
     dtype: torch.dtype,
     before_layer: Callable[[], None],
     receives: bool,
+    merge: Callable[[str, Tensor], Tensor] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     for _, of_layer in groupby(shards(model), key=lambda shard: layer_of(shard.name)):
         before_layer()
@@ -102,6 +105,8 @@ def _stream(
             kept = not shard.trained and shard.name in wanted and wanted[shard.name].dtype == "F32"
             if receives:
                 whole[shard.name] = gathered if kept or not gathered.is_floating_point() else gathered.to(dtype)
+                if merge is not None:
+                    whole[shard.name] = merge(shard.name, whole[shard.name])
         yield from in_checkpoint(model, whole).items()
 
 

@@ -11,16 +11,21 @@ from megascend.changes import patch
 from megascend.engines.base import OnOutput
 from megascend.engines.plain_head import HeadOutput
 from megascend.errors import ConfigError
+from megascend.lora.applied_adapters import AppliedAdapters
 
 
 class LossHead:
     """Stands in for the forward pass of a model's output layer: takes hidden states and returns the loss, a scalar.
 
     The hooks of ``fully_shard`` stay around it: the weight is gathered before, and its gradient reduced afterwards.
+
+    Args:
+        adapters: of the model, some of which may act on the layer.
     """
 
-    def __init__(self, model: Any, vocab_size: int) -> None:
+    def __init__(self, model: Any, vocab_size: int, adapters: AppliedAdapters | None) -> None:
         self._model, self._layer, self._vocab_size = model, model.get_output_embeddings(), vocab_size
+        self._adapters = adapters
         self._call: tuple[MicroBatch, OnOutput] | None = None
         self._found: tuple[Tensor, Any] | None = None
         patch(
@@ -51,6 +56,16 @@ class LossHead:
     def _forward(self, hidden: Tensor) -> Tensor:
         assert self._call is not None, "the model is called by the engine only"
         batch, on_output = self._call
-        head = HeadOutput(hidden.flatten(0, 1), self._layer.weight, batch.targets, self._vocab_size)
+        down = lora_delta = None
+        if self._adapters is not None:
+            down, lora_delta = self._adapters.down_of_output(hidden), self._adapters.lora_delta(batch.segments)
+        head = HeadOutput(
+            hidden.flatten(0, 1),
+            self._layer.weight,
+            batch.targets,
+            self._vocab_size,
+            None if down is None else down.flatten(0, 1),
+            lora_delta,
+        )
         self._found = on_output(batch, head)
         return self._found[0]

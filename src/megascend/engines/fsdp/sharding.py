@@ -12,11 +12,23 @@ from megascend.config import Fsdp
 from megascend.engines.fsdp.transformers_api import layers
 
 
+def freeze(model: Any, dtype: torch.dtype) -> None:
+    """Parameters get no gradients, and are kept in ``dtype``, the one they compute in: there is no sum to be exact for.
+
+    Args:
+        model: without memory, not yet sharded.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 def shard(model: Any, mesh: DeviceMesh, settings: Fsdp, dtype: torch.dtype, *, page_locked: bool) -> list[FSDPModule]:
     """Shard a model that has no memory yet: each layer by itself, final norm and output layer together, the rest.
 
-    Parameters and their gradients' sums stay fp32 on every rank; gathered ones are ``dtype``. A tied output layer is the
-    embedding's parameter, and so in the rest with it.
+    Parameters stay in their dtype on every rank, gathered ones are ``dtype``, and gradients are summed in fp32. A tied output
+    layer is the embedding's parameter, and so in the rest with it.
 
     Args:
         page_locked: offloaded shards lie in page-locked memory.

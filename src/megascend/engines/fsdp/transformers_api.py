@@ -7,7 +7,7 @@ rank on which an expert has no token waits for others for ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ NAME = "megascend"
 """Of our functions in transformers' registries."""
 EXPERT_PRODUCTS = "grouped_mm"
 """transformers' function that computes what experts make of their tokens, on every device."""
+COMPUTED_BY = "_computed_by_megascend"
+"""Attribute of experts that another function computes."""
+
+Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""(fused experts, states [n, h], each token's experts [n, k], their weights [n, k]) -> [n, h]."""
 
 
 def check_version() -> None:
@@ -134,11 +139,22 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
     """The attention function knows where samples end, and everything is causal."""
 
 
-def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_products() -> Experts:
+    """transformers' own function of experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    return ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS]
+
+
+def compute_experts_by(module: nn.Module, function: Experts) -> None:
+    """Have ``function`` compute what fused experts make of their tokens, in place of transformers' own."""
+    setattr(module, COMPUTED_BY, function)
+
+
+def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     index, weights = routing.saved_routing(top_k_index), routing.saved_routing(top_k_weights)
-    return ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS](module, hidden_states, index, weights)
+    compute: Experts = getattr(module, COMPUTED_BY, None) or experts_products()
+    return compute(module, hidden_states, index, weights)
 
 
 def _is_fused_experts(module: nn.Module) -> bool:

@@ -15,11 +15,9 @@ from megascend.config import Adam, Adapters, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.single.worn_adapter import WornAdapter
 from megascend.lora.adapter_set import AdapterSet
-from megascend.lora.layout import shape_groups
-from megascend.lora.peft_tensors import EXPERT_PARAMETERS
-from megascend.lora.registry import AdapterRegistry, check_exist
-from megascend.lora.target_modules import FusedSlice, TargetModule, matches, restrict
+from megascend.lora.registry import AdapterRegistry
 from megascend.lora.transfer import scatter
+from megascend.lora.transformers_targets import is_transposed, layer_targets
 from megascend.topology.topology import Topology
 
 
@@ -41,22 +39,13 @@ class PeftAdapters(AdapterSet):
         model_dir: Path,
     ) -> None:
         model.requires_grad_(False)
-        found = target_modules(model)
+        # peft before 0.20 takes the dimensions of transposed experts for each other.
+        found = [target for target in layer_targets(model) if not is_transposed(target)]
         everything = sorted(target.slices[0].name for target in found)
-        check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
-        chosen = [target for target in (restrict(each, limits.targets) for each in found) if target is not None]
-        groups_of_layers = shape_groups(chosen)
-        registry = AdapterRegistry(
-            limits,
-            groups_of_layers,
-            [name for name in everything if matches(name, limits.targets)],
-            adam=adam,
-            schedule=schedule,
-            seed=seed,
-            scales_loss=dtype == torch.float16,
-            device=device,
+        registry = AdapterRegistry.of_model(
+            found, everything, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
         )
-        super().__init__(registry, groups_of_layers, topology, groups, model_dir)
+        super().__init__(registry, topology, groups, model_dir)
         self._model = model
         self._order: list[str] = []
         self._worn: tuple[str, WornAdapter] | None = None
@@ -112,36 +101,3 @@ class PeftAdapters(AdapterSet):
         if self._worn is not None:
             self._worn[1].take_off()
             self._worn = None
-
-
-def target_modules(model: Any) -> list[TargetModule]:
-    """Linear layers of a model's layers, and its fused experts, as what adapters may target.
-
-    Embedding and output layer are not among them, and neither are routers.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if ".layers." not in f".{name}":
-            continue
-        if isinstance(module, torch.nn.Linear) and not name.endswith("gate"):
-            out_features, in_features = module.weight.shape
-            found.append(_target(name, module, out_features, in_features))
-        elif name.endswith(".experts"):
-            for parameter in EXPERT_PARAMETERS:
-                weight = getattr(module, parameter, None)
-                if (
-                    isinstance(weight, torch.Tensor)
-                    and weight.ndim == 3
-                    and not getattr(module, "is_transposed", False)
-                ):
-                    count, out_features, in_features = weight.shape
-                    found.append(_target(f"{name}.{parameter}", module, out_features, in_features, count))
-    return found
-
-
-def _target(name: str, module: Any, out_features: int, in_features: int, experts: int | None = None) -> TargetModule:
-    rows = torch.arange(out_features)
-    part = FusedSlice(name, out_features, rows, rows)
-    return TargetModule(
-        module, "column", (part,), in_features, out_features, 0, in_features, experts=experts or 1, expert_total=experts
-    )

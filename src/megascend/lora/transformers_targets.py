@@ -1,0 +1,86 @@
+"""What adapters act on in a transformers model: linear layers, fused experts, the embedding, the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megascend.lora.peft_tensors import EXPERT_PARAMETERS
+from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, TargetModule
+
+FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one input, to which Megatron's engine applies one dropout mask, that of the first one that is adapted."""
+
+
+def layer_targets(model: Any) -> list[TargetModule]:
+    """Linear layers of a model's layers, and its fused experts, as what adapters may target.
+
+    Embedding and output layer are not among them, and neither are routers and experts without a gate.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if ".layers." not in f".{name}":
+            continue
+        if isinstance(module, nn.Linear) and not name.endswith("gate"):
+            out_features, in_features = module.weight.shape
+            found.append(_target(name, module, out_features, in_features))
+        elif name.endswith(".experts") and getattr(module, "has_gate", True):
+            for parameter in EXPERT_PARAMETERS:
+                weight = getattr(module, parameter, None)
+                if isinstance(weight, Tensor) and weight.ndim == 3:
+                    count, *sizes = weight.shape
+                    in_features, out_features = sizes if getattr(module, "is_transposed", False) else reversed(sizes)
+                    found.append(_target(f"{name}.{parameter}", module, out_features, in_features, count))
+    return found
+
+
+def embedding_and_output(model: Any) -> list[TargetModule]:
+    """The embedding and the output layer, those of them that are plain, by the names that peft's format knows."""
+    found = []
+    for name, module in model.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        if module is model.get_input_embeddings() and last == EMBEDDING and type(module) is nn.Embedding:
+            rows, columns = module.weight.shape
+            everything = torch.arange(columns)
+            own = FusedSlice(name, columns, everything, everything)
+            found.append(TargetModule(module, "row", (own,), rows, columns, 0, rows))
+        elif module is model.get_output_embeddings() and last == OUTPUT and isinstance(module, nn.Linear):
+            out_features, in_features = module.weight.shape
+            found.append(_target(name, module, out_features, in_features))
+    return found
+
+
+def experts_without_gate(model: nn.Module) -> Iterator[str]:
+    """Names of fused experts that peft's format of two parameters does not fit."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and not getattr(module, "has_gate", True):
+            yield name
+
+
+def drawn_as(name: str, allowed: Sequence[str]) -> str | None:
+    """The projection by whose name the dropout of projection ``name`` is drawn, so that all engines draw alike. Pure.
+
+    Args:
+        allowed: projections that adapters may target.
+    """
+    parent, _, last = name.rpartition(".")
+    for together in FUSED_BY_MEGATRON:
+        if last in together:
+            return next((first for each in together if (first := f"{parent}.{each}") in allowed), None)
+    return None
+
+
+def is_transposed(target: TargetModule) -> bool:
+    """The weight is stored as [experts, in, out]."""
+    return target.is_expert and getattr(target.module, "is_transposed", False)
+
+
+def _target(name: str, module: Any, out_features: int, in_features: int, experts: int | None = None) -> TargetModule:
+    rows = torch.arange(out_features)
+    part = FusedSlice(name, out_features, rows, rows)
+    return TargetModule(
+        module, "column", (part,), in_features, out_features, 0, in_features, experts=experts or 1, expert_total=experts
+    )

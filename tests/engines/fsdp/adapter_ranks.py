@@ -1,0 +1,210 @@
+"""What ranks of the FSDP engine do with adapters for a test. A script like ranks.py, beside which it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from adapter_cases import DROPPING, samples_of, steps
+from ranks import do_jobs, equal, make, on_ranks
+
+from megascend import Adapters, Lora
+from megascend.errors import MegascendError
+from megascend.testing.lora_parity import ALL, PeftTrajectory, train_mixed, train_one, write_adapter
+from megascend.testing.parity import causal_samples, first_of_equals, token_lists
+
+
+def written(checkpoint: str, adapters: dict[str, Lora], targets: Any = "all-linear") -> None:
+    """Adapters that start with no factor at 0, each in its folder."""
+
+    def on_rank() -> None:
+        with make(checkpoint, adapters=Adapters(targets=targets)) as backend:
+            for path, lora in adapters.items():
+                write_adapter(backend, Path(path), lora)
+
+    on_ranks(on_rank, 1)
+
+
+def held(model: Any) -> dict[str, int]:
+    """What a rank holds of the frozen model."""
+    local = [parameter.to_local() for parameter in model.parameters()]
+    return {
+        "bytes": sum(part.numel() * part.element_size() for part in local),
+        "gradients": sum(parameter.grad is not None for parameter in model.parameters()),
+    }
+
+
+def trained(
+    checkpoint: str, world_size: int, starts: list[str], out: str, targets: Any = "all-linear", **options: Any
+) -> tuple[list[PeftTrajectory], list[torch.Tensor], list[dict[str, int]]]:
+    """Ten steps of one adapter, or of several in the same batches; logits of the last one afterwards; what ranks hold."""
+
+    def on_rank() -> Any:
+        with make(checkpoint, adapters=Adapters(targets=targets), **options) as backend:
+            paths = [Path(start) for start in starts]
+            names = [f"tenant-{number}" for number in range(len(starts))] if len(starts) > 1 else ["tenant"]
+            if len(starts) == 1:
+                found = [train_one(backend, paths[0], 10, Path(out) / "tenant")]
+            else:
+                found = train_mixed(backend, paths, 10, Path(out))
+            logits = backend.forward(causal_samples(token_lists()), logits=True, adapter=names[-1]).logits
+            return found, logits, held(backend.engine.model)  # type: ignore[attr-defined]
+
+    ranks = on_ranks(on_rank, world_size)
+    same = [first_of_equals(starts[number], [rank[0][number] for rank in ranks]) for number in range(len(starts))]
+    return same, ranks[0][1], [rank[2] for rank in ranks]
+
+
+def vectors(backend: Any, *names: str) -> list[torch.Tensor]:
+    """Values and moments of adapters."""
+    adapters = [backend.adapters[name] for name in names]
+    return [part.detach().clone() for adapter in adapters for part in (adapter.values, *adapter.moments())]
+
+
+def dropped(checkpoint: str, layouts: list[tuple[int, dict[str, Any]]]) -> list[list[tuple[float, float]]]:
+    """Two steps of two adapters with dropout, in several layouts; and of one without, in the first."""
+
+    def on_rank(options: dict[str, Any], update: dict[str, Any]) -> list[tuple[float, float]]:
+        with make(checkpoint, adapters=Adapters(targets=ALL), **options) as backend:
+            for name, lora in DROPPING.items():
+                backend.add_adapter(name, lora.model_copy(update=update))
+            return steps(backend, samples_of("ab"), 2)
+
+    with_dropout = [on_ranks(on_rank, world_size, options, {})[0] for world_size, options in layouts]
+    return [*with_dropout, on_ranks(on_rank, layouts[0][0], layouts[0][1], {"dropout": 0.0})[0]]
+
+
+def resumed(checkpoint: str, folder: str) -> dict[str, Any]:
+    """Two ranks: two steps of two adapters, a checkpoint, two steps; once more from the checkpoint there, and on one rank."""
+
+    def first() -> dict[str, Any]:
+        with make(checkpoint, adapters=Adapters(targets=ALL)) as backend:
+            for name, lora in DROPPING.items():
+                backend.add_adapter(name, lora)
+            samples = samples_of("ab")
+            steps(backend, samples, 2)
+            backend.save(folder, progress={"at": 2}, wait=True)
+            figures = steps(backend, samples, 2)
+            wanted = vectors(backend, "a", "b")
+        with make(checkpoint, adapters=Adapters(targets=ALL), seed=99) as backend:
+            assert backend.load(folder) == {"at": 2}
+            again = steps(backend, samples, 2)
+            return {"figures": figures, "again": again, "same": equal(wanted, vectors(backend, "a", "b"))}
+
+    def on_one() -> list[tuple[float, float]]:
+        with make(checkpoint, adapters=Adapters(targets=ALL)) as backend:
+            backend.load(folder)
+            return steps(backend, samples_of("ab"), 2)
+
+    return on_ranks(first, 2)[0] | {"on one": on_ranks(on_one, 1)[0]}
+
+
+def kept_apart(checkpoint: str) -> dict[str, bool]:
+    """Two ranks, two adapters in the same batches: what one does not notice of the other."""
+
+    def on_rank() -> dict[str, bool]:
+        samples = samples_of("ab")
+
+        def run(what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            with make(checkpoint, adapters=Adapters()) as backend:
+                for name, lora in DROPPING.items():
+                    backend.add_adapter(name, lora.model_copy(update={"targets": "all-linear"}))
+                steps(backend, samples, 1)
+                if what == "nan":
+                    backend.adapters["b"].values.detach().fill_(torch.nan)
+                backend.forward_backward(backend.shard(samples))
+                if what == "one by one":
+                    backend.optimizer_step("b")
+                    assert backend.adapters["a"].accumulated
+                    backend.optimizer_step("a")
+                else:
+                    step = backend.optimizer_step()
+                    assert (step.adapters["a"].skipped, step.adapters["b"].skipped) == (False, what == "nan")
+                found = vectors(backend, "a"), vectors(backend, "b")
+                if what == "removed":
+                    backend.remove_adapter("b")
+                    before = backend.forward(samples[:2], adapter="a", reference=True).logprobs
+                    backend.remove_adapter("a")
+                    after = backend.forward(causal_samples(token_lists())[:2]).logprobs
+                    assert equal(before, after), "the model itself has changed"
+                return found
+
+        (a, b), with_nan, in_turn = run("removed"), run("nan"), run("one by one")
+        return {
+            "not a number": equal(a, with_nan[0]),
+            "one step after the other": equal(a + b, in_turn[0] + in_turn[1]),
+        }
+
+    return on_ranks(on_rank, 2)[0]
+
+
+def exported(
+    checkpoint: str, adapter: str, folder: str, world_size: int, targets: Any, **options: Any
+) -> dict[str, Any]:
+    """An adapter merged and alone, in files and as streams; and the model's logits with it."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    def on_rank() -> Any:
+        with make(checkpoint, adapters=Adapters(targets=targets), **options) as backend:
+            backend.load_adapter("it", adapter)
+            samples = causal_samples(token_lists())
+            backend.export_hf(Path(folder) / "merged", adapter="it")
+            backend.save_adapter("it", Path(folder) / "saved")
+            streams = [
+                {name: tensor.clone() for name, tensor in backend.named_weights("it", alone=alone, receivers="main")}
+                for alone in (False, True)
+            ]
+            return backend.forward(samples, logits=True, adapter="it").logits, *streams
+
+    logits, merged, alone = on_ranks(on_rank, world_size)[0]
+    files = [load_file(Path(folder) / path) for path in ("merged/model.safetensors", "saved/adapter_model.safetensors")]
+    model: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "merged", dtype=torch.float32)
+    furthest = 0.0
+    with torch.no_grad():
+        for ids, mine in zip(token_lists(), logits, strict=True):
+            furthest = max(furthest, float((model(torch.tensor(ids)[None, :-1]).logits[0] - mine).abs().max()))
+    same = [
+        stream.keys() == file.keys() and all(torch.equal(stream[name], file[name]) for name in file)
+        for stream, file in zip((merged, alone), files, strict=True)
+    ]
+    return {"furthest": furthest, "same": same, "counts": [len(file) for file in files]}
+
+
+def in_bf16(checkpoint: str) -> list[dict[str, int]]:
+    """What each of two ranks holds of a frozen bf16 model after a step."""
+
+    def on_rank() -> dict[str, int]:
+        with make(checkpoint, adapters=Adapters(), precision="bf16") as backend:
+            backend.add_adapter("a")
+            steps(backend, samples_of("a"), 1)
+            assert backend.adapters["a"].values.dtype == torch.float32
+            return held(backend.engine.model)  # type: ignore[attr-defined]
+
+    return on_ranks(on_rank, 2)
+
+
+def refused(tied: str, experts: str) -> dict[str, str]:
+    """Of each setting that adapters cannot have here: the message."""
+    asked: dict[str, tuple[str, dict[str, Any], Lora]] = {
+        "tie_word_embeddings": (tied, {"adapters": Adapters(targets=("lm_head",))}, Lora()),
+        "dropout 0.1 on experts": (experts, {"adapters": Adapters()}, Lora(dropout=0.1)),
+        "no layer that can be adapted": (experts, {"adapters": Adapters(targets=("router",))}, Lora()),
+        "has gradients": (tied, {"adapters": Adapters()}, Lora()),
+    }
+
+    def on_rank(checkpoint: str, options: dict[str, Any], lora: Lora) -> str:
+        try:
+            with make(checkpoint, **options) as backend:
+                backend.add_adapter("a", lora)
+                backend.optimizer_step()
+        except MegascendError as error:
+            return str(error)
+        return "it was not refused"
+
+    return {what: on_ranks(on_rank, 1, *arguments)[0] for what, arguments in asked.items()}
+
+
+if __name__ == "__main__":
+    do_jobs(globals())

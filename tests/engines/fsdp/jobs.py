@@ -1,0 +1,26 @@
+"""Calls of functions of a script, one after the other in a process of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forked_programs import run_forked
+
+Job = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A function's name and its arguments."""
+
+
+def run_jobs(script: Path, folder: Path, *jobs: Job) -> list[Any]:
+    """What the functions return.
+
+    Args:
+        script: takes a file of jobs and one for what they return.
+        folder: for both files.
+    """
+    torch.save(list(jobs), folder / "job")
+    done = run_forked(script, folder / "job", folder / "result", timeout_s=400)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(folder / "result", weights_only=False)

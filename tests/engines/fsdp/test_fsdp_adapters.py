@@ -1,0 +1,160 @@
+"""Adapters on the FSDP engine against peft and torch AdamW in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_cases import DROPPING, samples_of, steps
+from jobs import Job, run_jobs
+
+from megascend import Adam, Adapters, Batching, Fsdp, Lora, Parallel, Recompute
+from megascend.testing import run_distributed
+from megascend.testing.lora_parity import ALL, adapter_differences, peft_reference, share_of
+from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, token_lists
+
+RANKS = Path(__file__).with_name("adapter_ranks.py")
+SP2 = Parallel(context=2, context_algorithm="ulysses")
+RECOMPUTED = Recompute(granularity="full")
+PADDED = Batching(packing=False, micro_batch_tokens=200)
+ONE = {"one": Lora(rank=8, alpha=12.0, seed=8, targets=ALL)}
+"""All linear layers, the output layer and the embedding. With seed 7 one gradient is so near 0 that Adam makes a step of its
+rounding: losses are then 1.2e-5 from peft's, alike on one rank and on two."""
+TENANTS = {
+    "a": Lora(rank=4, alpha=8.0, seed=1),
+    "b": Lora(rank=9, alpha=6.0, rslora=True, seed=2, targets=("q_proj", "v_proj", "down_proj")),
+    "c": Lora(rank=2, alpha=6.0, seed=3, targets=("o_proj", "up_proj", "lm_head", "embed_tokens")),
+}
+EXPERT_TENANTS = {
+    "a": Lora(rank=4, alpha=8.0, seed=1),
+    "b": Lora(rank=9, alpha=6.0, seed=2, targets=("q_proj", "experts.down_proj")),
+    "c": Lora(rank=2, alpha=6.0, seed=3, targets=("o_proj", "experts.gate_up_proj")),
+}
+
+Layout = tuple[str, str, dict[str, Lora], int, dict[str, Any]]
+LAYOUTS: list[Layout] = [
+    ("Qwen3, three tenants, SP2, recomputed", "qwen3", TENANTS, 2, {"parallel": SP2, "recompute": RECOMPUTED}),
+    ("Qwen3-MoE, three tenants, DP2, recomputed", "qwen3_moe", EXPERT_TENANTS, 2, {"recompute": RECOMPUTED}),
+]
+MORE: list[Layout] = [
+    ("Qwen3, one adapter, DP2", "qwen3", ONE, 2, {}),
+    ("Qwen3, one adapter, SP2", "qwen3", ONE, 2, {"parallel": SP2}),
+    ("Qwen3, three tenants, one rank", "qwen3", TENANTS, 1, {}),
+    ("Qwen3, three tenants, DP2", "qwen3", TENANTS, 2, {}),
+    ("Qwen3, three tenants, DP2, padded", "qwen3", TENANTS, 2, {"batching": PADDED}),
+    ("Qwen3, three tenants, HSDP 2x2, offload", "qwen3", TENANTS, 4, {"fsdp": Fsdp(replicate=2, offload=True)}),
+    ("Qwen3, three tenants, SP2 x DP2", "qwen3", TENANTS, 4, {"parallel": SP2}),
+    ("Qwen3-MoE, one adapter, DP2", "qwen3_moe", {"one": Lora(rank=8, alpha=12.0, seed=8)}, 2, {}),
+    ("Qwen3-MoE, three tenants, SP2", "qwen3_moe", EXPERT_TENANTS, 2, {"parallel": SP2}),
+    ("Qwen3-MoE, three tenants, 3 ranks", "qwen3_moe", EXPERT_TENANTS, 3, {"fsdp": Fsdp(reshard_after_forward=False)}),
+    ("Qwen2-MoE (shared expert), three tenants, DP2", "qwen2_moe", EXPERT_TENANTS, 2, {}),
+    ("GLM-4-MoE (shared expert), three tenants, DP2", "glm4_moe", EXPERT_TENANTS, 2, {}),
+]
+
+
+def in_process(folder: Path, *jobs: Job) -> list[Any]:
+    """What functions of adapter_ranks.py return, called one after the other in a process of their own."""
+    return run_jobs(RANKS, folder, *jobs)
+
+
+def targets_of(adapters: dict[str, Lora]) -> Any:
+    """What a backend of these adapters allows."""
+    return ALL if any("lm_head" in lora.targets for lora in adapters.values()) else "all-linear"
+
+
+def hold_against_peft(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> list[tuple[Any, ...]]:
+    """Ten steps of the adapters of each layout, in the same micro batches, against each alone with peft; prints how far apart."""
+    checkpoints = {arch: case_checkpoint(parity_folder, arch) for _, arch, *_ in layouts}
+    jobs: list[Job] = []
+    for number, (_, arch, adapters, world_size, options) in enumerate(layouts):
+        starts = {str(tmp_path / f"{number}-{name}"): lora for name, lora in adapters.items()}
+        targets = targets_of(adapters)
+        jobs.append(("written", (str(checkpoints[arch]), starts, targets), {}))
+        arguments = (str(checkpoints[arch]), world_size, list(starts), str(tmp_path / f"{number}-out"), targets)
+        jobs.append(("trained", arguments, options))
+    found = in_process(tmp_path, *jobs)[1::2]
+    problems = []
+    for number, ((name, arch, adapters, *_), (trajectories, logits, _)) in enumerate(zip(layouts, found, strict=True)):
+        alone = len(adapters) == 1
+        for tenant, trajectory in enumerate(trajectories):
+            start = tmp_path / f"{number}-{list(adapters)[tenant]}"
+            tokens = token_lists() if alone else share_of(tenant, len(adapters))
+            apart = adapter_differences(trajectory, peft_reference(parity_folder, checkpoints[arch], start, tokens))
+            print(f"{name}, {start.name}: {apart}")
+            if apart.loss > 1e-5 or apart.grad_norm > 1e-4 or apart.factors > 1e-3:
+                problems.append((name, apart))
+        out = tmp_path / f"{number}-out" / ("tenant" if alone else f"tenant-{len(adapters) - 1}")
+        saved = peft_reference(parity_folder, checkpoints[arch], out, token_lists(), steps=0)
+        loaded = max(float((a - b).abs().max()) for a, b in zip(logits, saved.logits, strict=True))
+        print(f"{name}: logits of the last adapter in peft {loaded:.1e}")
+        if loaded > 2e-5:
+            problems.append((name, loaded))
+    assert not problems
+    return found
+
+
+def test_adapters_equal_pefts(parity_folder, tmp_path):
+    """Of other ranks, scalings and targets, in the same batches; the frozen model has no gradients."""
+    found = hold_against_peft(LAYOUTS, parity_folder, tmp_path)
+    for _, _, ranks in found:
+        assert [held["gradients"] for held in ranks] == [0] * len(ranks)
+
+
+@pytest.mark.nightly
+def test_more_adapters_equal_pefts(parity_folder, tmp_path):
+    hold_against_peft(MORE, parity_folder, tmp_path)
+
+
+def test_dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine(parity_folder, tmp_path, megatron_imported):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    layouts = [(1, {}), (2, {"parallel": SP2, "recompute": RECOMPUTED}), (2, {"batching": PADDED})]
+
+    def on_megatron():
+        from megascend import MegatronBackend
+
+        adam = Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
+        options = {"batching": Batching(micro_batch_tokens=64), "self_check": False}
+        with MegatronBackend(
+            checkpoint, precision="fp32", optimizer=adam, adapters=Adapters(targets=ALL), **options
+        ) as backend:
+            for name, lora in DROPPING.items():
+                backend.add_adapter(name, lora)
+            return steps(backend, samples_of("ab"), 2)
+
+    *found, without = in_process(tmp_path, ("dropped", (str(checkpoint), layouts), {}))[0]
+    (expected,) = run_distributed(on_megatron, 1, init=False)
+    for figures in found:
+        assert figures == [pytest.approx(row, abs=2e-5, rel=0) for row in expected]
+    assert without[0][1] != pytest.approx(expected[0][1], rel=1e-2)
+
+
+def test_tenants_that_are_kept_apart_saved_exported_and_refused(parity_folder, tmp_path):
+    dense, tied = (
+        str(case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, **more))
+        for more in ({}, {"tie_word_embeddings": True})
+    )
+    experts = str(case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2))
+    starts = [str(tmp_path / arch) for arch in ("dense", "experts")]
+    _, _, apart, resumed, *exported, held, refused = in_process(
+        tmp_path,
+        ("written", (dense, {starts[0]: ONE["one"]}, ALL), {}),
+        ("written", (experts, {starts[1]: Lora(rank=4, seed=8)}), {}),
+        ("kept_apart", (dense,), {}),
+        ("resumed", (dense, str(tmp_path / "saved")), {}),
+        ("exported", (dense, starts[0], str(tmp_path / "of dense"), 2, ALL), {}),
+        ("exported", (experts, starts[1], str(tmp_path / "of experts"), 3, "all-linear"), {"fsdp": Fsdp(offload=True)}),
+        ("in_bf16", (dense,), {}),
+        ("refused", (tied, experts), {}),
+    )
+    assert all(apart.values()), apart
+    assert resumed["same"]
+    assert resumed["again"] == resumed["figures"]
+    assert resumed["on one"] == [pytest.approx(row, abs=2e-5, rel=0) for row in resumed["again"]]
+    for found in exported:
+        assert found["same"] == [True, True], found
+        assert found["furthest"] <= 2e-5, found
+        assert min(found["counts"]) > 20
+    numbers = 115_072  # of the model of two layers: two bytes each, over two ranks
+    assert held == [{"bytes": numbers, "gradients": 0}] * 2
+    assert all(what in message for what, message in refused.items()), refused
