@@ -47,6 +47,10 @@ class Backend:
         model_dir: the Hugging Face checkpoint that it was built from.
         platform: what the process runs on.
         save_timeout_s: seconds after which a checkpoint that is waited for and still being written counts as failed.
+
+    Attributes:
+        on_micro_batch: called on this rank when a micro batch of :meth:`forward_backward` begins, with the number of those before
+            it and of all of the call; None: nothing is called. What it raises ends the call.
     """
 
     def __init__(self, engine: Engine, model_dir: Path, platform: Platform, save_timeout_s: float = 1800.0) -> None:
@@ -55,6 +59,7 @@ class Backend:
         self.topology: Topology = engine.topology
         self._model_dir = model_dir
         self._step = Step(engine)
+        self.on_micro_batch: Callable[[int, int], None] | None = None
         self._saver = Saver(self.groups, page_locked=platform.page_locks_memory, timeout_s=save_timeout_s)
 
     # --- what a trainer wants to know ---
@@ -155,7 +160,7 @@ class Backend:
         except ConfigError as error:
             agree("forward_backward", self.groups, problem=error)
             raise
-        return self._step.forward_backward(samples, resolved, adapter)
+        return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch)
 
     def optimizer_step(self, adapters: str | Sequence[str] | None = None) -> StepResult:
         """Reduce and clip the accumulated gradients, update what is trained, and clear the gradients.

@@ -12,7 +12,7 @@ from megascend.backend import Backend
 from megascend.bootstrap import engines
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
 from megascend.engines.context import engine_context
-from megascend.errors import ConfigError, PlatformError, TopologyError
+from megascend.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime
@@ -303,12 +303,12 @@ class FsdpBackend(Backend):
         made: list[Any] = []
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
-            from megascend.engines.fsdp import mesh, transformers_api
+            from megascend.engines.fsdp import mesh, npu, transformers_api
             from megascend.engines.fsdp.engine import check_settings
 
-            if runtime.platform.name == "npu":
-                raise PlatformError("engine fsdp does not run on NPUs yet (docs/fsdp.md); use engine megatron")
             transformers_api.check_version()
+            if runtime.platform.name == "npu":
+                npu.use_grouped_operator()
             mesh.check_layout(topology)
             mesh.mesh_ranks(topology.world_size, settings.replicate)
             check_settings(recomputed, moe or Moe())

@@ -13,7 +13,7 @@ from megascend.app import plot
 from megascend.app.plot import plot_metrics
 from megascend.app.resume import RUN_FILES, check_start
 from megascend.app.run import check_lora, check_packages, clear_output
-from megascend.app.run_log import PlainDisplay, RunLog, StepRecord, clock
+from megascend.app.run_log import PlainDisplay, RunLog, StepClock, StepRecord, clock
 from megascend.config import Data, Lora, RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, MissingDependencyError
@@ -33,6 +33,8 @@ def record(step: int, **changes: object) -> StepRecord:
         "epoch": 0.1 * step,
         "peak_memory_bytes": 5,
         "seconds": float(step),
+        "step_seconds": 1.0,
+        "dispatch_seconds": 0.25,
     }
     return StepRecord(**(values | changes))
 
@@ -46,6 +48,7 @@ def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureF
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert first["loss"] == 1.0
     assert first["tokens_per_s"] == 100.0
+    assert (first["step_seconds"], first["dispatch_seconds"]) == (1.0, 0.25)
     assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
     assert "SKIPPED" in capsys.readouterr().out
 
@@ -66,6 +69,25 @@ def test_tensorboard_holds_the_same_figures(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1.0, 0.5, 1 / 3], rel=1e-5)
+
+
+def test_a_long_step_is_told_of_every_so_many_seconds() -> None:
+    """Micro batches of 10 s each, 8 a step, of which two steps were done by an earlier process; the clock is the test's."""
+    seconds = 0.0
+    progress = StepClock(steps=5, done=2, every_s=30.0, now=lambda: seconds)
+    lines = []
+    for step in (3, 4):
+        for done in range(8):
+            lines.append(progress.micro_batch(done, 8))
+            seconds += 10.0
+        seconds += 20.0  # the update
+        progress.step_done(record(step), step - 2)
+    told = [index for index, line in enumerate(lines) if line]
+    assert told == [3, 6, 11, 14]
+    assert (
+        lines[3] == "step 3/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 3:30"
+    )  # 80 s for each of two more
+    assert lines[11] == "step 4/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 2:30"  # 100 s for the last
 
 
 def test_plain_progress_is_a_line_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:

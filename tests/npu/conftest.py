@@ -65,8 +65,8 @@ def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     servers = {False: ProgramServer(device), True: ProgramServer((*device, *IMPORTED["transformers"], "peft"))}
 
     def run(
-        code: str,
-        *arguments: str,
+        code: str | Path,
+        *arguments: object,
         check: bool = True,
         huggingface: bool = False,
         timeout: float = 300,

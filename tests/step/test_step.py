@@ -116,18 +116,23 @@ def test_overlapped_reduction_refuses_a_second_call(checkpoint):
     ids=["single", "PP2 x VPP2", "DP2"],
 )
 def test_gradients_of_every_chunk_start_from_zero(checkpoint, world_size, parallel):
-    """With a learning rate of 0 identical steps must have identical norms; leftover gradients would make them grow."""
+    """With a learning rate of 0 identical steps must have identical norms; leftover gradients would make them grow. On every rank
+    the micro batches are told of as they come."""
 
     def on_rank():
         backend = make_backend(checkpoint, parallel, lr=0.0)
-        norms = []
+        norms, told = [], []
+        backend.on_micro_batch = lambda done, count: told.append((done, count))
         for _ in range(3):
-            backend.forward_backward(backend.shard(causal_samples(token_lists())))
+            result = backend.forward_backward(backend.shard(causal_samples(token_lists())))
             norms.append(backend.optimizer_step().grad_norm)
         leftover = [float(buffer.grad_data.abs().max()) for c in backend.engine.chunks for buffer in c.buffers]
-        return norms, leftover
+        return norms, leftover, told, result.micro_batches
 
-    for norms, leftover in run_distributed(on_rank, world_size, init=False):
+    for norms, leftover, told, count in run_distributed(on_rank, world_size, init=False):
+        passes = count * parallel.virtual_pipeline
+        assert told == [(number // parallel.virtual_pipeline, count) for number in range(passes)] * 3
+        assert count > 1
         assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
         assert leftover == [0.0] * len(leftover)
 

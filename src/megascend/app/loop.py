@@ -109,7 +109,13 @@ def run(
     from megascend.bootstrap.engines import needs
 
     runtime = megascend.bootstrap(
-        config.platform, config.parallel, config.tf32, config.engine, config.precision, config.provider
+        config.platform,
+        config.parallel,
+        config.tf32,
+        config.engine,
+        config.precision,
+        config.provider,
+        config.affinity,
     )
 
     # Data that cannot be trained on are found before the model is built.
@@ -158,15 +164,16 @@ def run(
         )
         backend.platform.reset_peak_memory()
         with RunLog(config.output, config.steps, config.tensorboard, enabled=main_rank, done=done) as log:
+            backend.on_micro_batch = log.micro_batch
             before = time.perf_counter()
             for number in range(done + 1, config.steps + 1):
                 batch = next(stream)
                 result = backend.forward_backward(backend.shard(batch), loss="cross_entropy", adapter=adapter)
+                dispatched = time.perf_counter() - before
                 step = backend.optimizer_step()
-                now = time.perf_counter()
-                seconds = now - before
+                seconds = time.perf_counter() - before
                 counts.add(result, step, seconds)
-                log.write(record(number, result, step, seconds, counts, stream.epochs, batch, backend))
+                log.write(record(number, result, step, seconds, dispatched, counts, stream.epochs, batch, backend))
                 if step.skipped_in_a_row > config.max_skipped_steps:
                     where = keep_batch(config, number, batch) if main_rank else None
                     raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row, where))
@@ -241,12 +248,13 @@ def record(
     result: ForwardBackwardResult,
     step: StepResult,
     seconds: float,
+    dispatched: float,
     counts: Counts,
     epoch: float,
     batch: Sequence[Sample],
     backend: Backend,
 ) -> StepRecord:
-    """The line of metrics.jsonl about a step that took ``seconds``."""
+    """The line of metrics.jsonl about a step that took ``seconds``, ``dispatched`` of them to hand out its work."""
     speed = result.total_tokens / seconds
     return StepRecord(
         step=number,
@@ -259,6 +267,8 @@ def record(
         skipped=step.skipped,
         epoch=epoch,
         peak_memory_bytes=backend.platform.memory().peak,
+        step_seconds=seconds,
+        dispatch_seconds=dispatched,
         seconds=counts.seconds,
         mfu=utilisation(speed, batch, backend),
     )

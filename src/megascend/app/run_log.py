@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
+PROGRESS_S = 30.0
+"""Seconds between lines about the micro batches of a step that takes longer."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class StepRecord(Record):
         tokens_per_s: ``total_tokens`` over the step's time.
         epoch: how often the data has been gone through after this step.
         peak_memory_bytes: device memory of rank 0 since the run began; 0 where the platform cannot tell.
+        step_seconds: what the step took on rank 0.
+        dispatch_seconds: in which rank 0's process handed out the work of the forward and backward passes. On a GPU or NPU that
+            runs ahead of the device; near ``step_seconds``, the device waits for the process. On the CPU it is the work itself.
         mfu: model-FLOPs utilisation, or None where the model's or the device's figure is not known.
     """
 
@@ -76,12 +83,59 @@ class StepRecord(Record):
     tokens_per_s: float
     epoch: float
     peak_memory_bytes: int
+    step_seconds: float
+    dispatch_seconds: float
     mfu: float | None = None
 
     def summary(self) -> str:
         """The figures of a step in one short line."""
         skipped = "  SKIPPED" if self.skipped else ""
         return f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {self.tokens_per_s:,.0f} tokens/s{skipped}"
+
+
+class StepClock:
+    """How far a step has come, from its micro batches, and when something is to be said about it. Local: no rank asks another.
+
+    Args:
+        steps: of the whole run.
+        done: steps before this process.
+        every_s: seconds between two reports.
+        now: a clock in seconds.
+    """
+
+    def __init__(
+        self, steps: int, done: int = 0, every_s: float = PROGRESS_S, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._steps, self._step, self._every_s, self._now = steps, done + 1, every_s, now
+        self._began = self._said = now()
+        self._earlier: float | None = None  # mean seconds of the steps before
+
+    def step_done(self, record: Record, steps_here: int) -> None:
+        """A step has ended, the ``steps_here``-th of this process."""
+        self._step = record.step + 1
+        now = self._now()
+        took = now - self._began
+        self._earlier = took if self._earlier is None else self._earlier + (took - self._earlier) / steps_here
+        self._began = self._said = now
+
+    def micro_batch(self, done: int, count: int) -> str | None:
+        """A line, if one is due, when the next micro batch of a step begins.
+
+        Args:
+            done: micro batches before it.
+            count: of the step.
+        """
+        now = self._now()
+        if not done or now - self._said < self._every_s:
+            return None
+        self._said = now
+        took = now - self._began
+        left = took / done * (count - done)
+        run_left = left + (self._steps - self._step) * (took + left if self._earlier is None else self._earlier)
+        return (
+            f"step {self._step}/{self._steps}  micro batch {done}/{count}  {clock(took)} in the step, {clock(left)} to its end  "
+            f"ETA {clock(run_left)}"
+        )
 
 
 class RunLog:
@@ -97,6 +151,7 @@ class RunLog:
         self._enabled = enabled
         self._use_tensorboard = tensorboard
         self._display = make_display(steps)
+        self._clock = StepClock(steps, done)
         self._file: AppendFile | None = None
         self._tensorboard: Any = None
         self._done = done
@@ -131,6 +186,12 @@ class RunLog:
                 if row[key] is not None:
                     self._tensorboard.add_scalar(f"train/{key}", row[key], record.step)
         self._display.show(record)
+        self._clock.step_done(record, record.step - self._done)
+
+    def micro_batch(self, done: int, count: int) -> None:
+        """The next of a step's ``count`` micro batches begins, after ``done`` others; for ``Backend.on_micro_batch``."""
+        if self._enabled and (line := self._clock.micro_batch(done, count)) is not None:
+            self._display.tell(line)
 
     def _open(self) -> AppendFile:
         self._output.mkdir(parents=True, exist_ok=True)
@@ -215,6 +276,10 @@ class PlainDisplay:
             remaining = record.seconds / record.step * (self._steps - record.step)
             print(f"step {record.step}/{self._steps}  {record.summary()}  ETA {clock(remaining)}", flush=True)
 
+    def tell(self, line: str) -> None:
+        """Print a line about a step that is running."""
+        print(line, flush=True)
+
 
 class BarDisplay:
     """A rich progress bar."""
@@ -246,6 +311,10 @@ class BarDisplay:
         self._progress.update(self._task, completed=record.step, summary=record.summary())
         if record.skipped:
             self._progress.console.print(f"step {record.step}: non-finite gradients, skipped on all ranks", style="red")
+
+    def tell(self, line: str) -> None:
+        """Show a line about a step that is running beside the bar, until the step ends."""
+        self._progress.update(self._task, summary=line)
 
 
 def make_display(steps: int) -> BarDisplay | PlainDisplay:

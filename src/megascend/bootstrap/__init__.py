@@ -15,7 +15,7 @@ from megascend.bootstrap.providers import register as register_provider
 from megascend.bootstrap.runtime import Runtime, bootstrap, current_runtime
 
 if TYPE_CHECKING:
-    from megascend.config import Parallel, Precision
+    from megascend.config import Affinity, Parallel, Precision
 
 __all__ = ["PatchProvider", "Runtime", "bootstrap", "current_runtime", "register_provider"]
 
@@ -29,8 +29,9 @@ class _CallablePackage(ModuleType):
         engine: str | None = None,
         precision: Precision | None = None,
         provider: str | None = None,
+        affinity: Affinity | None = None,
     ) -> Runtime:
-        return bootstrap(platform, parallel, tf32, engine, precision, provider)
+        return bootstrap(platform, parallel, tf32, engine, precision, provider, affinity)
 
 
 _CallablePackage.__call__.__doc__ = bootstrap.__doc__

@@ -22,7 +22,7 @@ from megascend.changes import changed, listed, record
 from megascend.errors import ConfigError, ImportOrderError
 
 if TYPE_CHECKING:
-    from megascend.config import Batching, Parallel, Precision
+    from megascend.config import Affinity, Batching, Parallel, Precision
     from megascend.platforms.base import Platform
     from megascend.topology.topology import Topology
 
@@ -42,6 +42,7 @@ class Runtime:
         provider: what patches Megatron-Core here; None for an engine that needs no Megatron.
         precision: what the first call said, or None.
         tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
+        affinity: which CPUs the process runs on.
     """
 
     platform: Platform
@@ -50,6 +51,7 @@ class Runtime:
     provider: PatchProvider | None = None
     precision: Precision | None = None
     tf32: bool = False
+    affinity: Affinity = "none"
     _megatron_loaded: bool = False
 
     @property
@@ -116,7 +118,9 @@ class Runtime:
         else:
             record(self.provider.for_model(config, options))
 
-    def require_same(self, platform: str, tf32: bool | None, engine: str | None, provider: str | None) -> None:
+    def require_same(
+        self, platform: str, tf32: bool | None, engine: str | None, provider: str | None, affinity: Affinity | None
+    ) -> None:
         """Raise ConfigError unless another call of the bootstrap asks for what was done in the first one."""
         if platform not in ("auto", self.platform.name):
             raise ConfigError(
@@ -127,6 +131,11 @@ class Runtime:
             raise ConfigError(
                 f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: the choice is made before "
                 f"anything is computed. Say so in the first call: megascend.bootstrap(tf32={tf32})"
+            )
+        if affinity not in (None, self.affinity):
+            raise ConfigError(
+                f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: threads have "
+                f"been started since. Say so in the first call: megascend.bootstrap(affinity={affinity!r})"
             )
         if engine not in (None, self.engine):
             wanted, found = engines.needs(engine), engines.needs(self.engine)
@@ -189,6 +198,7 @@ def bootstrap(
     engine: str | None = None,
     precision: Precision | None = None,
     provider: str | None = None,
+    affinity: Affinity | None = None,
 ) -> Runtime:
     """Prepare this process for an engine. Call it first; calling it again returns the same Runtime.
 
@@ -201,7 +211,7 @@ def bootstrap(
       is not set; ``ONEDNN_MAX_CPU_ISA`` where the processor shows AMX and cannot run it (see
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
       ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
-      port is set.
+      port is set. With ``affinity="numa"`` the CPUs that its threads run on.
     - and nothing else, for an engine without Megatron (``single``, ``fsdp``). For Megatron:
     - a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
       :mod:`megascend.bootstrap.stub_modules`).
@@ -227,6 +237,8 @@ def bootstrap(
             do not, so that it may be another one later.
         provider: what patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
             ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
+        affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's where that is known (see
+            :mod:`megascend.platforms.affinity`); ``none``, the default: wherever the launcher lets them.
 
     Raises:
         VersionError: the installed packages are not a row of the version table.
@@ -237,7 +249,7 @@ def bootstrap(
     """
     global _current
     if _current is not None:
-        _current.require_same(platform, tf32, engine, provider)
+        _current.require_same(platform, tf32, engine, provider, affinity)
         return _current
     from megascend.config import Parallel
     from megascend.platforms import choose
@@ -256,10 +268,21 @@ def bootstrap(
         if made is not None:
             record(made.before_megatron())
         record(chosen.prepare())
+        if affinity == "numa":
+            record([_bound(chosen)])
         if made is not None:
             record(install_missing_leaves())
-    _current = Runtime(chosen, stack, engine, made, precision, bool(tf32))
+    _current = Runtime(chosen, stack, engine, made, precision, bool(tf32), affinity or "none")
     return _current
+
+
+def _bound(platform: Platform) -> str:
+    """Bind this process to the CPUs of one NUMA node; a line about it."""
+    from megascend.distributed.launch import Launch
+    from megascend.platforms.affinity import bind_to_node
+
+    launch = Launch.from_environment()
+    return bind_to_node(launch.local_rank, launch.local_size, platform.pci_address(launch.local_rank))
 
 
 def _made_provider(name: str | None, setup: Setup) -> PatchProvider:

@@ -18,6 +18,7 @@ from megascend.errors import ConfigError
 
 Precision = Literal["fp32", "fp16", "bf16"]
 PlatformName = Literal["auto", "cpu", "cuda", "npu"]
+Affinity = Literal["none", "numa"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
@@ -292,6 +293,9 @@ class TrainerConfig(Section):
     output: Path = Field(description="run directory: metrics.jsonl, plot, TensorBoard log, export")
     steps: Size = Field(100, description="optimizer steps")
     platform: PlatformName = "auto"
+    affinity: Affinity = Field(
+        "none", description="numa: every process stays on the CPUs of one NUMA node, its device's where that is known"
+    )
     plugins: tuple[ModuleName, ...] = Field(
         (), description="modules that every rank imports first: they register engines, losses, architectures, providers"
     )

@@ -70,6 +70,7 @@ class HangMonitor:
         step: number of the optimizer step being worked on, from 1.
         sequence: the object collectives that this rank enters.
         last_words: called with the error, on the monitor's thread, before it ends the process.
+        on_phase: called with the name of every phase that this rank's own thread enters.
 
     Raises:
         ConfigError: ``MEGASCEND_FAULTS`` is set and cannot be read.
@@ -87,6 +88,7 @@ class HangMonitor:
         self.step = 1
         self.sequence = CollectiveSequence()
         self.last_words: Callable[[BaseException], None] | None = None
+        self.on_phase: Callable[[str], None] | None = None
         self._rank, self._waits_on_host = rank, waits_on_host
         self._process = Process.own()
         self._counts: dict[str, int] = {}
@@ -153,6 +155,8 @@ class HangMonitor:
     def enter(self, phase: Phase, *, skippable: bool) -> bool:
         """This thread enters ``phase``; True if fault injection skips its body."""
         stack = self._stack()
+        if self.on_phase is not None and stack is self._main:
+            self.on_phase(phase.name)
         if not stack.phases:
             self._counts[phase.name] = self._counts.get(phase.name, 0) + 1
             if stack is self._main:

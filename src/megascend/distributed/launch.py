@@ -22,6 +22,7 @@ class Launch:
     """Rank and world size, and the means to meet the other ranks.
 
     Attributes:
+        local_rank, local_size: this process among those of its host.
         store_path: file of a ``FileStore`` (``MEGASCEND_STORE``, as set by ``megascend.testing.run_distributed``).
         master: host and port of the TCP store (torchrun's ``MASTER_ADDR`` and ``MASTER_PORT``).
         agent_store: True if the launcher serves the TCP store, so that rank 0 need not.
@@ -31,6 +32,7 @@ class Launch:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_size: int = 1
     store_path: str | None = None
     master: tuple[str, int] | None = None
     agent_store: bool = False
@@ -70,6 +72,7 @@ class Launch:
             rank=rank,
             local_rank=local_rank,
             world_size=world_size,
+            local_size=_number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world_size,
             store_path=store_path,
             master=master,
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

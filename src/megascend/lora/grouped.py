@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.kernels.host_copy import to_device
+from megascend.kernels.npu_grouped import grouped_product
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def product(rows: Tensor, weights: Tensor, segments: Segments | None) -> Tensor:
     if kernel == "torch":
         return torch._grouped_mm(rows, weights, offs=segments.ends)
     if kernel == "npu":
-        return _npu_grouped(rows, weights.contiguous(), segments, by_rows=True)
+        return grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
     parts = [part @ weight for part, weight in zip(rows.split(segments.sizes()), weights, strict=True)]
     return torch.cat(parts)
 
@@ -77,28 +78,12 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
     elif kernel == "torch":
         into.add_(torch._grouped_mm(left.T, right, offs=segments.ends))
     elif kernel == "npu":
-        into.add_(_npu_grouped(left.T, right, segments, by_rows=False))
+        into.add_(grouped_product(left.T, right, segments.ends, by_rows=False))
     else:
         sizes = segments.sizes()
         for total, one, other in zip(into, left.split(sizes), right.split(sizes), strict=True):
             if len(one):
                 total.add_(one.T @ other)
-
-
-def _npu_grouped(left: Tensor, right: Tensor, segments: Segments, *, by_rows: bool) -> Tensor:
-    """Segments are of rows of ``left``, or of the dimension that is summed over; as MindSpeed's grouped layers call it."""
-    import torch_npu  # type: ignore[reportMissingImports]
-
-    (result,) = torch_npu.npu_grouped_matmul(
-        [left],
-        [right],
-        bias=None,
-        group_list=segments.ends.long(),
-        split_item=2 if by_rows else 3,  # one tensor, either way
-        group_type=0 if by_rows else 2,
-        group_list_type=0,
-    )
-    return result
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -96,6 +96,10 @@ class Platform(ABC):
     def reset_peak_memory(self) -> None:
         """Start a new peak-memory measurement."""
 
+    def pci_address(self, local_rank: int) -> str | None:
+        """Of the device that a process of this host uses, as Linux writes it (``0000:1b:00.0``); None where it is not told."""
+        return None
+
     def peak_flops(self) -> float | None:
         """Dense bf16 peak of one device in FLOP/s, or None if unknown."""
         return None

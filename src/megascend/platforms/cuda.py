@@ -73,6 +73,17 @@ class CudaPlatform(Platform):
 
         torch.cuda.reset_peak_memory_stats()
 
+    def pci_address(self, local_rank: int) -> str | None:
+        import torch
+
+        if local_rank >= torch.cuda.device_count():
+            return None  # :meth:`device` says so
+        properties = torch.cuda.get_device_properties(local_rank)
+        numbers = [
+            getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
+        ]  # torch 2.6 tells none
+        return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
     def peak_flops(self) -> float | None:
         import torch
 

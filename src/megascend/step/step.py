@@ -22,6 +22,7 @@ from megascend.engines.base import Engine, Output
 from megascend.errors import DataError, LossFunctionError
 from megascend.step.checks import check_fields, check_pairs, check_samples
 from megascend.step.context_sum import context_sum
+from megascend.step.progress import OnMicroBatch, progress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,7 +42,11 @@ class Step:
     # --- the two verbs ---
 
     def forward_backward(
-        self, samples: Sequence[Sample], loss: Loss, adapter: str | None = None
+        self,
+        samples: Sequence[Sample],
+        loss: Loss,
+        adapter: str | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> ForwardBackwardResult:
         """Accumulate gradients of the loss over the global batch; see ``Backend.forward_backward``."""
         engine, trainable = self._engine, self._engine.trainable
@@ -50,8 +55,11 @@ class Step:
             plan, names, agreed = self._plan(verb, samples, loss, adapter)
             normalizer = self._normalizer(agreed, loss)
             batches = self._build(samples, plan, names, normalizer.names, loss)
+            counted = progress(
+                self._groups.monitor, on_micro_batch, agreed.micro_batches, self._topology.virtual_pipeline
+            )
             try:
-                with trainable.applying(normalizer.names):
+                with trainable.applying(normalizer.names), counted:
                     stored = engine.run(
                         batches, lambda batch, output: self._loss(batch, output, normalizer), forward_only=False
                     )

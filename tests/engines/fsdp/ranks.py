@@ -58,7 +58,11 @@ def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any
         samples = backend.shard(causal_samples(token_lists()))
         found = Found(losses=[], norms=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
         for _ in range(steps):
-            found["losses"].append(backend.forward_backward(samples).loss)
+            found["told"] = []
+            backend.on_micro_batch = lambda done, count: found["told"].append((done, count))
+            result = backend.forward_backward(samples)
+            found["micro_batches"] = result.micro_batches
+            found["losses"].append(result.loss)
             found["norms"].append(backend.optimizer_step().grad_norm)
         backend.close()
         found["foreign"] = sorted(name for name in sys.modules if name.startswith(FOREIGN))
@@ -86,14 +90,17 @@ def one_step(
 
 
 def smallest_margin(checkpoint: str) -> float:
-    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities."""
+    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities.
+    NaN where this transformers does not tell a model's router logits."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
     smallest = math.inf
     with torch.no_grad():
         for ids in token_lists():
-            logits = model(torch.tensor(ids)[None, :-1], output_router_logits=True).router_logits
+            logits = getattr(model(torch.tensor(ids)[None, :-1], output_router_logits=True), "router_logits", None)
+            if logits is None:
+                return math.nan
             for layer in logits:
                 top = layer.float().softmax(-1).topk(model.config.num_experts_per_tok + 1).values
                 smallest = min(smallest, float((top[..., -2] - top[..., -1]).min()))

@@ -115,7 +115,13 @@ def run(
     from megascend.bootstrap.engines import needs
 
     runtime = megascend.bootstrap(
-        config.platform, config.parallel, config.tf32, config.engine, config.precision, config.provider
+        config.platform,
+        config.parallel,
+        config.tf32,
+        config.engine,
+        config.precision,
+        config.provider,
+        config.affinity,
     )
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.set_up import check_lengths, fingerprint, make_collector

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megascend.engines.fsdp.sequence import HeadExchange
 from megascend.errors import ConfigError
+from megascend.kernels import npu_attention
 
 KEYWORD = "sample_lengths"
 REFUSED = ("softcap", "s_aux")
@@ -94,6 +95,10 @@ def _of_samples(
     window: int | None,
 ) -> Tensor:
     """Whole samples: [batch, heads, tokens, head dim]."""
+    if query.device.type == "npu":
+        return npu_attention.causal_attention(
+            query, key, value, packed, scaling=scaling, dropout=dropout, window=window
+        )
     queries, keys, values = (whole.split(packed, dim=2) if packed else (whole,) for whole in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)

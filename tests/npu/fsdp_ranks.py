@@ -1,0 +1,44 @@
+"""What ranks of the FSDP engine do on the simulated device: the jobs of tests/engines/fsdp/ranks.py.
+
+DTensors cannot be cast here, as on cards with a torch_npu whose own cast is not known to DTensor (ms-swift#7871): whatever needs
+it must be cast before it is sharded.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "fsdp"))
+
+import ranks
+
+
+def refuse(operator: Any, args: Any, kwargs: Any) -> NoReturn:
+    raise NotImplementedError("Operator npu._npu_dtype_cast.default does not have a sharding strategy registered.")
+
+
+def casts_fail() -> bool:
+    """Whether casting a DTensor is an error in this process, asked on a rank of its own."""
+
+    def on_rank() -> bool:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        sharded = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+        try:
+            sharded.bfloat16()
+        except NotImplementedError as error:
+            return "_npu_dtype_cast" in str(error)
+        return False
+
+    return ranks.on_ranks(on_rank, 1)[0]
+
+
+if __name__ == "__main__":
+    dispatcher = DTensor._op_dispatcher  # type: ignore[reportAttributeAccessIssue]
+    dispatcher._custom_op_handlers[torch.ops.aten._to_copy.default] = refuse
+    ranks.do_jobs(vars(ranks) | {"casts_fail": casts_fail})

@@ -1,0 +1,89 @@
+"""The FSDP engine on the simulated device against Hugging Face and torch AdamW, in processes without Megatron and MindSpeed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascend import Fsdp, Parallel, Recompute
+from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+
+RANKS = Path(__file__).with_name("fsdp_ranks.py")
+RECOMPUTED = Recompute(granularity="full")
+SP2 = Parallel(context=2, context_algorithm="ulysses")
+
+Layout = tuple[str, str, dict[str, Any], int, dict[str, Any], float, float]
+
+LAYOUTS: list[Layout] = [
+    ("DP2", "qwen3", {}, 2, {}, 1e-5, 1e-4),
+    ("MoE DP2, recomputed", "qwen3_moe", {}, 2, {"recompute": RECOMPUTED}, 1e-5, 1e-4),
+]
+MORE: list[Layout] = [
+    ("HSDP 2x2, tied", "qwen3", {"tie_word_embeddings": True}, 4, {"fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
+    ("DP2, offload, recomputed", "qwen3", {}, 2, {"fsdp": Fsdp(offload=True), "recompute": RECOMPUTED}, 1e-5, 1e-4),
+    ("SP2", "qwen3", {}, 2, {"parallel": SP2}, 1e-5, 1e-4),
+    ("MoE on 3 ranks, 4 experts", "qwen3_moe", {}, 3, {}, 1e-5, 1e-4),
+    ("bf16 DP2", "qwen3", {}, 2, {"precision": "bf16"}, 2e-2, 0.1),
+    ("fp16 DP2", "qwen3", {}, 2, {"precision": "fp16"}, 1e-2, 0.1),
+    ("MoE bf16 DP2, recomputed", "qwen3_moe", {}, 2, {"precision": "bf16", "recompute": RECOMPUTED}, 0.15, 1.0),
+]
+
+
+def on_the_device(run_python: Any, folder: Path, *jobs: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """What the jobs return, and every call of a fused operator on the way."""
+    torch.save(list(jobs), folder / "job")
+    logs = folder / "calls"
+    run_python(RANKS, folder / "job", folder / "result", huggingface=True, SIMNPU_LOG=str(logs))
+    calls = [json.loads(line) for path in sorted(logs.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return torch.load(folder / "result", weights_only=False), calls
+
+
+def hold_against_hugging_face(
+    layouts: list[Layout], run_python: Any, parity_folder: Path, tmp_path: Path
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Ten steps of each layout; prints how far it is from Hugging Face."""
+    checkpoints = [case_checkpoint(parity_folder, arch, **overrides) for _, arch, overrides, *_ in layouts]
+    jobs = [
+        ("trajectory", (str(path), world_size), options | {"platform": "npu"})
+        for path, (_, _, _, world_size, options, _, _) in zip(checkpoints, layouts, strict=True)
+    ]
+    (fails, *found), calls = on_the_device(run_python, tmp_path, ("casts_fail", (), {}), *jobs)
+    assert fails, "casts of DTensors should be errors in this process"
+    problems = []
+    for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, found, strict=True):
+        reference = hf_reference(parity_folder, path, token_lists())
+        apart = differences(
+            Trajectory(ranks["losses"], ranks["norms"], []), Trajectory(reference.losses, reference.grad_norms, [])
+        )
+        print(f"{name}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}")
+        if not (apart.loss <= loss and apart.grad_norm <= norm):
+            problems.append((name, apart))
+    assert not problems
+    return found, calls
+
+
+def test_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
+    """Attention of packed samples is one call with their ends and the compressed triangle; nothing of Megatron is there."""
+    found, calls = hold_against_hugging_face(LAYOUTS, run_python, parity_folder, tmp_path)
+    assert [ranks["foreign"] for ranks in found] == [[], []]
+    attention = [call["arguments"] for call in calls if call["name"] == "npu_fusion_attention"]
+    assert attention
+    for call in attention:
+        assert call["input_layout"] in ("TND", "BSND")
+        assert call["atten_mask"]["shape"] == [2048, 2048]
+        assert (call["sparse_mode"], call["next_tockens"]) == (2, 0)
+    packed = [call for call in attention if call["input_layout"] == "TND"]
+    assert packed
+    assert all(call["actual_seq_qlen"] == call["actual_seq_kvlen"] for call in packed)
+    assert any(len(call["actual_seq_qlen"]) > 1 for call in packed)
+    products = [call["arguments"]["group_type"] for call in calls if call["name"] == "npu_grouped_matmul"]
+    assert set(products) == {0, 2}  # forward and gradient of rows; gradient of weights
+
+
+@pytest.mark.nightly
+def test_more_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
+    hold_against_hugging_face(MORE, run_python, parity_folder, tmp_path)
