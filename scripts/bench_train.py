@@ -4,6 +4,8 @@
     python scripts/bench_train.py --tiny --platform cpu          # the same script on a CPU, in a minute
     python scripts/bench_train.py --run bare --run bare:fusions=rope+swiglu --run megascend:micro_batch_tokens=16384
 
+    python scripts/bench_train.py --moe --layers 8 --ranks 2 --run plain --run fsdp:compile=true --run megascend:expert=2
+
 Every ``--run`` is one fresh process on the same device, one after the other: same weights (a random checkpoint in
 Hugging Face format, written to a temporary directory), same data, same optimizer settings. Warm-up steps come first,
 then every step is timed with the device idle before and after it. The table is printed last; the exit code is 1 if
@@ -11,20 +13,26 @@ losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is ne
 
 A run is one of these, with options after colons:
     bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
-    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false
-    fsdp        micro_batch_tokens=8192  recompute=full  packing=false
-    plain       micro_batch=2
+    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2
+    fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
+    plain       micro_batch=2  recompute=full
 
 The bare loop uses megatron-core, mcore-bridge and Transformer Engine only: padded [batch, sequence] micro batches,
 Transformer Engine's fused cross entropy, Megatron DDP with fp32 gradients, Megatron's optimizer (fp32 main parameters,
 TE FusedAdam) and Megatron's schedule. ``fusions`` switches on what Megatron-Core offers beside that. On a CPU there is
 no Transformer Engine at all, so there (and only there) the bare loop calls ``megascend.bootstrap()`` to get one.
-``fsdp`` is ``FsdpBackend`` on one rank. ``plain`` is a loop over transformers' model in torch's ``fully_shard``, layer by
-layer, as one writes it: padded micro batches, whole logits, torch's cross entropy and fused AdamW.
+``fsdp`` is ``FsdpBackend``; its recomputation is ``full`` or ``selective``. ``plain`` is a loop over transformers' model in
+torch's ``fully_shard``, layer by layer, as one writes it: padded micro batches, whole logits, torch's cross entropy and
+fused AdamW.
+
+With ``--ranks`` above 1 every run is that many processes, each with a part of the sequences (not ``bare``); memory is
+rank 0's. ``--moe`` takes Qwen3-30B-A3B's shapes, of which ``--layers`` says how many layers fit: time of a step is a
+constant part (embedding, output layer) and a part for every layer, so that two numbers of layers tell what all would take.
 
 Model FLOPs of a step: tokens * (6 * N + 6 * layers * heads * head_dim * length), where N counts the weights that are
-multiplied with every token (tied embeddings once, as output layer) and the second term is causal attention: forward
-2 products * 2 FLOP * length / 2, times 3 for forward and backward. Recomputation is not counted.
+multiplied with every token (of experts those of one token's; tied embeddings once, as output layer) and the second term
+is causal attention: forward 2 products * 2 FLOP * length / 2, times 3 for forward and backward. Recomputation is not
+counted.
 """
 
 from __future__ import annotations
@@ -64,6 +72,18 @@ QWEN3_1_7B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
+QWEN3_30B_A3B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -73,6 +93,7 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,7 @@ class Work:
     steps: int
     lr: float
     seed: int
+    ranks: int = 1
     batches: int = 2
     """Distinct batches, used in turn, so that the loss falls and a wrong update shows."""
 
@@ -102,6 +124,9 @@ class Work:
         s = self.shape
         attention = s["hidden_size"] * s["head_dim"] * (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"])
         mlp = 3 * s["hidden_size"] * s["intermediate_size"]
+        if "num_experts" in s:
+            mlp = s["num_experts_per_tok"] * 3 * s["hidden_size"] * s["moe_intermediate_size"]
+            mlp += s["hidden_size"] * s["num_experts"]  # the router
         weights = s["num_hidden_layers"] * (attention + mlp) + s["vocab_size"] * s["hidden_size"]
         causal = s["num_hidden_layers"] * s["num_attention_heads"] * s["head_dim"] * self.length
         return self.tokens * 6.0 * (weights + causal)
@@ -248,12 +273,18 @@ class PlainSteps(Steps):
         from transformers import AutoModelForCausalLM
 
         self.work, self.micro_batch = work, int(options.get("micro_batch", 2))
-        self.device = torch.device("cuda", 0) if work.platform == "cuda" else torch.device("cpu")
-        store = dist.HashStore()
-        dist.init_process_group("nccl" if work.platform == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        on_gpu, self.rank = work.platform == "cuda", int(os.environ.get("RANK", "0"))
+        self.device = torch.device("cuda", self.rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if work.ranks == 1 else {}
+        dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
         dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(self.device)
+        where = {"device_map": {"": self.rank}} if on_gpu else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, **where)
+        if options.get("recompute"):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -266,7 +297,7 @@ class PlainSteps(Steps):
     def step(self, batch: torch.Tensor) -> tuple[float, float]:
         import torch
 
-        parts, losses = batch.split(self.micro_batch), []
+        parts, losses = batch[self.rank :: self.work.ranks].split(self.micro_batch), []
         for part in parts:
             tokens = part.to(self.device, non_blocking=True)
             logits = self.model(input_ids=tokens[:, :-1]).logits
@@ -276,7 +307,9 @@ class PlainSteps(Steps):
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return torch.stack(losses).mean().item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        loss = torch.stack(losses).mean()
+        torch.distributed.all_reduce(loss)
+        return loss.item() / self.work.ranks, float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 class MegascendSteps(Steps):
@@ -288,19 +321,12 @@ class MegascendSteps(Steps):
         import megascend
 
         megascend.bootstrap(work.platform, engine=self.engine)
-        extra: dict[str, Any] = {}
-        if recompute := recompute_options(options):
-            modules = recompute.get("recompute_modules")
-            extra["recompute"] = (
-                megascend.Recompute(granularity="selective", modules=tuple(modules))
-                if modules
-                else megascend.Recompute(granularity="full")
-            )
+        extra = self.settings(options)
         budget = int(options.get("micro_batch_tokens", 2 * work.length))
         kind: Any = megascend.MegatronBackend if self.engine == "megatron" else megascend.FsdpBackend
         self.backend = kind(
             model=str(model_dir),
-            parallel=megascend.Parallel(),
+            parallel=megascend.Parallel(expert=int(options.get("expert", 1))),
             precision=work.precision,
             optimizer=megascend.Adam(lr=work.lr, weight_decay=0.01, max_grad_norm=1.0),
             batching=megascend.Batching(
@@ -311,12 +337,22 @@ class MegascendSteps(Steps):
         )
         self.sample = megascend.Sample
 
+    def settings(self, options: dict[str, str]) -> dict[str, Any]:
+        """Those that only this engine has, or has in its own way."""
+        import megascend
+
+        if not (recompute := recompute_options(options)):
+            return {}
+        if modules := recompute.get("recompute_modules"):
+            return {"recompute": megascend.Recompute(granularity="selective", modules=tuple(modules))}
+        return {"recompute": megascend.Recompute(granularity="full")}
+
     def step(self, batch: torch.Tensor) -> tuple[float, float]:
         import torch
 
         weights = torch.ones(batch.shape[1] - 1)
         samples = [self.sample(input_ids=row[:-1], target_ids=row[1:], weights=weights) for row in batch]
-        result = self.backend.forward_backward(samples)
+        result = self.backend.forward_backward(self.backend.shard(samples))
         step = self.backend.optimizer_step()
         if step.skipped:
             raise RuntimeError("the backend skipped a step")
@@ -327,6 +363,16 @@ class FsdpSteps(MegascendSteps):
     """The same with the engine of FSDP2."""
 
     engine = "fsdp"
+
+    def settings(self, options: dict[str, str]) -> dict[str, Any]:
+        import megascend
+
+        granularity: Any = options.get("recompute", "none")
+        fsdp = megascend.Fsdp(
+            compile=options.get("compile", "false") == "true",
+            reshard_after_forward=options.get("reshard", "true") == "true",
+        )
+        return {"fsdp": fsdp, "recompute": megascend.Recompute(granularity=granularity)}
 
 
 def build_bridge_model(model_dir: Path, **settings: Any) -> tuple[torch.nn.Module, Any]:
@@ -362,14 +408,19 @@ def recompute_options(options: dict[str, str]) -> dict[str, Any]:
 
 
 def write_checkpoint(work: Work, directory: Path) -> None:
-    """A random Qwen3 checkpoint (normal, 0.02) under Hugging Face's names; made on the GPU if there is one."""
+    """A random checkpoint of Qwen3 or Qwen3-MoE (normal, 0.02) under Hugging Face's names; made on the GPU if there is one."""
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
     s = work.shape
-    config = Qwen3Config(**s, tie_word_embeddings=True, max_position_embeddings=40960, rms_norm_eps=1e-6)
-    config.architectures = ["Qwen3ForCausalLM"]
+    common: dict[str, Any] = {"max_position_embeddings": 40960, "rms_norm_eps": 1e-6}
+    experts = s.get("num_experts", 0)
+    if experts:
+        config: Any = Qwen3MoeConfig(**s, **common, tie_word_embeddings=False, norm_topk_prob=True)
+    else:
+        config = Qwen3Config(**s, **common, tie_word_embeddings=True)
+    config.architectures = ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"]
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
     config.dtype = dtype
     config.save_pretrained(directory)
@@ -382,6 +433,8 @@ def write_checkpoint(work: Work, directory: Path) -> None:
     ones = lambda size: torch.ones(size, dtype=dtype)  # noqa: E731
     hidden, head = s["hidden_size"], s["head_dim"]
     tensors = {"model.embed_tokens.weight": normal(s["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
+    if experts:
+        tensors["lm_head.weight"] = normal(s["vocab_size"], hidden)
     for layer in range(s["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         tensors |= {
@@ -391,12 +444,18 @@ def write_checkpoint(work: Work, directory: Path) -> None:
             prefix + "self_attn.o_proj.weight": normal(hidden, s["num_attention_heads"] * head),
             prefix + "self_attn.q_norm.weight": ones(head),
             prefix + "self_attn.k_norm.weight": ones(head),
-            prefix + "mlp.gate_proj.weight": normal(s["intermediate_size"], hidden),
-            prefix + "mlp.up_proj.weight": normal(s["intermediate_size"], hidden),
-            prefix + "mlp.down_proj.weight": normal(hidden, s["intermediate_size"]),
             prefix + "input_layernorm.weight": ones(hidden),
             prefix + "post_attention_layernorm.weight": ones(hidden),
         }
+        if experts:
+            tensors[prefix + "mlp.gate.weight"] = normal(experts, hidden)
+        width = s["moe_intermediate_size"] if experts else s["intermediate_size"]
+        for mlp in [f"{prefix}mlp.experts.{expert}." for expert in range(experts)] or [prefix + "mlp."]:
+            tensors |= {
+                mlp + "gate_proj.weight": normal(width, hidden),
+                mlp + "up_proj.weight": normal(width, hidden),
+                mlp + "down_proj.weight": normal(hidden, width),
+            }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -432,7 +491,8 @@ def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Resu
         result.norms.append(norm)
         if index >= work.warmup:
             result.ms.append(elapsed)
-        print(f"{run} step {index}: loss {loss:.5f} norm {norm:.4f} {elapsed:.1f} ms", flush=True)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"{run} step {index}: loss {loss:.5f} norm {norm:.4f} {elapsed:.1f} ms", flush=True)
     if on_gpu:
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         result.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
@@ -441,7 +501,8 @@ def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Resu
 
         result.peak_gib = result.reserved_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if profile is not None:
-        write_profile(steps, batches[0], profile / f"profile-{re.sub('[^a-z0-9]+', '-', run)}.txt", on_gpu)
+        of_rank = f"-{os.environ['RANK']}" if work.ranks > 1 else ""
+        write_profile(steps, batches[0], profile / f"profile-{re.sub('[^a-z0-9]+', '-', run)}{of_rank}.txt", on_gpu)
     return result
 
 
@@ -490,9 +551,9 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
-        "megascend": {"micro_batch_tokens", "recompute", "packing"},
-        "fsdp": {"micro_batch_tokens", "recompute", "packing"},
-        "plain": {"micro_batch"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert"},
+        "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard"},
+        "plain": {"micro_batch", "recompute"},
     }
     if name not in allowed or not options.keys() <= allowed[name]:
         raise SystemExit(f"--run {text}: use one of {allowed}")
@@ -521,7 +582,7 @@ def report(work: Work, results: list[Result]) -> bool:
     print()
     print(f"{results[0].device}; {', '.join(f'{k} {v}' for k, v in results[0].versions.items())}")
     print(
-        f"{work.sequences} x {work.length} tokens a step, {work.precision}, "
+        f"{work.ranks} ranks, {work.sequences} x {work.length} tokens a step, {work.precision}, "
         f"{work.warmup} warm-up and {work.steps} timed steps, shape {work.shape}"
     )
     width = max(len(result.run) for result in results)
@@ -531,7 +592,7 @@ def report(work: Work, results: list[Result]) -> bool:
     print(f"{header} {'loss first':>11} {'last':>9} {'norm':>8}")
     for result in results:
         median = statistics.median(result.ms)
-        mfu = f"{work.flops / (median / 1000) / peak:6.1%}" if peak else "     -"
+        mfu = f"{work.flops / (median / 1000) / peak / work.ranks:6.1%}" if peak else "     -"
         print(
             f"{result.run:<{width}} {work.tokens / median * 1000:9.0f} {median:10.1f} {min(result.ms):8.1f}"
             f" {max(result.ms):8.1f} {result.peak_gib:6.1f} {result.reserved_gib:6.1f} {mfu}"
@@ -555,6 +616,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--tiny", action="store_true", help="a model and batch for a CPU, seconds a run")
+    parser.add_argument("--moe", action="store_true", help="Qwen3-30B-A3B's shapes, or with --tiny a few experts")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of every run, a GPU each")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--heads", type=int)
@@ -575,7 +638,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def work_from(arguments: argparse.Namespace) -> Work:
     """Defaults filled in."""
-    shape = dict(TINY if arguments.tiny else QWEN3_1_7B)
+    shape = dict(TINY if arguments.tiny else QWEN3_30B_A3B if arguments.moe else QWEN3_1_7B)
+    if arguments.moe and arguments.tiny:
+        shape |= TINY_EXPERTS
     for option, key in {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -600,6 +665,7 @@ def work_from(arguments: argparse.Namespace) -> Work:
         steps=default(arguments.steps, 12, 4),
         lr=default(arguments.lr, 1e-5, 1e-3),
         seed=arguments.seed,
+        ranks=arguments.ranks,
     )
 
 
@@ -612,19 +678,25 @@ def main() -> int:
             write_checkpoint(work, arguments.model_dir)
         else:
             result = execute(work, run, arguments.model_dir, arguments.profile)
-            Path(result_path).write_text(json.dumps(asdict(result)))
+            if int(os.environ.get("RANK", "0")) == 0:
+                Path(result_path).write_text(json.dumps(asdict(result)))
         return 0
     runs = arguments.run or ["bare", "megascend"]
     for run in runs:
-        parse_run(run)
+        if parse_run(run)[0] == "bare" and work.ranks > 1:
+            raise SystemExit("--run bare is for one rank")
     with tempfile.TemporaryDirectory(prefix="bench_train_") as folder:
         model_dir = arguments.model_dir or Path(folder) / "model"
         model_dir.mkdir(parents=True, exist_ok=True)
 
         def child(run: str) -> Path:
             path = Path(folder) / "result.json"
-            command = [sys.executable, __file__, *sys.argv[1:], "--execute", run, str(path)]
-            subprocess.run([*command, "--model-dir", str(model_dir)], check=True, env=environment())
+            path.unlink(missing_ok=True)
+            command = [sys.executable]
+            if work.ranks > 1 and run != "checkpoint":
+                command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.ranks), "--"]
+            command += [__file__, *sys.argv[1:], "--execute", run, str(path), "--model-dir", str(model_dir)]
+            subprocess.run(command, check=True, env=environment())
             return path
 
         if not (model_dir / "config.json").is_file():

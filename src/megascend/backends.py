@@ -274,7 +274,7 @@ class FsdpBackend(Backend):
             ``adapters`` the frozen model's shards have this precision too.
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
         optimizer, schedule, batching, adapters, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
-        recompute: ``granularity`` ``none`` or ``full``.
+        recompute: ``granularity`` ``none``, ``full`` (each layer by itself) or ``selective`` (by operators).
         moe: no auxiliary loss.
 
     Raises:
@@ -311,7 +311,7 @@ class FsdpBackend(Backend):
                 npu.use_grouped_operator()
             mesh.check_layout(topology)
             mesh.mesh_ranks(topology.world_size, settings.replicate)
-            check_settings(recomputed, moe or Moe())
+            check_settings(settings, topology, recomputed, moe or Moe(), adapters)
             made.append(mesh.FsdpGroups(settings.replicate))
             return made[0]
 

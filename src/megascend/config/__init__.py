@@ -154,6 +154,10 @@ class Fsdp(Section):
     offload: bool = Field(
         False, description="parameters, gradients and moments stay in host memory, where the optimizer steps"
     )
+    compile: bool = Field(
+        False,
+        description="torch.compile for each layer: faster steps, after a minute or two of compiling in the first ones",
+    )
 
 
 class Batching(Section):

@@ -280,7 +280,7 @@ def refused(checkpoint: str, folder: str) -> dict[str, str]:
         "parallel.context=2": {"parallel": megascend.Parallel(context=2)},
         "parallel.expert=2": {"parallel": megascend.Parallel(expert=2)},
         "fsdp.replicate=3": {"fsdp": megascend.Fsdp(replicate=3)},
-        "granularity=selective": {"recompute": megascend.Recompute(granularity="selective")},
+        "recompute.modules": {"recompute": megascend.Recompute(granularity="selective", modules=("mlp",))},
         "moe.aux_loss": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
         "more with its logits": {"model": folder},
     }

@@ -7,15 +7,18 @@ refused: its samples would see each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megascend.engines.fsdp import varlen
 from megascend.engines.fsdp.sequence import HeadExchange
 from megascend.errors import ConfigError
 from megascend.kernels import npu_attention
+from megascend.kernels.host_copy import to_device
 
 KEYWORD = "sample_lengths"
 REFUSED = ("softcap", "s_aux")
@@ -26,15 +29,46 @@ REFUSED = ("softcap", "s_aux")
 class SampleLengths:
     """How the samples of a micro batch lie in its tensors.
 
+    A layer that is compiled depends on which of these are None, and on nothing else here: lengths differ from one to the next.
+
     Attributes:
         packed: tokens of each sample, one after the other in one row; None: one sample a row, padded on the right.
         exchange: with the ranks that hold the other parts of the samples; None: this rank has them whole.
         order: of the tokens of packed samples after the exchange.
+        one_kernel: there is a kernel for packed samples of this dtype here.
+        starts: int32 [samples + 1], where each packed sample begins, and the number of tokens; None if none are packed.
+        longest: int64 [1] on the host: tokens of the longest of them.
     """
 
     packed: tuple[int, ...] | None
     exchange: HeadExchange | None = None
     order: Tensor | None = None
+    one_kernel: bool = False
+    starts: Tensor | None = None
+    longest: Tensor | None = None
+
+
+def sample_lengths(
+    packed: tuple[int, ...] | None, exchange: HeadExchange | None, device: torch.device, dtype: torch.dtype
+) -> SampleLengths:
+    """What the attention of a micro batch has to know, made on the host; nothing waits for the device.
+
+    Args:
+        packed: tokens of each sample, padding included; None: a padded batch.
+        dtype: of queries, keys and values.
+    """
+    if packed is None:
+        return SampleLengths(None, exchange)
+    order = None if exchange is None else to_device(exchange.order(packed), device)
+    starts = torch.tensor((0, *accumulate(packed)), dtype=torch.int32)
+    return SampleLengths(
+        packed,
+        exchange,
+        order,
+        one_kernel=varlen.available(device, dtype),
+        starts=to_device(starts, device),
+        longest=torch.tensor([max(packed)]),
+    )
 
 
 def attention(
@@ -74,9 +108,9 @@ def attention(
             f"engine fsdp: attention with {what} ({type(module).__name__}) is not known here; use another engine"
         )
     if lengths.exchange is None:
-        return _of_samples(query, key, value, lengths.packed, scaling, dropout, sliding_window).transpose(1, 2), None
+        return _of_samples(query, key, value, lengths, scaling, dropout, sliding_window).transpose(1, 2), None
     q, k, v = (_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value))
-    mixed = _of_samples(q, k, v, lengths.packed, scaling, dropout, sliding_window)
+    mixed = _of_samples(q, k, v, lengths, scaling, dropout, sliding_window)
     mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
     return lengths.exchange.to_tokens(mixed).transpose(1, 2), None
 
@@ -89,7 +123,7 @@ def _of_samples(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: tuple[int, ...] | None,
+    lengths: SampleLengths,
     scaling: float | None,
     dropout: float,
     window: int | None,
@@ -97,9 +131,27 @@ def _of_samples(
     """Whole samples: [batch, heads, tokens, head dim]."""
     if query.device.type == "npu":
         return npu_attention.causal_attention(
-            query, key, value, packed, scaling=scaling, dropout=dropout, window=window
+            query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window
         )
-    queries, keys, values = (whole.split(packed, dim=2) if packed else (whole,) for whole in (query, key, value))
+    if lengths.starts is None or lengths.longest is None:
+        return _causal(query, key, value, scaling, dropout, window)
+    if lengths.one_kernel and varlen.fits(query, value, dropout):
+        return varlen.attention(query, key, value, lengths.starts, lengths.longest, scaling, window)
+    return _one_by_one(query, key, value, lengths, scaling, dropout, window)
+
+
+@torch.compiler.disable  # it depends on every length
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: SampleLengths,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    assert lengths.packed is not None
+    queries, keys, values = (whole.split(lengths.packed, dim=2) for whole in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)
 

@@ -17,7 +17,7 @@ from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Precision, Rec
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import OnOutput, Trainable
 from megascend.engines.export import export
-from megascend.engines.fsdp import attention, loading, state, transformers_api
+from megascend.engines.fsdp import attention, compilation, loading, recomputation, state, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters
 from megascend.engines.fsdp.mesh import FsdpGroups
 from megascend.engines.fsdp.named_weights import named_weights
@@ -30,7 +30,6 @@ from megascend.engines.fsdp.sources import pieces
 from megascend.engines.full_model import FullModel
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
-from megascend.kernels.host_copy import to_device
 from megascend.lora.merge import merged
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
@@ -88,8 +87,10 @@ class FsdpEngine:
             heads = text.num_attention_heads
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
         sources = pieces(self.model, self._tied, info.tensors)
-        if recompute.granularity == "full":
-            transformers_api.recompute_layers(self.model)
+        layers = transformers_api.layers(self.model)
+        recomputation.recompute(layers, recompute.granularity)
+        if fsdp.compile:
+            compilation.compile_layers(layers, transformers_api.is_fused_experts)
         self.adapters: FsdpAdapters | None = None
         self.optimizer: Optimizer | None = None
         if adapters is not None:
@@ -136,10 +137,13 @@ class FsdpEngine:
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         stored = []
         try:
-            for batch in batches:
+            for number, batch in enumerate(batches, 1):
+                if not self._fsdp.reshard_after_forward:
+                    self.model.set_reshard_after_backward(number == len(batches))
                 if self.adapters is not None:
                     self.adapters.layers.enter(batch.segments)
-                lengths = self._lengths(batch)
+                packed = None if batch.packed is None else batch.packed.lengths
+                lengths = attention.sample_lengths(packed, self._exchange, self.device, DTYPES[self.precision])
                 with self.groups.monitor.phase("forward"):
                     total, found = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
                 if self.adapters is not None:
@@ -153,15 +157,9 @@ class FsdpEngine:
             if hasattr(self.model, "reset_iter_state"):  # torch 2.13
                 self.model.reset_iter_state()
             raise
-        if forward_only:
+        finally:
             reshard(self._units)
         return stored
-
-    def _lengths(self, batch: MicroBatch) -> attention.SampleLengths:
-        packed = None if batch.packed is None else batch.packed.lengths
-        if self._exchange is None or packed is None:
-            return attention.SampleLengths(packed, self._exchange)
-        return attention.SampleLengths(packed, self._exchange, to_device(self._exchange.order(packed), self.device))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -220,11 +218,15 @@ class FsdpEngine:
         """The groups, which the backend closes, are all that is left in the process."""
 
 
-def check_settings(recompute: Recompute, moe: Moe) -> None:
+def check_settings(fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Moe, adapters: Adapters | None) -> None:
     """Raise ConfigError for settings that this engine does not have."""
-    if recompute.granularity == "selective":
+    if fsdp.compile and (topology.context > 1 or adapters is not None):
+        beside = "adapters" if adapters is not None else f"parallel.context={topology.context}"
+        raise ConfigError(f"engine fsdp: fsdp.compile is not there with {beside} (docs/fsdp.md); set compile: false")
+    if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
         raise ConfigError(
-            "engine fsdp: recompute.granularity=selective is not there yet (docs/fsdp.md); set full or none"
+            f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "
+            "goes by operators here (docs/fsdp.md), leave modules out"
         )
     if recompute.granularity == "full" and recompute.layers != 1:
         raise ConfigError(

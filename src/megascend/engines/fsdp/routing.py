@@ -33,11 +33,12 @@ def _backward(ctx: Any, grad: Tensor) -> Tensor:
 saved_routing.register_autograd(_backward)
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the routing alone."""
     if operator is torch.ops.megascend.saved_routing.default:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-recomputation_contexts = partial(create_selective_checkpoint_contexts, _policy)
+recomputation_contexts = partial(create_selective_checkpoint_contexts, policy)
 """``context_fn`` of ``torch.utils.checkpoint``: everything is computed again but the routing."""

@@ -82,15 +82,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 def has_experts(model: nn.Module) -> bool:
     """Experts fused into parameters are among the model's layers."""
-    return any(_is_fused_experts(module) for module in model.modules())
-
-
-def recompute_layers(model: Any) -> None:
-    """Have every layer's activations computed again in the backward pass, by itself; its routing is not."""
-    # transformers 5.11 and later have a new name for it.
-    name = "activation_checkpointing_enable"
-    enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
-    enable({"use_reentrant": False, "context_fn": routing.recomputation_contexts})
+    return any(is_fused_experts(module) for module in model.modules())
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
@@ -157,14 +149,14 @@ def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
     return compute(module, hidden_states, index, weights)
 
 
-def _is_fused_experts(module: nn.Module) -> bool:
+def is_fused_experts(module: nn.Module) -> bool:
     """A module that ``use_experts_implementation`` has decorated."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _check_experts(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if re.search(r"(^|\.)experts$", name) and not _is_fused_experts(module):
+        if re.search(r"(^|\.)experts$", name) and not is_fused_experts(module):
             raise ConfigError(
                 f"engine fsdp: {name} of {type(model).__name__} is a {type(module).__name__} that takes no experts function; "
                 "ranks would gather its shards at different times. Use another engine"

@@ -1,0 +1,45 @@
+"""``torch.compile`` for a model's layers.
+
+Each layer is compiled without its hooks, so that ``fully_shard`` gathers before it and reduces after it as ever, and all
+layers of a kind share what was compiled for the first. A layer with experts is compiled in parts, without what routes tokens
+and computes experts: sizes there depend on the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch._dynamo.config
+from torch import nn
+
+from megascend.changes import patch
+
+BACKEND = "inductor"
+MOST_VARIANTS = 64
+"""Of one function: shapes (constant, varying), packed and padded batches, with gradients and without, kinds of layers. Beyond
+them torch runs the function without compiling it; its own bound is 8."""
+
+
+def compile_layers(layers: Sequence[nn.Module], is_experts: Callable[[nn.Module], bool]) -> None:
+    """Have layers compiled when they are first called.
+
+    Args:
+        is_experts: a module is a layer's experts.
+    """
+    patch(torch._dynamo.config, "recompile_limit", MOST_VARIANTS, "more variants of a compiled layer")
+    for layer in layers:
+        for part in _parts(layer, is_experts):
+            patch(part, "forward", torch.compile(part.forward, backend=BACKEND), "compiled")
+
+
+def _parts(module: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """The module, or its largest parts without experts and without the router beside them."""
+    if not any(is_experts(inner) for inner in module.modules()):
+        yield module
+        return
+    beside_experts = any(is_experts(child) for child in module.children())
+    for child in module.children():
+        if is_experts(child) or (beside_experts and not list(child.children())):  # a router has no modules in it
+            continue
+        yield from _parts(child, is_experts)

@@ -1,0 +1,137 @@
+"""Causal attention of all samples of a packed row in one kernel: torch's flash attention with the samples' borders.
+
+On CUDA, in bf16 and fp16. torch has it as an operator without a public name, ``aten::_flash_attention_forward``; what is used of
+it here is the same in torch 2.11 and 2.13, which cannot be said of ``torch.nn.attention.varlen``, which is made of it. Here it is
+an operator of our own, so that ``torch.compile`` and selective recomputation see one thing, and the longest sample is a number on
+the host that a compiled layer does not depend on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WIDEST_HEAD = 256
+WIDTH_MULTIPLE = 8
+OLDEST_CAPABILITY = (8, 0)
+
+
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """This device has the kernel for tensors of ``dtype``."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and (
+        torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
+    )
+
+
+def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """The kernel takes heads of this width, and is right without dropout only."""
+    width = query.shape[-1]
+    return dropout == 0 and width <= WIDEST_HEAD and width % WIDTH_MULTIPLE == 0 and value.shape[-1] == width
+
+
+@torch.library.custom_op("megascend::varlen_attention", mutates_args=(), device_types="cuda")
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within samples.
+
+    Args:
+        query: [tokens, heads, head dim], one sample after the other; ``key`` and ``value`` may have fewer heads.
+        starts: int32 [samples + 1], where each sample begins, and the number of tokens.
+        longest: int64 [1] on the CPU: tokens of the longest sample.
+        window: tokens that each token sees, itself among them; 0: all before it.
+
+    Returns:
+        [tokens, heads, head dim], and float32 [heads, tokens]: the logarithm of the sum of exponentials.
+    """
+    size = int(longest)
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, starts, starts, size, size, 0.0, True, False, scale=scale, **_window(window)
+    )
+    return found[0], found[1]
+
+
+@torch.library.custom_op("megascend::varlen_attention_backward", mutates_args=(), device_types="cuda")
+def varlen_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    starts: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    size = int(longest)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        query,
+        key,
+        value,
+        out,
+        log_sums,
+        starts,
+        starts,
+        size,
+        size,
+        0.0,
+        True,
+        no_dropout,
+        no_dropout.new_empty(()),
+        scale=scale,
+        **_window(window),
+    )
+
+
+def _window(window: int) -> dict[str, int]:
+    """The kernel counts the tokens before each, without itself."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+@varlen_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@varlen_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, starts, longest, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, starts, longest)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    grads = torch.ops.megascend.varlen_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return *grads, None, None, None, None
+
+
+varlen_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """:func:`varlen_attention` of [1, heads, tokens, head dim], in that form."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    mixed, _ = torch.ops.megascend.varlen_attention(q, k, v, starts, longest, scale, window or 0)
+    return mixed.transpose(0, 1)[None]

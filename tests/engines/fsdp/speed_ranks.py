@@ -1,0 +1,96 @@
+"""Compiled layers of the FSDP engine, for a test: run as a script, so that nothing of Megatron is in its process.
+
+    python speed_ranks.py JOB RESULT
+
+JOB and RESULT as of ranks.py. The kernel for packed samples, which CPUs do not have, is replaced by plain products of matrices,
+so that layers are compiled here as they are on CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch._dynamo.utils
+from torch import Tensor
+
+import megascend
+from megascend.engines.fsdp import compilation, varlen
+from megascend.testing import run_distributed
+from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
+
+
+def scores(query: Tensor, key: Tensor, starts: Tensor, scale: float, window: int) -> Tensor:
+    """[heads, tokens, tokens], minus infinity where a token does not see another."""
+    place = torch.arange(len(query))
+    sample = torch.bucketize(place, starts[1:].long(), right=True)
+    apart = place[:, None] - place
+    seen = (sample[:, None] == sample) & (apart >= 0) & (apart < (window or len(query)))
+    return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(~seen, -torch.inf)
+
+
+def shared(states: Tensor, heads: int) -> Tensor:
+    """Keys or values, once for every head of queries."""
+    return states.repeat_interleave(heads // states.shape[1], dim=1)
+
+
+@varlen.varlen_attention.register_kernel("cpu")
+def _(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    key, value = shared(key, query.shape[1]), shared(value, query.shape[1])
+    found = scores(query, key, starts, scale, window)
+    return torch.einsum("hqk,khd->qhd", found.softmax(-1), value).contiguous(), found.logsumexp(-1)
+
+
+@varlen.varlen_attention_backward.register_kernel("cpu")
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    starts: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kept = query.shape[1], key.shape[1]
+    keys, values = shared(key, heads), shared(value, heads)
+    weights = (scores(query, keys, starts, scale, window) - log_sums[..., None]).exp()
+    of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).t()[..., None]
+    of_scores = weights * of_weights * scale
+    of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
+    of_key = torch.einsum("hqk,qhd->khd", of_scores, query).unflatten(1, (kept, -1)).sum(2)
+    of_value = torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, (kept, -1)).sum(2)
+    return of_query.contiguous(), of_key, of_value
+
+
+def trajectory(checkpoint: str, world_size: int, backend: str, steps: int, **options: Any) -> dict[str, Any]:
+    """Losses, norms and graphs compiled so far of rank 0, after every step."""
+
+    def on_rank() -> dict[str, Any]:
+        adam = megascend.Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
+        settings: dict[str, Any] = {"precision": "fp32", "optimizer": adam, "platform": "cpu", "timeout_s": 300}
+        batching = megascend.Batching(micro_batch_tokens=64)
+        compilation.BACKEND, varlen.available = backend, lambda device, dtype: True
+        found: dict[str, Any] = {"losses": [], "norms": [], "graphs": []}
+        with megascend.FsdpBackend(checkpoint, batching=batching, **settings | options) as trained:
+            samples = trained.shard(causal_samples(token_lists()))
+            for _ in range(steps):
+                found["losses"].append(trained.forward_backward(samples).loss)
+                found["norms"].append(trained.optimizer_step().grad_norm)
+                found["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        found["breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
+        return found
+
+    return run_distributed(on_rank, world_size, init=False, timeout_s=600)[0]
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    results = [globals()[name](*args, **options) for name, args, options in torch.load(sys.argv[1], weights_only=False)]
+    torch.save(results, sys.argv[2])

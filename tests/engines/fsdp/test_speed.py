@@ -1,0 +1,133 @@
+"""What makes the FSDP engine fast, as far as a CPU shows it: which attention is chosen, compilation, selective recomputation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forked_programs import run_forked
+from megascend import Fsdp, Recompute
+from megascend.engines.fsdp import attention, recomputation, varlen
+from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+
+PROGRAM = Path(__file__).with_name("speed_ranks.py")
+COMPILED = Fsdp(compile=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "kernel"),
+    [
+        ("cuda", torch.bfloat16, (9, 0), True),
+        ("cuda", torch.float16, (8, 0), True),
+        ("cuda", torch.float32, (9, 0), False),
+        ("cuda", torch.bfloat16, (7, 5), False),
+        ("cpu", torch.bfloat16, (9, 0), False),
+    ],
+)
+def test_the_kernel_for_packed_samples_is_for_16_bits_on_cuda(monkeypatch, device, dtype, capability, kernel):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert varlen.available(torch.device(device), dtype) == kernel
+
+
+@pytest.mark.parametrize(
+    ("width", "of_values", "dropout", "fits"),
+    [
+        (128, 128, 0.0, True),
+        (12, 12, 0.0, False),
+        (192, 128, 0.0, False),
+        (128, 128, 0.1, False),
+        (512, 512, 0.0, False),
+    ],
+)
+def test_other_heads_and_dropout_take_a_call_a_sample(width, of_values, dropout, fits):
+    query, value = torch.empty(1, 1, 1, width), torch.empty(1, 1, 1, of_values)
+    assert varlen.fits(query, value, dropout) == fits
+
+
+def test_what_attention_is_told_is_on_the_host_and_the_device():
+    cpu = torch.device("cpu")
+    lengths = attention.sample_lengths((3, 5, 2), None, cpu, torch.float32)
+    assert not lengths.one_kernel
+    assert lengths.starts is not None
+    assert lengths.longest is not None
+    assert (lengths.starts.tolist(), lengths.starts.dtype) == ([0, 3, 8, 10], torch.int32)
+    assert lengths.longest.tolist() == [5]
+    assert attention.sample_lengths(None, None, cpu, torch.float32).starts is None
+
+
+def test_selective_recomputation_keeps_attention_and_every_second_product():
+    """Products of a block of four matrices and attention, counted in the backward pass."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls: dict[Any, int] = {}
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls[func] = calls.get(func, 0) + 1
+            return func(*args, **kwargs or {})
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrices = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (matrix(x)[None] for matrix in self.matrices[:3])
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.matrices[3](mixed[0]).sigmoid()
+
+    forward_only = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    counts = {}
+    for granularity in ("none", "selective", "full"):
+        block = Block()
+        recomputation.recompute([block], granularity)
+        loss = block(torch.ones(1, 5, 8, requires_grad=True)).sum()
+        calls.clear()
+        with Counted():
+            loss.backward()
+        counts[granularity] = (calls[torch.ops.aten.mm.default], calls.get(forward_only, 0))
+    assert counts == {"none": (8, 0), "selective": (8 + 2, 0), "full": (8 + 4, 1)}
+
+
+def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layouts: list[Any], steps: int) -> None:
+    jobs = []
+    for arch, world_size, options in layouts:
+        checkpoint = str(case_checkpoint(folder, arch))
+        jobs.append(("trajectory", (checkpoint, world_size, backend, steps), options))
+    torch.save(jobs, tmp_path / "job")
+    done = run_forked(PROGRAM, tmp_path / "job", tmp_path / "result", timeout_s=800)
+    assert done.returncode == 0, done.stderr[-6000:]
+    problems = []
+    for (_, (checkpoint, *_), options), found in zip(jobs, torch.load(tmp_path / "result"), strict=True):
+        whole = hf_reference(folder, checkpoint, token_lists())
+        reference = Trajectory(whole.losses[:steps], whole.grad_norms[:steps], [])
+        apart = differences(Trajectory(found["losses"], found["norms"], []), reference)
+        print(
+            f"{Path(checkpoint).name} {options}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}, {found['graphs']}"
+        )
+        few = 0 < found["graphs"][0] == found["graphs"][-1] and not found["breaks"]
+        if apart.loss > 1e-5 or apart.grad_norm > 1e-4 or not few:
+            problems.append((checkpoint, options, apart, found["graphs"], found["breaks"]))
+    assert not problems
+
+
+def test_compiled_layers_compute_the_same(parity_folder, tmp_path):
+    """Packed micro batches of different lengths; compiled in the first step, whole, and not again. Without the last part of
+    torch.compile, the generator of code."""
+    recomputed = {"fsdp": COMPILED, "recompute": Recompute(granularity="selective")}
+    hold_against_hugging_face(parity_folder, tmp_path, "aot_eager", [("qwen3", 1, recomputed)], 5)
+
+
+@pytest.mark.nightly
+def test_compiled_layers_compute_the_same_in_other_layouts(parity_folder, tmp_path):
+    full, selective = (Recompute(granularity=granularity) for granularity in ("full", "selective"))
+    layouts = [
+        ("qwen3", 2, {"fsdp": COMPILED}),
+        ("qwen3", 2, {"fsdp": Fsdp(compile=True, reshard_after_forward=False), "recompute": full}),
+        ("qwen3_moe", 2, {"fsdp": COMPILED, "recompute": selective}),
+    ]
+    hold_against_hugging_face(parity_folder, tmp_path, "inductor", layouts, 10)

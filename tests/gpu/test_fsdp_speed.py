@@ -1,0 +1,86 @@
+"""What makes engine fsdp fast on CUDA: one kernel for packed samples, compiled layers, one wait a step. Needs a CUDA GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascend.testing.parity import case_checkpoint, hf_reference, token_lists
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+PROGRAM = Path(__file__).with_name("fsdp_program.py")
+STEPS = 5
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["all heads", "shared keys"])
+def test_one_kernel_is_as_exact_as_a_call_a_sample(heads, window):
+    """Both in bf16, against fp64."""
+    from megascend.engines.fsdp import attention
+
+    lengths, width, device = (1, 700, 63, 256, 4), 128, torch.device("cuda")
+    generator = torch.Generator().manual_seed(3)
+    exact = [
+        torch.randn(1, count, sum(lengths), width, generator=generator).bfloat16()
+        for count in (heads[0], heads[1], heads[1])
+    ]
+    upstream = torch.randn(1, sum(lengths), heads[0], width, generator=generator).bfloat16()
+    many = attention.sample_lengths(lengths, None, device, torch.bfloat16)
+    assert many.one_kernel
+    assert many.starts is not None
+    assert many.starts.tolist() == [0, 1, 701, 764, 1020, 1024]
+    one_by_one = attention.SampleLengths(lengths, starts=many.starts, longest=many.longest)
+
+    def run(tensors, described):
+        inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+        out, _ = attention.attention(torch.nn.Module(), *inputs, None, sliding_window=window, sample_lengths=described)
+        out.backward(upstream.to(out.device, out.dtype))
+        return [out.detach(), *[tensor.grad for tensor in inputs]]
+
+    wanted = run([tensor.double() for tensor in exact], one_by_one)
+    on_gpu = [tensor.cuda() for tensor in exact]
+    for want, kernel, calls in zip(wanted, run(on_gpu, many), run(on_gpu, one_by_one), strict=True):
+        errors = [float((got.cpu().double() - want).norm() / want.norm()) for got in (kernel, calls)]
+        print(f"relative errors: one kernel {errors[0]:.1e}, a call a sample {errors[1]:.1e}")
+        assert errors[0] <= 1.5 * errors[1] + 1e-4
+
+
+def told_by(checkpoint, cases):
+    """What a process in which no Megatron is reports of each case."""
+    command = [sys.executable, str(PROGRAM), str(checkpoint), str(STEPS), *cases]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(
+    ("arch", "cases", "loss", "norm"),
+    [
+        ("qwen3", ("none", "selective", "none+compile", "full+compile"), 2e-2, 0.1),
+        ("qwen3_moe", ("none", "selective", "selective+compile"), 0.15, 0.6),
+    ],
+)
+def test_steps_equal_hugging_faces_and_wait_once(parity_folder, arch, cases, loss, norm):
+    """bf16, as it is, recomputed and compiled; the third step and those after it compile nothing."""
+    checkpoint = case_checkpoint(parity_folder, arch)
+    whole = hf_reference(parity_folder, checkpoint, token_lists())
+    for case in told_by(checkpoint, cases):
+        apart = [
+            max(
+                abs(mine - theirs) / (scale or abs(theirs)) for mine, theirs in zip(case[name], reference, strict=False)
+            )
+            for name, reference, scale in (("losses", whole.losses, 1), ("norms", whole.grad_norms, None))
+        ]
+        print(f"{arch}, {case['case']}: loss {apart[0]:.1e}, norm {apart[1]:.1e}, compiled {case['compiled']}")
+        assert len(case["losses"]) == STEPS
+        assert apart[0] <= loss, case
+        assert apart[1] <= norm, case
+        assert len(case["waits"]) == 1, case
+        assert case["compiled_late"] == 0, case
+        assert (case["compiled"] > 0) == ("compile" in case["case"]), case
