@@ -38,7 +38,10 @@ def test_one_kernel_is_as_exact_as_a_call_a_sample(heads, window):
 
     def run(tensors, described):
         inputs = [tensor.clone().requires_grad_() for tensor in tensors]
-        out, _ = attention.attention(torch.nn.Module(), *inputs, None, sliding_window=window, sample_lengths=described)
+        query, key, value = inputs
+        out, _ = attention.attention(
+            torch.nn.Module(), query, key, value, None, sliding_window=window, sample_lengths=described
+        )
         out.backward(upstream.to(out.device, out.dtype))
         return [out.detach(), *[tensor.grad for tensor in inputs]]
 

@@ -6,6 +6,7 @@ refused: its samples would see each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -137,10 +138,9 @@ def _of_samples(
         return _causal(query, key, value, scaling, dropout, window)
     if lengths.one_kernel and varlen.fits(query, value, dropout):
         return varlen.attention(query, key, value, lengths.starts, lengths.longest, scaling, window)
-    return _one_by_one(query, key, value, lengths, scaling, dropout, window)
+    return _not_compiled(query, key, value, lengths, scaling, dropout, window)
 
 
-@torch.compiler.disable  # it depends on every length
 def _one_by_one(
     query: Tensor,
     key: Tensor,
@@ -154,6 +154,10 @@ def _one_by_one(
     queries, keys, values = (whole.split(lengths.packed, dim=2) for whole in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)
+
+
+_not_compiled: Callable[..., Tensor] = torch.compiler.disable(_one_by_one)
+"""What is compiled would depend on every length."""
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
