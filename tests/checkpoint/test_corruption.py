@@ -104,6 +104,8 @@ def test_every_damage_to_every_file_is_refused_and_changes_nothing(kind, checkpo
     of_adapter = {"adapter_config.json", "adapter_model.safetensors", "megascend_adapter.json", "optimizer.safetensors"}
     if kind == "adapters":
         expected |= {f"adapters/{adapter}/{name}" for adapter in "ab" for name in of_adapter}
+    else:
+        expected |= {"hf_parts.json"}
     if kind == "hf":
         assert {"hf/config.json", "hf/model.safetensors"} <= set(names)
         names = [name for name in names if not name.startswith("hf/")]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-import signal
 import time
+from pathlib import Path
 
 import pytest
+import torch
+from faulty_runs import DEADLINE_S, KILLED, LONG_TIMEOUT_S, TIMEOUT_S, caught, run, save, timeout_of, train
 
+from forked_programs import run_forked
 from megascend.backend import GRACE_S
-from megascend.config import Parallel
+from megascend.config import Fsdp, Parallel
 from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import initialize
@@ -20,51 +23,16 @@ from megascend.errors import (
     MegascendError,
     PeerLostError,
 )
-from megascend.testing import Lost, faults, run_distributed
+from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples
 from megascend.topology.topology import plan
 
-TIMEOUT_S = 4.0
-LONG_TIMEOUT_S = 40.0  # where a death has to be noticed before it
 DIAGNOSIS_S = 60.0  # three seconds of polling; the rest is what a busy machine adds (14 s were seen)
-DEADLINE_S = 180.0
-KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(parity_folder):
     return case_checkpoint(parity_folder, "qwen3")
-
-
-def caught(work):
-    """The error that ``work`` ends with: its class, its message, and the seconds since ``began[0]``."""
-    began = [time.monotonic()]
-    try:
-        work(began)
-    except MegascendError as error:
-        return type(error), str(error), time.monotonic() - began[0]
-    return None, "", time.monotonic() - began[0]
-
-
-def timeout_of(fault):
-    """A connection that is closed is noticed at once, long before the timeout; what stops or hangs is noticed by it."""
-    return LONG_TIMEOUT_S if fault.action == "die" and fault.phase != "start-up" else TIMEOUT_S
-
-
-def train(checkpoint, parallel, timeout_s=TIMEOUT_S):
-    """Three steps."""
-    from megascend.backends import MegatronBackend
-
-    def steps(began):
-        backend = MegatronBackend(checkpoint, parallel, "fp32", platform="cpu", timeout_s=timeout_s)
-        samples = causal_samples([list(range(1, 9))])
-        for _ in range(3):
-            began[0] = time.monotonic()
-            backend.forward_backward(samples)
-            backend.optimizer_step()
-        backend.close()
-
-    return caught(steps)
 
 
 def meet(runtime, world, timeout_s=TIMEOUT_S):
@@ -79,17 +47,6 @@ def meet(runtime, world, timeout_s=TIMEOUT_S):
         groups.destroy()
 
     return caught(gather)
-
-
-def run(fault, world, work, *arguments):
-    """What the surviving ranks caught, by rank."""
-    with faults.inject(fault):
-        results = run_distributed(work, world, *arguments, init=False, timeout_s=DEADLINE_S, expect_lost={fault.rank})
-    ends = [KILLED[fault.action]]
-    if fault.action == "hang":  # one that hangs long enough, on a busy machine, learns that the others have given up
-        ends.append(Lost(EXIT_PEER_LOST))
-    assert results[fault.rank] in ends
-    return {rank: result for rank, result in enumerate(results) if rank != fault.rank}
 
 
 def assert_named(found, fault, phase):
@@ -141,32 +98,15 @@ LAYOUTS = {"DP2": Parallel(), "TP2": Parallel(tensor=2), "PP2": Parallel(pipelin
 )
 def test_forward(layout, action, rank, checkpoint, megatron_imported):
     fault = faults.Fault(action, rank=rank, phase="forward", step=2)
-    assert_named(run(fault, 2, train, checkpoint, LAYOUTS[layout], timeout_of(fault)), fault, "forward")
+    assert_named(
+        run(fault, 2, train, "megatron", checkpoint, timeout_of(fault), {"parallel": LAYOUTS[layout]}), fault, "forward"
+    )
 
 
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])
 def test_grad_reduce(action, checkpoint, megatron_imported):
     fault = faults.Fault(action, rank=1, phase="grad reduce", step=2)
-    assert_named(run(fault, 2, train, checkpoint, Parallel(), timeout_of(fault)), fault, "grad reduce")
-
-
-def save(checkpoint, folder):
-    """Three steps, a checkpoint after each, and what is left of them when it is over."""
-    from megascend.backends import MegatronBackend
-
-    def steps(began):
-        backend = MegatronBackend(
-            checkpoint, precision="fp32", platform="cpu", timeout_s=TIMEOUT_S, save_timeout_s=TIMEOUT_S
-        )
-        samples = causal_samples([list(range(1, 9))])
-        with backend:
-            for step in range(1, 4):
-                backend.forward_backward(samples)
-                backend.optimizer_step()
-                began[0] = time.monotonic()
-                backend.save(folder / str(step), wait=step == 1)
-
-    return caught(steps)
+    assert_named(run(fault, 2, train, "megatron", checkpoint, timeout_of(fault), {}), fault, "grad reduce")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +118,14 @@ def test_save(phase, action, checkpoint, megatron_imported, tmp_path):
     alive = (phase, action) == ("write", "hang")  # only the thread that writes hangs
     with faults.inject(fault):
         results = run_distributed(
-            save, 2, checkpoint, tmp_path, init=False, timeout_s=DEADLINE_S, expect_lost=set() if alive else {1}
+            save,
+            2,
+            "megatron",
+            checkpoint,
+            tmp_path,
+            init=False,
+            timeout_s=DEADLINE_S,
+            expect_lost=set() if alive else {1},
         )
     for kind, message, seconds in results if alive else results[:1]:
         if alive:
@@ -203,7 +150,7 @@ def test_a_rank_that_stops_while_it_writes(checkpoint, megatron_imported, tmp_pa
         faults.inject(faults.Fault("stop", rank=1, phase="write", step=3)),
         pytest.raises(DistributedTestError, match=f"rank 0 exited with code {EXIT_PEER_LOST}") as error,
     ):
-        run_distributed(save, 2, checkpoint, tmp_path, init=False, timeout_s=DEADLINE_S, expect_lost={1})
+        run_distributed(save, 2, "megatron", checkpoint, tmp_path, init=False, timeout_s=DEADLINE_S, expect_lost={1})
     assert "waiting for 2 of step 3 has taken " in str(error.value)
     assert "rank 1 is gone: its process is stopped" in str(error.value)
     assert_only_the_first(tmp_path)
@@ -219,7 +166,7 @@ def test_a_rank_that_leaves_a_reduction_out(checkpoint, megatron_imported):
     """It goes ahead to another collective; both time out, and each says where the other one is."""
     with faults.inject(faults.Fault("skip", rank=1, phase="grad reduce", step=2)):
         (kind, message, seconds), other = run_distributed(
-            train, 2, checkpoint, Parallel(), init=False, timeout_s=DEADLINE_S
+            train, 2, "megatron", checkpoint, TIMEOUT_S, {}, init=False, timeout_s=DEADLINE_S
         )
     assert kind is CollectiveTimeoutError
     assert "ank 1 has left grad reduce of step 2 without the others (" in message
@@ -255,3 +202,42 @@ def test_a_rank_that_fails_is_named_with_its_error(checkpoint, megatron_imported
     assert own == (KeyError, "'reward'")  # a user's own error is not touched
     assert kind is PeerLostError
     assert "ank 1 failed in forward of step 1 with KeyError: 'reward'" in message
+
+
+FSDP_FAULTS = [
+    ("die", 1, "forward", {}),
+    ("hang", 1, "backward", {}),
+]
+MORE_FSDP_FAULTS = [
+    ("stop", 0, "forward", {}),
+    ("hang", 0, "forward", {}),
+    ("die", 0, "backward", {}),
+    ("stop", 1, "gradient norm", {}),
+    ("hang", 1, "gradient norm", {}),
+    ("die", 1, "forward", {"fsdp": Fsdp(replicate=2)}),
+    ("die", 1, "forward", {"parallel": Parallel(context=2, context_algorithm="ulysses")}),
+]
+
+
+def of_fsdp(cases, checkpoint, folder):
+    """The faults, one after the other, in processes without Megatron."""
+    all_faults = [faults.Fault(action, rank=rank, phase=phase, step=2) for action, rank, phase, _ in cases]
+    jobs = [
+        (fault, 2, "train", "fsdp", checkpoint, timeout_of(fault), settings)
+        for fault, (*_, settings) in zip(all_faults, cases, strict=True)
+    ]
+    torch.save(jobs, folder / "job")
+    program = Path(__file__).with_name("faulty_runs.py")
+    done = run_forked(program, folder / "job", folder / "result", timeout_s=len(jobs) * DEADLINE_S)
+    assert done.returncode == 0, done.stderr[-6000:]
+    for fault, found in zip(all_faults, torch.load(folder / "result", weights_only=False), strict=True):
+        assert_named(found, fault, fault.phase)
+
+
+def test_under_fsdp(checkpoint, tmp_path):
+    of_fsdp(FSDP_FAULTS, checkpoint, tmp_path)
+
+
+@pytest.mark.nightly
+def test_more_under_fsdp(checkpoint, tmp_path):
+    of_fsdp(MORE_FSDP_FAULTS, checkpoint, tmp_path)

@@ -12,7 +12,8 @@ from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.random_state import random_state
 from megascend.checkpoint.saver import CheckpointState
 from megascend.engines.base import Engine
-from megascend.errors import ConfigError
+from megascend.engines.hf_parts import HfParts
+from megascend.errors import CheckpointError, ConfigError
 
 PACKAGES = ("megascend", "torch", "megatron-core", "mcore-bridge", "transformers")
 AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")
@@ -51,10 +52,16 @@ def collect(
 ) -> CheckpointState:
     """Everything that a checkpoint holds. Collective: adapters are brought together on rank 0."""
     state = engine.state(everything=False)
+    parts: HfParts | str | None = None
+    if not engine.trainable.frozen:
+        try:
+            parts = engine.hf_parts()
+        except CheckpointError as error:
+            parts = str(error)
     state[f"random/{engine.groups.rank}"] = random_state(engine)
     trainable = engine.trainable
     return CheckpointState(
-        state, manifest, trainable.saved_adapters(), base_model, list(trainable.projections), write_more
+        state, manifest, trainable.saved_adapters(), base_model, list(trainable.projections), parts, write_more
     )
 
 

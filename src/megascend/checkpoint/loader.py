@@ -10,10 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megascend.checkpoint import manifest
+from megascend.checkpoint import manifest, other_engine
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.planners import LoadPlanner
 from megascend.checkpoint.random_state import set_random_state
+from megascend.checkpoint.reader import Reader
 from megascend.distributed.objects import gather_objects, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import Engine
@@ -48,7 +49,7 @@ def check_fits(found: Manifest, mine: Manifest, directory: Path) -> None:
     Raises:
         CheckpointError: it does not fit.
     """
-    for what in ("model", "precision", "engine"):
+    for what in ("model", "precision"):
         if getattr(found, what) != getattr(mine, what):
             raise CheckpointError(
                 f"load: {directory} has {what} {getattr(found, what)}, this run has {getattr(mine, what)}"
@@ -68,12 +69,20 @@ def load(engine: Engine, directory: Path, found: Manifest, mine: Manifest) -> No
             half way (the model is of no use then).
         ConfigError: an adapter does not fit; the adapters are those from before then.
     """
-    state = engine.state(everything=True)
+    state: dict[str, Any] = engine.state(everything=True)
     random = f"random/{engine.groups.rank}"
-    same_layout = found.layout == mine.layout
+    same_engine = found.engine == mine.engine
+    same_layout = same_engine and found.layout == mine.layout
+    counters = found.optimizer if same_engine else other_engine.counters(mine.optimizer, found.optimizer)
     if same_layout:
         state[random] = None
-    _check_names(state, directory, engine)
+    if same_engine or engine.trainable.frozen:
+        _check_names(state, directory, engine)
+    else:
+        translation = other_engine.translate(engine, state, directory, found)
+        for values in translation.padding:
+            values.zero_()
+        state = {**translation.reads}
     if engine.trainable.frozen:
         engine.trainable.load_adapters({name: directory / "adapters" / name for name in found.adapters})
     problem = None
@@ -81,14 +90,14 @@ def load(engine: Engine, directory: Path, found: Manifest, mine: Manifest) -> No
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             # Every rank reads what it needs of the files; nothing is planned together.
-            dcp.load(state, storage_reader=dcp.FileSystemReader(directory), planner=LoadPlanner(), no_dist=True)
+            dcp.load(state, storage_reader=Reader(directory), planner=LoadPlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
         reason = f"{type(error).__name__}: {error}"
         problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
     raise_on_all_ranks(problem, engine.groups, f"whether {directory} could be read")
     if same_layout:
         set_random_state(engine, state[random])
-    engine.trainable.restore(found.step, found.optimizer)
+    engine.trainable.restore(found.step, counters)
 
 
 def _check_names(state: dict[str, Any], directory: Path, engine: Engine) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megascend.checkpoint import manifest
+from megascend.checkpoint import hf_parts_file, manifest
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.planners import SavePlanner
 from megascend.checkpoint.staging import Staging
@@ -37,6 +37,7 @@ from megascend.files import beside, replace_directory
 if TYPE_CHECKING:
     from megascend.diagnostics.hang_monitor import HangMonitor
     from megascend.distributed.process_groups import ProcessGroups
+    from megascend.engines.hf_parts import HfParts
     from megascend.lora.adapter_io import SavedAdapter
 
 MEGATRON_CONFIG = {
@@ -70,6 +71,7 @@ class CheckpointState:
         adapters: on rank 0, whole adapters by name.
         base_model: what adapters name as theirs.
         projections: what adapters of the model can target.
+        hf_parts: what its tensors are, or why that cannot be said; None: there are none.
         write_more: collective, called on the main thread with the unfinished directory; a Hugging Face export, for one.
     """
 
@@ -78,6 +80,7 @@ class CheckpointState:
     adapters: dict[str, SavedAdapter]
     base_model: str
     projections: list[str]
+    hf_parts: HfParts | str | None = None
     write_more: Callable[[Path], None] | None = None
 
 
@@ -305,6 +308,8 @@ class Saver:
             )
             if rank == 0:
                 self._write_adapters(temporary, contents)
+                if contents.hf_parts is not None:
+                    (temporary / hf_parts_file.NAME).write_text(hf_parts_file.to_text(contents.hf_parts))
                 (temporary / "metadata.json").write_text(json.dumps(MEGATRON_CONFIG))
                 with (temporary / "common.pt").open("wb") as file, _the_systems_words():
                     torch.save({"step": contents.manifest.step}, file)

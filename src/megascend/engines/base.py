@@ -18,6 +18,7 @@ from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Batching, Lora, Precision
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.hf_parts import HfParts
 from megascend.huggingface.info import ModelInfo
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
@@ -241,6 +242,15 @@ class Engine(Protocol):
 
         Args:
             everything: also what another rank writes, as needed to load.
+        """
+        ...
+
+    def hf_parts(self) -> HfParts:
+        """What the model's tensors in a checkpoint are in terms of Hugging Face's weights, on every rank all of them, by which
+        engines of other kinds read it. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be said in boxes.
         """
         ...
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
+"""Name of ``exp_avg``, ``exp_avg_sq`` or ``param`` (the fp32 original) of a tensor ``key``."""
+
 
 @dataclass
 class Chunks:
@@ -28,15 +31,19 @@ class Chunks:
     parts: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
 
     def add(self, offsets: Sequence[int], values: Tensor) -> None:
-        """Add a part; one of the same place replaces nothing, but is the caller's mistake, found when the plan is checked."""
+        """Add a part. Two of the same place can be read, and are found when a plan to write them is checked."""
         self.parts.append((tuple(offsets), values))
 
     def part(self, index: MetadataIndex) -> Tensor:
-        """The part at ``index.offset``.
+        """The part at ``index.offset``; of several there, the one that ``index`` names by its number.
 
         Raises:
             KeyError: there is none.
         """
+        if index.index is not None and index.index < len(self.parts):
+            offsets, values = self.parts[index.index]
+            if torch.Size(offsets) == index.offset:
+                return values
         for offsets, values in self.parts:
             if torch.Size(offsets) == index.offset:
                 return values

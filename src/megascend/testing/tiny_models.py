@@ -27,6 +27,10 @@ _CLASSES = {
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
+    # Not in mcore-bridge:
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 ARCHITECTURES = tuple(_CLASSES)
 """The ``arch`` values that this module knows."""
@@ -92,6 +96,12 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
         }
         config |= {"partial_rotary_factor": 0.5, "use_qk_norm": True} if arch == "glm4_moe" else {}
         config |= {"layer_types": ["full_attention"] * 4, "max_window_layers": 4} if arch == "dots1" else {}
+    if arch == "olmo3":
+        config |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    if arch == "smollm3":
+        config |= {"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": False, "layer_types": ["full_attention"] * 4}
+    if arch == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     if arch == "qwen2_moe":
         config |= {"shared_expert_intermediate_size": 64}
     if arch in ("qwen2_moe", "qwen3_moe"):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from legs import run_leg
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
@@ -27,11 +28,11 @@ from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_sam
 FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
 
 
-def make(checkpoint: str, **options: Any) -> megascend.FsdpBackend:
+def make(checkpoint: str, engine: str = "fsdp", **options: Any) -> megascend.Backend:
     adam = megascend.Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
     settings: dict[str, Any] = {"precision": "fp32", "optimizer": adam, "platform": "cpu", "timeout_s": 60}
     settings["batching"] = megascend.Batching(micro_batch_tokens=64)
-    return megascend.FsdpBackend(checkpoint, **settings | options)
+    return megascend.make_backend(engine, model=checkpoint, **settings | options)
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -195,6 +196,19 @@ def moved(checkpoint: str, folder: str, before: dict[str, Any], after: dict[str,
     (loaded, others), *_ = on_ranks(second, after["ranks"])
     same = saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
     return {"same": same, "count": len(saved), "figures": figures, "others": others}
+
+
+def leg(
+    checkpoint: str,
+    world_size: int,
+    steps: int,
+    load: str | None = None,
+    save: tuple[int, str] | None = None,
+    engine: str = "fsdp",
+    **options: Any,
+) -> dict[str, Any]:
+    """A part of a run, of this engine or of the single one: see :func:`legs.run_leg`."""
+    return on_ranks(run_leg, world_size, lambda: make(checkpoint, engine, **options), steps, load, save)[0]
 
 
 def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> tuple[list[str], float]:

@@ -48,6 +48,10 @@ MORE: list[Layout] = [
     ("GLM-4-MoE DP2", "glm4_moe", {}, 2, {}, 1e-5, 1e-4),
     ("dots1 DP2", "dots1", {}, 2, {}, 1e-5, 1e-4),
     ("Llama DP2", "llama", {}, 2, {}, 1e-5, 1e-4),
+    # Not in mcore-bridge:
+    ("OLMo 3 DP2", "olmo3", {}, 2, {}, 1e-5, 1e-4),
+    ("SmolLM3 tied DP2", "smollm3", TIED, 2, {}, 1e-5, 1e-4),
+    ("Mixtral DP2, recomputed", "mixtral", {}, 2, {"recompute": RECOMPUTED}, 1e-5, 1e-4),
     ("SP2", "qwen3", {}, 2, {"parallel": SP2}, 1e-5, 1e-4),
     ("SP2, padded", "qwen3", {}, 2, {"parallel": SP2, "batching": PADDED}, 1e-5, 1e-4),
     ("SP4, 2 heads of keys", "qwen3", {}, 4, {"parallel": SP4}, 1e-5, 1e-4),

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 import megascend
 from megascend.batch.micro_batch import SequenceLayout
-from megascend.engines.chunks import Chunks
+from megascend.engines.chunks import OPTIMIZER_KEY, Chunks
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
+from megascend.engines.hf_parts import HfPart
 from megascend.engines.plain_head import HeadOutput
 from megascend.engines.single.optimizer import Optimizer
 
@@ -58,11 +59,15 @@ class BigramEngine:
             return {}  # every rank has the same, and the main one writes it
         found = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         for name, kind, values in self.optimizer.tensors():
-            found[f"optimizer.{kind}.{name}"] = values
+            found[OPTIMIZER_KEY.format(state=kind, key=name)] = values
         chunks = {name: Chunks(tuple(values.shape), values.dtype) for name, values in found.items()}
         for name, values in found.items():
             chunks[name].add((0,) * values.dim(), values)
         return chunks
+
+    def hf_parts(self):
+        whole = {"embedding": (EMBEDDING, self.embedding), "head": (HEAD, self.head)}
+        return {name: [HfPart((0, 0), tuple(own.shape), weight, (0, 0))] for name, (weight, own) in whole.items()}
 
     def named_weights(self, adapter=None, *, receivers="all", device=None):
         if receivers == "all" or self.groups.rank in ({0} if receivers == "main" else receivers):

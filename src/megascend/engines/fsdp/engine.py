@@ -26,8 +26,9 @@ from megascend.engines.fsdp.output_head import LossHead
 from megascend.engines.fsdp.sequence import HeadExchange, check_heads
 from megascend.engines.fsdp.sharding import freeze, reshard, shard
 from megascend.engines.fsdp.shards import shards
-from megascend.engines.fsdp.sources import pieces
+from megascend.engines.fsdp.sources import hf_parts, pieces
 from megascend.engines.full_model import FullModel
+from megascend.engines.hf_parts import HfParts
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.merge import merged
@@ -113,6 +114,7 @@ class FsdpEngine:
         self.model.to_empty(device="cpu" if fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards(self.model))
+        self._hf_parts = hf_parts(sources, info.tensors)
         self.bytes_read = loading.load(self._shards, sources, info.tensors)
         self._head = LossHead(self.model, info.shape.vocab_size, self.adapters and self.adapters.layers)
         if self.adapters is not None:
@@ -183,6 +185,9 @@ class FsdpEngine:
                 first_rank=self.groups.rank == 0,
             )
         )
+
+    def hf_parts(self) -> HfParts:
+        return self._hf_parts
 
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None

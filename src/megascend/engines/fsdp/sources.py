@@ -7,7 +7,7 @@ weights: what comes out under a checkpoint's name says which rows of which param
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megascend.engines.fsdp.transformers_api import in_checkpoint
+from megascend.engines.hf_parts import HfPart
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import LAYER
 from megascend.huggingface.files import TensorHeader
@@ -65,6 +66,16 @@ def pieces(model: Any, tied: bool, headers: Mapping[str, TensorHeader]) -> dict[
         if covered != math.prod(shapes[name]):
             raise CheckpointError(f"model: {name} is not read whole: {covered} of {math.prod(shapes[name])} numbers")
     return found
+
+
+def hf_parts(sources: Mapping[str, Sequence[Piece]], headers: Mapping[str, TensorHeader]) -> dict[str, list[HfPart]]:
+    """What :func:`pieces` has found, as checkpoints say it: every piece is a whole weight."""
+    return {
+        name: [
+            HfPart(piece.offsets, piece.sizes, piece.source, (0,) * len(headers[piece.source].shape)) for piece in parts
+        ]
+        for name, parts in sources.items()
+    }
 
 
 def wanted_tensors(model: Any) -> dict[str, tuple[int, ...]]:

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megascend.engines.chunks import Chunks
+from megascend.engines.chunks import OPTIMIZER_KEY, Chunks
 from megascend.engines.fsdp.optimizer import Optimizer
 from megascend.engines.fsdp.shards import LocalShard
-
-OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
 
 
 def state(

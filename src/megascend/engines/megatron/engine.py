@@ -21,15 +21,18 @@ from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.bootstrap import Runtime
 from megascend.changes import patch
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
+from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import OnOutput, Trainable
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
-from megascend.engines.megatron import attention_dropout, attention_mask, routers, state, weights
+from megascend.engines.hf_parts import HfPart, HfParts
+from megascend.engines.megatron import attention_dropout, attention_mask, hf_parts, routers, state, weights
 from megascend.engines.megatron.build import DTYPES, build_chunks, build_config, check_window
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import Optimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
+from megascend.errors import CheckpointError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.merge import merged
 from megascend.selfcheck.check import require_agreement, tell
@@ -107,6 +110,7 @@ class MegatronEngine:
             head_norm.install(self.bare_chunks)
         self.adapters: AdapterManager | None = None
         self.optimizer: Optimizer | None = None
+        self._hf_parts: HfParts | None = None
         if adapters is not None:
             self.adapters = self._adapter_manager(adapters, schedule, seed)
             self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
@@ -265,6 +269,31 @@ class MegatronEngine:
             **state.model_state(entries, everything=everything),
             **state.optimizer_state(entries, self.optimizer, everything=everything),
         }
+
+    def hf_parts(self) -> HfParts:
+        """See :class:`megascend.engines.base.Engine`; made in the first call."""
+        if self._hf_parts is None:
+            mine: dict[str, list[HfPart]] = {}
+            problem = None
+            place = self.groups.coordinates
+            try:
+                entries = list(state.entries(self.bare_chunks, self.groups))
+                found = hf_parts.hf_parts(self.bare_chunks, self.config.bridge, entries, self.info.tensors)
+                first = place.tensor == place.data == place.context == 0
+                first_of_experts = place.expert_tensor == place.expert_data == 0
+                mine = found if first or first_of_experts else {}
+            except CheckpointError as error:
+                problem = str(error)
+            everyone = gather_objects((mine, problem), "world", self.groups, "what the model's tensors are")
+            problems = [text for _, text in everyone if text is not None]
+            if problems:
+                raise CheckpointError(problems[0])
+            merged: dict[str, list[HfPart]] = {}
+            for found, _ in everyone:
+                for name, parts in found.items():
+                    merged.setdefault(name, []).extend(parts)
+            self._hf_parts = {name: list(dict.fromkeys(parts)) for name, parts in merged.items()}
+        return self._hf_parts
 
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None

@@ -18,12 +18,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.chunks import Chunks
+from megascend.engines.chunks import OPTIMIZER_KEY, Chunks
 from megascend.engines.megatron.optimizer import Optimizer
 from megascend.engines.regions import chunks
 from megascend.errors import CheckpointError
 
-OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
 Entry = ShardedTensor | ShardedTensorFactory | ShardedObject
 
 
@@ -61,7 +60,7 @@ def model_state(entries: Sequence[Entry], *, everything: bool) -> dict[str, Any]
             if entry.data is not None and (everything or _is_main_replica(entry.replica_id)):
                 found[entry.unique_key] = entry.data
             continue
-        for tensor in _tensors(entry):
+        for tensor in tensors_of(entry):
             if everything or _is_main_replica(tensor.replica_id):
                 shards = _shards(found, tensor.key, tensor, tensor.dtype)
                 shards.add(tensor.global_offset, _with_leading(tensor.data, tensor))
@@ -96,14 +95,14 @@ def optimizer_state(entries: Sequence[Entry], optimizer: Optimizer, *, everythin
     return found
 
 
-def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+def tensors_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     """What an entry consists of: a factory divides a fused parameter (gate and up, for one)."""
     return [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
 
 
 def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:
     parameter: Any = entry.data
-    for tensor in _tensors(entry):
+    for tensor in tensors_of(entry):
         values: Any = tensor.data
         start = values.storage_offset() - parameter.storage_offset()
         same = values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()

@@ -16,9 +16,10 @@ from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import OnOutput, Trainable
-from megascend.engines.chunks import Chunks
+from megascend.engines.chunks import OPTIMIZER_KEY, Chunks
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
+from megascend.engines.hf_parts import HfParts
 from megascend.engines.plain_head import HeadOutput
 from megascend.engines.single import router_loss
 from megascend.engines.single.adapters import PeftAdapters
@@ -33,7 +34,6 @@ from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
 
 
 class SingleEngine:
@@ -82,6 +82,7 @@ class SingleEngine:
             name = "activation_checkpointing_enable"
             enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
             enable({"use_reentrant": False})
+        self._hf_parts: HfParts | None = None
         self.optimizer: Optimizer | None = None
         self.adapters: PeftAdapters | None = None
         if adapters is not None:
@@ -149,6 +150,21 @@ class SingleEngine:
         for name, kind, values in self.optimizer.tensors():
             found[OPTIMIZER_KEY.format(state=kind, key=name)] = values
         return {name: _whole(values) for name, values in found.items()}
+
+    def hf_parts(self) -> HfParts:
+        """See :class:`megascend.engines.base.Engine`; asked of transformers as the FSDP engine does."""
+        if self._hf_parts is None:
+            from megascend.engines.fsdp import sources
+
+            tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+            try:
+                found = sources.pieces(self.model, tied, self.info.tensors)
+            except (RuntimeError, ValueError, TypeError, LookupError) as error:
+                raise CheckpointError(
+                    f"transformers converts this architecture in a way of its own ({error})"
+                ) from error
+            self._hf_parts = sources.hf_parts(found, self.info.tensors)
+        return self._hf_parts
 
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None

@@ -1,0 +1,104 @@
+"""Runs in which a rank dies, stops or hangs, of any engine, and what the others say.
+
+    python faulty_runs.py JOB RESULT
+
+For engines that must not find Megatron in their process: JOB and RESULT are files of ``torch.save``, a list of arguments of
+:func:`run` and what it returned.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megascend
+from megascend.diagnostics.watchdog import EXIT_PEER_LOST
+from megascend.errors import MegascendError
+from megascend.testing import Lost, faults, run_distributed
+from megascend.testing.parity import causal_samples
+
+TIMEOUT_S = 4.0
+LONG_TIMEOUT_S = 40.0  # where a death has to be noticed before it
+DEADLINE_S = 180.0
+KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
+
+Caught = tuple[type[MegascendError] | None, str, float]
+
+
+def caught(work: Callable[[list[float]], None]) -> Caught:
+    """The error that ``work`` ends with: its class, its message, and the seconds since ``began[0]``."""
+    began = [time.monotonic()]
+    try:
+        work(began)
+    except MegascendError as error:
+        return type(error), str(error), time.monotonic() - began[0]
+    return None, "", time.monotonic() - began[0]
+
+
+def timeout_of(fault: faults.Fault) -> float:
+    """A connection that is closed is noticed at once, long before the timeout; what stops or hangs is noticed by it."""
+    return LONG_TIMEOUT_S if fault.action == "die" and fault.phase != "start-up" else TIMEOUT_S
+
+
+def make(engine: str, checkpoint: Path, timeout_s: float = TIMEOUT_S, **settings: Any) -> megascend.Backend:
+    return megascend.make_backend(
+        engine, model=checkpoint, precision="fp32", platform="cpu", timeout_s=timeout_s, **settings
+    )
+
+
+def train(engine: str, checkpoint: Path, timeout_s: float, settings: dict[str, Any]) -> Caught:
+    """Three steps."""
+
+    def steps(began: list[float]) -> None:
+        backend = make(engine, checkpoint, timeout_s, **settings)
+        samples = causal_samples([list(range(1, 9))])
+        for _ in range(3):
+            began[0] = time.monotonic()
+            backend.forward_backward(samples)
+            backend.optimizer_step()
+        backend.close()
+
+    return caught(steps)
+
+
+def save(engine: str, checkpoint: Path, folder: Path) -> Caught:
+    """Three steps, a checkpoint after each, and what is left of them when it is over."""
+
+    def steps(began: list[float]) -> None:
+        samples = causal_samples([list(range(1, 9))])
+        with make(engine, checkpoint, save_timeout_s=TIMEOUT_S) as backend:
+            for step in range(1, 4):
+                backend.forward_backward(samples)
+                backend.optimizer_step()
+                began[0] = time.monotonic()
+                backend.save(folder / str(step), wait=step == 1)
+
+    return caught(steps)
+
+
+def run(fault: faults.Fault, world: int, work: Callable[..., Caught], *arguments: Any) -> dict[int, Caught]:
+    """What the surviving ranks caught, by rank."""
+    with faults.inject(fault):
+        results = run_distributed(work, world, *arguments, init=False, timeout_s=DEADLINE_S, expect_lost={fault.rank})
+    ends = [KILLED[fault.action]]
+    if fault.action == "hang":  # one that hangs long enough, on a busy machine, learns that the others have given up
+        ends.append(Lost(EXIT_PEER_LOST))
+    assert results[fault.rank] in ends
+    return {rank: result for rank, result in enumerate(results) if rank != fault.rank}
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    import megascend.engines.fsdp.engine
+    import megascend.step.step
+
+    jobs = torch.load(sys.argv[1], weights_only=False)
+    torch.save([run(fault, world, globals()[name], *args) for fault, world, name, *args in jobs], sys.argv[2])
+    assert not [name for name in sys.modules if name.startswith(("megatron", "mcore_bridge"))]
