@@ -7,14 +7,16 @@ JOB and RESULT are files of ``torch.save``: functions' names and arguments, and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from legs import run_leg
 
@@ -61,7 +63,9 @@ def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any
         for _ in range(steps):
             found["told"] = []
             backend.on_micro_batch = lambda done, count: found["told"].append((done, count))
-            result = backend.forward_backward(samples)
+            with all_reduces(backend.groups.device_group("world")) as reductions:
+                result = backend.forward_backward(samples)
+            found["reductions"] = len(reductions)
             found["micro_batches"] = result.micro_batches
             found["losses"].append(result.loss)
             found["norms"].append(backend.optimizer_step().grad_norm)
@@ -73,6 +77,23 @@ def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any
     ranks = on_ranks(on_rank, world_size)
     first = first_of_equals(f"{checkpoint} on {world_size}", ranks)
     return dict(first) | {"read": [rank["read"] for rank in ranks]}
+
+
+@contextlib.contextmanager
+def all_reduces(group: Any) -> Iterator[list[Any]]:
+    """Tensors that are all-reduced over ``group`` in the block."""
+    plain, found = dist.all_reduce, []
+
+    def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if options.get("group") is group:
+            found.append(tensor)
+        return plain(tensor, *args, **options)
+
+    dist.all_reduce = counted
+    try:
+        yield found
+    finally:
+        dist.all_reduce = plain
 
 
 def one_step(

@@ -92,6 +92,7 @@ def test_trajectories_equal_hugging_faces(parity_folder, tmp_path):
     assert all(ranks["patched"] == "torch.cuda.random" for ranks in found)
     counts = [ranks["micro_batches"] for ranks in found]
     assert max(counts) > 1
+    assert {ranks["reductions"] for ranks in found} == {1}  # of figures, after all micro batches
     assert [ranks["told"] for ranks in found] == [[(done, count) for done in range(count)] for count in counts]
     numbers = 4 * 189_120  # of the untied model, in bytes of fp32
     assert found[0]["read"] == [numbers // 2] * 2

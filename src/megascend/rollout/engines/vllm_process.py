@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
@@ -24,6 +26,8 @@ ON_A_CPU = {
 }
 """What a vLLM for the CPU needs beside other processes: one thread, on no particular core, 1 GiB of cache, and, if it has one
 worker, that worker in the engine's process. A process of its own imports vLLM once more, and both poll without a pause."""
+RAY_ADDRESS = "RAY_ADDRESS"
+"""Where a process finds the Ray cluster that it belongs to; without it, it joins whatever this machine shows or starts one."""
 PORT_TAKEN = "Address already in use"
 TAIL = 3000
 """Characters of its log that an error shows."""
@@ -38,7 +42,7 @@ class VllmProcess:
         key_file: of the job's key, mode 0600.
         log: file that its output goes to.
         options: further options of vLLM.
-        environment: further variables.
+        environment: further variables, beside this process's own. A process that is in a Ray cluster hands its address on.
         port: default: a free one.
 
     Raises:
@@ -60,7 +64,13 @@ class VllmProcess:
             raise ConfigError(f"no interpreter at {python}: bash scripts/vllm_env.sh makes vLLM's environment")
         self._log, self._port = Path(log), port
         self._command = [str(python), "-m", MODULE, "--model", str(model), *options]
-        self._variables = {**os.environ, **ON_A_CPU, **(environment or {}), "WEIGHTWIRE_KEY_FILE": str(key_file)}
+        self._variables = {
+            **ray_address(sys.modules.get("ray")),
+            **os.environ,
+            **ON_A_CPU,
+            **(environment or {}),
+            "WEIGHTWIRE_KEY_FILE": str(key_file),
+        }
         self._variables.pop("WEIGHTWIRE_KEY", None)
         self._process = self._start()
 
@@ -134,6 +144,17 @@ class VllmProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def ray_address(ray: Any | None) -> dict[str, str]:
+    """``RAY_ADDRESS`` of the cluster that this process has joined, which Ray itself sets for jobs only; nothing without one.
+
+    Args:
+        ray: the module, if it has been imported.
+    """
+    if ray is None or not ray.is_initialized():
+        return {}
+    return {RAY_ADDRESS: ray.get_runtime_context().gcs_address}
 
 
 def _free_port() -> int:
