@@ -1,4 +1,4 @@
-"""What ranks of the FSDP engine do on the simulated device: the jobs of tests/engines/fsdp/ranks.py.
+"""What ranks of the FSDP engine do on the simulated device: the jobs of ranks.py and adapter_ranks.py of tests/engines/fsdp.
 
 DTensors cannot be cast here, as on cards with a torch_npu whose own cast is not known to DTensor (ms-swift#7871): whatever needs
 it must be cast before it is sharded.
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "fsdp"))
 
+import adapter_ranks
 import ranks
 
 
@@ -41,4 +42,4 @@ def casts_fail() -> bool:
 if __name__ == "__main__":
     dispatcher = DTensor._op_dispatcher  # type: ignore[reportAttributeAccessIssue]
     dispatcher._custom_op_handlers[torch.ops.aten._to_copy.default] = refuse
-    ranks.do_jobs(vars(ranks) | {"casts_fail": casts_fail})
+    ranks.do_jobs(vars(ranks) | vars(adapter_ranks) | {"casts_fail": casts_fail})

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascend import Fsdp, Parallel, Recompute
+from megascend import Fsdp, Lora, Parallel, Recompute
+from megascend.testing.lora_parity import adapter_differences, peft_reference, share_of
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
@@ -87,3 +88,32 @@ def test_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
 @pytest.mark.nightly
 def test_more_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
     hold_against_hugging_face(MORE, run_python, parity_folder, tmp_path)
+
+
+TENANTS = {
+    "a": Lora(rank=4, alpha=8.0, seed=1),
+    "b": Lora(rank=9, alpha=6.0, rslora=True, seed=2, targets=("q_proj", "v_proj", "o_proj")),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_adapters_equal_pefts(arch, run_python, parity_folder, tmp_path):
+    """Two tenants in one batch on two ranks, recomputed."""
+    checkpoint = case_checkpoint(parity_folder, arch)
+    starts = {str(tmp_path / name): lora for name, lora in TENANTS.items()}
+    options = {"platform": "npu", "recompute": RECOMPUTED}
+    (_, (trajectories, _, held)), _ = on_the_device(
+        run_python,
+        tmp_path,
+        ("written", (str(checkpoint), starts), {}),
+        ("trained", (str(checkpoint), 2, list(starts), str(tmp_path / "out")), options),
+    )
+    assert [rank["gradients"] for rank in held] == [0, 0]
+    for tenant, (start, trajectory) in enumerate(zip(starts, trajectories, strict=True)):
+        tokens = share_of(tenant, len(starts))
+        apart = adapter_differences(trajectory, peft_reference(parity_folder, checkpoint, Path(start), tokens))
+        print(f"{arch}, {Path(start).name}: {apart}")
+        assert apart.loss <= 1e-5
+        assert apart.grad_norm <= 1e-4
+        assert apart.factors <= 1e-3

@@ -71,7 +71,9 @@ def test_ray_that_was_imported_alone_is_in_no_cluster(tmp_path, monkeypatch):
 def test_a_real_ray_cluster_tells_its_address(tmp_path):
     """An actor, which finds no RAY_ADDRESS in its environment, starts a process that finds the cluster with it."""
     if not VERL_PYTHON.exists():
-        pytest.skip(f"no ray: {VERL_PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON")
+        pytest.skip(
+            f"no ray: {VERL_PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON"
+        )
     program = """
 import json, os, subprocess, sys
 import ray
