@@ -308,6 +308,7 @@ class FsdpBackend(Backend):
 
             transformers_api.check_version()
             if runtime.platform.name == "npu":
+                npu.check_settings(settings)
                 npu.use_grouped_operator()
             mesh.check_layout(topology)
             mesh.mesh_ranks(topology.world_size, settings.replicate)

@@ -82,6 +82,7 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     assert rows[0]["loss"] == pytest.approx(math.log(320), abs=0.1)
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
     assert all(row["lr"] == 0.01 and not row["skipped"] and row["tokens_per_s"] > 0 for row in rows)
+    assert all(0 < row["dispatch_seconds"] <= row["step_seconds"] for row in rows)
     assert rows[-1]["epoch"] == STEPS
     names = ["config.yaml", "events.jsonl", "hf", "metrics.jsonl", "metrics.png", "tensorboard"]
     assert sorted(path.name for path in single.iterdir()) == names

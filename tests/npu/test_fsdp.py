@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megascend import Fsdp, Lora, Parallel, Recompute
+from megascend.engines.fsdp.npu import check_settings
+from megascend.errors import ConfigError
 from megascend.testing.lora_parity import adapter_differences, peft_reference, share_of
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
 
@@ -28,6 +30,7 @@ MORE: list[Layout] = [
     ("DP2, offload, recomputed", "qwen3", {}, 2, {"fsdp": Fsdp(offload=True), "recompute": RECOMPUTED}, 1e-5, 1e-4),
     ("SP2", "qwen3", {}, 2, {"parallel": SP2}, 1e-5, 1e-4),
     ("MoE on 3 ranks, 4 experts", "qwen3_moe", {}, 3, {}, 1e-5, 1e-4),
+    ("DP2, selectively recomputed", "qwen3", {}, 2, {"recompute": Recompute(granularity="selective")}, 1e-5, 1e-4),
     ("bf16 DP2", "qwen3", {}, 2, {"precision": "bf16"}, 2e-2, 0.1),
     ("fp16 DP2", "qwen3", {}, 2, {"precision": "fp16"}, 1e-2, 0.1),
     ("MoE bf16 DP2, recomputed", "qwen3_moe", {}, 2, {"precision": "bf16", "recompute": RECOMPUTED}, 0.15, 1.0),
@@ -83,6 +86,12 @@ def test_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
     assert any(len(call["actual_seq_qlen"]) > 1 for call in packed)
     products = [call["arguments"]["group_type"] for call in calls if call["name"] == "npu_grouped_matmul"]
     assert set(products) == {0, 2}  # forward and gradient of rows; gradient of weights
+
+
+def test_compilation_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"fsdp.compile is not there on NPUs.*set compile: false"):
+        check_settings(Fsdp(compile=True))
+    check_settings(Fsdp())
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""What transformers' models need on NPUs beside attention: products of experts by torch_npu's grouped operator."""
+"""What is different on NPUs beside attention: products of experts by torch_npu's grouped operator, and what there is not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Any
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.errors import VersionError
+from megascend.config import Fsdp
+from megascend.errors import ConfigError, VersionError
 from megascend.kernels.npu_grouped import GroupedProduct
 
 MODULE, FUNCTION = "transformers.integrations.moe", "_grouped_mm"
+
+
+def check_settings(fsdp: Fsdp) -> None:
+    """Raise ConfigError for settings that this engine does not have on NPUs."""
+    if fsdp.compile:
+        raise ConfigError(
+            "engine fsdp: fsdp.compile is not there on NPUs: torch's inductor has no compiler for them; set compile: false"
+        )
 
 
 def use_grouped_operator() -> None:
