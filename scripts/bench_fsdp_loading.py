@@ -3,7 +3,7 @@
     python scripts/bench_fsdp_loading.py FOLDER [--layers 100] [--ranks 4]
 
 Makes a Qwen3 of so many layers, 16 wide, in FOLDER. Ranks are forks on the CPU over Gloo. Prints seconds of the slowest rank,
-medians of three: ``loading.load``, and torch's ``set_model_state_dict(broadcast_from_rank0=True)`` with the whole model on rank 0.
+medians of three: ``loading.load``, and torch's ``set_model_state_dict(broadcast_from_rank0=True)`` from rank 0.
 """
 
 from __future__ import annotations
