@@ -70,3 +70,9 @@ def test_sums_are_formed_in_float32():
     exact = weight.float() + by_hand("model.layers.1.self_attn.q_proj")
     assert bool(((found.float() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-6).all()), "rounded once"
     assert merged(None) is None
+
+
+def test_experts_that_are_stored_the_other_way_round_get_the_transposed_product():
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    weight = torch.randn(12, 3, 8)
+    torch.testing.assert_close(merged((LORA, FACTORS), {name})(name, weight), weight + by_hand(name).mT)
