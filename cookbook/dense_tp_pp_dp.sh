@@ -4,15 +4,18 @@
 #   bash cookbook/dense_tp_pp_dp.sh                                          # small random Qwen3, CPU or GPUs
 #   NPROC=8 bash cookbook/dense_tp_pp_dp.sh --model MODEL --precision bf16 --lr 1e-5
 #
-# Arguments go to dense_tp_pp_dp.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes.
+# Arguments go to dense_tp_pp_dp.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and
+# the output.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # deprecations inside the stack's packages, once a process
-small=${MEGASCEND_RUN:-runs/cookbook}/qwen3
+run=${MEGASCEND_RUN:-runs/cookbook}
+small=$run/qwen3
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
   [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3 --layers 4
   set -- --model "$small" "$@"
 fi
+[[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/dense_tp_pp_dp" "$@"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" cookbook/dense_tp_pp_dp.py "$@"

@@ -4,15 +4,18 @@
 #   bash cookbook/moe_ep.sh                                                      # small random Qwen3-MoE, CPU or GPUs
 #   NPROC=8 bash cookbook/moe_ep.sh --model MODEL --expert 8 --precision bf16 --lr 1e-5
 #
-# Arguments go to moe_ep.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes.
+# Arguments go to moe_ep.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and
+# the output.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # deprecations inside the stack's packages, once a process
-small=${MEGASCEND_RUN:-runs/cookbook}/qwen3_moe
+run=${MEGASCEND_RUN:-runs/cookbook}
+small=$run/qwen3_moe
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
   [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3_moe --experts 8
   set -- --model "$small" "$@"
 fi
+[[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/moe_ep" "$@"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" cookbook/moe_ep.py "$@"

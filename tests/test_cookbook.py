@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -11,7 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 150
@@ -26,9 +31,19 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 
 
 def run(
-    script: str, folder: Path, *arguments: str, deadline_s: float = DEADLINE_S, fails: bool = False, **environment: str
+    script: str,
+    folder: Path,
+    *arguments: str,
+    deadline_s: float = DEADLINE_S,
+    fails: bool = False,
+    kill_after: str = "",
+    **environment: str,
 ) -> str:
-    """Output of a shell script of the cookbook, which ends with all its processes at the deadline; it succeeds, or ``fails``."""
+    """Output of a shell script of the cookbook, which ends with all its processes at the deadline; it succeeds, or ``fails``.
+
+    Args:
+        kill_after: end all its processes when a line of its output begins so.
+    """
     path = os.pathsep.join([str(ROOT / "src"), *(entry for entry in sys.path if entry)])
     variables = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGASCEND_RUN": str(folder)}
     process = subprocess.Popen(
@@ -40,8 +55,17 @@ def run(
         env=os.environ | variables | environment,
         start_new_session=True,
     )
+    output = ""
     try:
-        output, _ = process.communicate(timeout=deadline_s)
+        if kill_after:
+            assert process.stdout is not None
+            for line in process.stdout:
+                output += line
+                if line.startswith(kill_after):
+                    for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
+                        each.kill()  # torchrun's ranks are in sessions of their own
+                    break
+        output += process.communicate(timeout=deadline_s)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -89,6 +113,49 @@ def test_a_cookbook_script_learns(
     output = run(script, tmp_path, *arguments, "--steps", "10", NPROC=str(processes))
     assert layout in output
     assert_learned(output, 10)
+
+
+OWN = [
+    [
+        ("system", "Answer in one word."),
+        ("user", f"{word}?"),
+        ("assistant", word.upper()),
+        ("user", "ok"),
+        ("assistant", "good"),
+    ]
+    for word in ("one", "two", "red", "blue", "up", "down", "left", "right")
+]
+
+
+def own_data(path: Path) -> Path:
+    """Conversations with a system message, two turns each, as JSON."""
+    turns = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in OWN]
+    path.write_text(json.dumps(turns))
+    return path
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("dense_tp_pp_dp.sh", ("--tensor", "1")), ("moe_ep.sh", ("--tensor", "1"))]
+)
+def test_own_data_end_in_a_model_and_a_killed_run_resumes(
+    script: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    lengths = ("--max-length", "128", "--micro-batch-tokens", "256", "--batch", "4", "--steps", "12")
+    arguments = (*arguments, *lengths, "--data", str(own_data(tmp_path / "own.json")), "--save-every", "2")
+    whole = run(script, tmp_path, *arguments, "--output", str(tmp_path / "whole"), NPROC="2")
+    assert_learned(whole, 12)
+    killed = ("--output", str(tmp_path / "killed"))
+    run(script, tmp_path, *arguments, *killed, NPROC="2", kill_after="step 7/12", fails=True)
+    output = run(script, tmp_path, *arguments, *killed, "--resume", NPROC="2")
+    losses = {number: (loss, norm) for number, _, loss, norm, _ in STEP.findall(whole)}
+    resumed = {number: (loss, norm) for number, _, loss, norm, _ in STEP.findall(output)}
+    assert {"9", "10", "11", "12"} <= resumed.keys()
+    assert "1" not in resumed
+    assert resumed == {number: losses[number] for number in resumed}
+    kept = [load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0].keys() | kept[1].keys())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "hf").num_parameters() > 0
 
 
 def tenants_and_losses(output: str) -> dict[str, list[float]]:

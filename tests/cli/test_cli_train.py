@@ -47,6 +47,7 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": str(small_model),
         "output": "out",
         "data": {"path": "chat.jsonl", "global_batch_size": 4},
+        "validation": {"path": "chat.jsonl", "every": 5},
         "steps": STEPS,
         "platform": "cpu",
         "precision": "fp32",
@@ -88,17 +89,25 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     assert sorted(path.name for path in single.iterdir()) == names
     assert yaml.safe_load((single / "config.yaml").read_text())["optimizer"]["lr"] == 0.01
     # The update of the last step comes after its loss, so the export must be at least that good.
-    assert score(single / "hf", folder / "chat.jsonl") < rows[-1]["loss"]
+    exported = score(single / "hf", folder / "chat.jsonl")
+    assert exported < rows[-1]["loss"]
+    # Here the validation set is what was learned, and the last measurement is of the model that was exported.
+    measured = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
+    assert list(measured) == [5, 10, STEPS]
+    assert measured[STEPS] == pytest.approx(exported, abs=1e-4)
+    assert measured[5] == pytest.approx(rows[5]["loss"], abs=1e-4)  # the loss of step 6 is that after step 5
 
 
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("data", marks=pytest.mark.nightly)])
 def test_two_processes_learn_the_same(megascend, single: Path, folder: Path, axis: str) -> None:
     layout = ["--set", "parallel.tensor=2"] if axis == "tensor" else []
-    done = megascend("train", "run.yaml", "--nproc", "2", "--set", f"output={axis}", *layout, cwd=folder)
+    length = ["--set", "steps=0", "--set", f"epochs={STEPS}"]  # an epoch is one batch
+    done = megascend("train", "run.yaml", "--nproc", "2", "--set", f"output={axis}", *layout, *length, cwd=folder)
     assert done.returncode == 0, done.stderr
     rows, reference = metrics(folder / axis), metrics(single)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in reference], rel=2e-4)
+    assert rows[-1]["validation_loss"] == pytest.approx(reference[-1]["validation_loss"], rel=2e-4)
     assert [row["total_tokens"] for row in rows] == [row["total_tokens"] for row in reference]
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in reference]
     assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1

@@ -33,13 +33,13 @@ from megascend.app.stop_signals import StopSignals
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
-from megascend.errors import DataError, NonFiniteError
+from megascend.errors import NonFiniteError
 
 if TYPE_CHECKING:
+    from megascend.app.run_samples import RunSamples
     from megascend.backend import Backend
     from megascend.batch.results import ForwardBackwardResult, StepResult
     from megascend.batch.sample import Sample
-    from megascend.data.store import SampleStore
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class TrainResult:
         output: the run directory.
         export: directory of the exported model, or of the adapter if one was trained, or None.
         stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
+        validation_loss: the last one that was measured, or None.
     """
 
     steps: int
@@ -65,6 +66,7 @@ class TrainResult:
     output: Path
     export: Path | None
     stopped: str | None = None
+    validation_loss: float | None = None
 
 
 def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | None = None) -> TrainResult:
@@ -119,12 +121,13 @@ def run(
     )
 
     # Data that cannot be trained on are found before the model is built.
+    from megascend.app.objectives import make_objective
+    from megascend.app.run_samples import RunSamples
     from megascend.app.sample_limits import sample_limits
-    from megascend.data.order import batches
-    from megascend.data.prepare import prepare_samples
 
-    limits = sample_limits(config, launch.world_size)
-    samples = prepare_samples(config.data.path, config.data, load_tokenizer(config.model), limits, config.model)
+    samples = RunSamples.prepare(config, load_tokenizer(config.model), sample_limits(config, launch.world_size))
+    objective = make_objective(config, samples.learned)
+    config = config.of_length(objective.units(samples.learned))
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:
@@ -141,9 +144,12 @@ def run(
         if lora is not None:
             backend.add_adapter(ADAPTER, lora)
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
-        check_lengths(samples, backend)
-        data = config.data
-        stream = batches(samples, data.global_batch_size, config.seed, data.shuffle, samples.fingerprint)
+        samples.check_lengths(backend)
+        size = config.data.global_batch_size
+        stream = samples.batches(config, objective)
+        objective.prepare(backend, samples.learned, samples.drawn(config, objective), size)
+        if samples.held_out is not None:
+            objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
         main_rank = backend.rank == 0
         counts = Counts()
         if progress := begin(config, backend, event_log, overwrite, resume, ("data", "counts")):
@@ -151,7 +157,7 @@ def run(
             counts = Counts(**progress["counts"])
         if main_rank:
             write_config(config)
-            print(start_line(config, backend, len(samples)), flush=True)
+            print(start_line(config, backend, samples), flush=True)
             for line in samples.remarks:
                 print(f"data: {line}", flush=True)
             if backend.self_check is not None:
@@ -167,13 +173,18 @@ def run(
             backend.on_micro_batch = log.micro_batch
             before = time.perf_counter()
             for number in range(done + 1, config.steps + 1):
-                batch = next(stream)
-                result = backend.forward_backward(backend.shard(batch), loss="cross_entropy", adapter=adapter)
+                batch = objective.batch(samples.learned, next(stream))
+                result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=adapter)
                 dispatched = time.perf_counter() - before
                 step = backend.optimizer_step()
                 seconds = time.perf_counter() - before
                 counts.add(result, step, seconds)
-                log.write(record(number, result, step, seconds, dispatched, counts, stream.epochs, batch, backend))
+                measured = None
+                if samples.held_out is not None and (number % config.validation_every == 0 or number == config.steps):
+                    measured = counts.validation_loss = objective.measure(backend, samples.held_out, adapter, size)
+                log.write(
+                    record(number, result, step, seconds, dispatched, counts, stream.epochs, batch, backend, measured)
+                )
                 if step.skipped_in_a_row > config.max_skipped_steps:
                     where = keep_batch(config, number, batch) if main_rank else None
                     raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row, where))
@@ -190,25 +201,12 @@ def run(
         else:
             exported = export(config, backend) if config.export else None
             if main_rank and config.plot:
-                plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, len(samples)))
+                plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, samples))
             tell_end(config, backend, event_log, number, counts)
     return TrainResult(
-        number, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, exported, stopped
-    )
-
-
-def check_lengths(samples: SampleStore, backend: Backend) -> None:
-    """Refuse samples beyond what the engine, which may have a limit of its own, takes.
-
-    Raises:
-        DataError: there is one.
-    """
-    longest = int(samples.lengths.max())
-    if longest > backend.max_length:
-        raise DataError(
-            f"the longest sample has {longest} tokens, and the engine takes {backend.max_length}: set batching.max_length: "
-            f"{backend.max_length}"
-        )
+        number, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, exported, stopped,
+        counts.validation_loss,
+    )  # fmt: skip
 
 
 def tell_end(config: RunConfig, backend: Backend, event_log: EventLog, step: int, counts: Counts) -> None:
@@ -216,6 +214,8 @@ def tell_end(config: RunConfig, backend: Backend, event_log: EventLog, step: int
     event_log.event("finished", step=step, loss=counts.loss)
     if backend.rank == 0:
         summary = f"{step} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}"
+        if counts.validation_loss is not None:
+            summary += f", validation loss {counts.validation_loss:.4f}"
         print(f"{summary}; see {config.output}", flush=True)
 
 
@@ -228,12 +228,14 @@ class Counts:
         skipped: steps that all ranks skipped.
         seconds: in steps, on this rank.
         loss: of the last step.
+        validation_loss: the last one that was measured.
     """
 
     tokens: int = 0
     skipped: int = 0
     seconds: float = 0.0
     loss: float = math.nan
+    validation_loss: float | None = None
 
     def add(self, result: ForwardBackwardResult, step: StepResult, seconds: float) -> None:
         """Count one step."""
@@ -253,6 +255,7 @@ def record(
     epoch: float,
     batch: Sequence[Sample],
     backend: Backend,
+    validation_loss: float | None,
 ) -> StepRecord:
     """The line of metrics.jsonl about a step that took ``seconds``, ``dispatched`` of them to hand out its work."""
     speed = result.total_tokens / seconds
@@ -271,13 +274,15 @@ def record(
         dispatch_seconds=dispatched,
         seconds=counts.seconds,
         mfu=utilisation(speed, batch, backend),
+        validation_loss=validation_loss,
+        metrics=result.metrics,
     )
 
 
-def start_line(config: RunConfig, backend: Backend, samples: int) -> str:
+def start_line(config: RunConfig, backend: Backend, samples: RunSamples) -> str:
     """One line on what is about to happen."""
     ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
     lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
     steps = f"{config.steps} steps of {config.data.global_batch_size}"
     precision = config.precision + (" with TF32 products" if config.tf32 else "")
-    return f"{config.model.name}: {lora}{samples} samples, {steps}; {precision}; {ranks}"
+    return f"{config.model.name}: {lora}{samples.describe()}, {steps}; {precision}; {ranks}"

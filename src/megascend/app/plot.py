@@ -48,6 +48,12 @@ def plot_metrics(
     for axes, (key, label, colour) in zip(drawn, shown, strict=False):
         values = [float("nan") if row.get(key) is None else row[key] for row in rows]
         axes.plot(steps, values, color=colour, linewidth=1.4, marker="." if len(rows) < 30 else None)
+        if key == "loss" and (held_out := [row for row in rows if row.get("validation_loss") is not None]):
+            measured = [row["validation_loss"] for row in held_out]
+            axes.plot(
+                [row["step"] for row in held_out], measured, "o-", color="tab:red", markersize=3, label="validation"
+            )
+            axes.legend(frameon=False, fontsize=9)
         axes.set_title(label, loc="left", fontsize=11)
         axes.set_xlabel("step")
         if all(value >= 0 for value in values if value == value):

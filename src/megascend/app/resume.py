@@ -166,9 +166,17 @@ def load_first_good(
 def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str]:
     """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
-    before = {"engine": "megatron", "plugins": []} | flattened(renamed_keys(saved)) if saved is not None else now
+    before = flattened(_with_defaults(renamed_keys(saved), type(config))) if saved is not None else now
     keys = sorted(now.keys() | before.keys())
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def _with_defaults(saved: dict[str, Any], kind: type[TrainerConfig]) -> dict[str, Any]:
+    """Settings of an earlier version, with the defaults of those that it did not have; of another kind of run as they are."""
+    try:
+        return kind(**saved).model_dump(mode="json")
+    except ConfigError:
+        return {"engine": "megatron", "plugins": []} | saved
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

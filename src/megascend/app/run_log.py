@@ -8,8 +8,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -50,8 +50,13 @@ class Record:
         values = dict(vars(self))
         for key, value in values.items():
             if isinstance(value, float):
-                values[key] = float(f"{value:.6g}") if math.isfinite(value) else None
+                values[key] = rounded(value)
         return values
+
+
+def rounded(value: float) -> float | None:
+    """``value`` to six digits, or None if it is not finite, which JSON cannot say."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,11 @@ class StepRecord(Record):
         dispatch_seconds: in which rank 0's process handed out the work of the forward and backward passes. On a GPU or NPU that
             runs ahead of the device; near ``step_seconds``, the device waits for the process. On the CPU it is the work itself.
         mfu: model-FLOPs utilisation, or None where the model's or the device's figure is not known.
+        validation_loss: after this step, or None where it was not measured.
+        metrics: what the loss reported beside its value, by name.
     """
 
-    SCALARS: ClassVar[tuple[str, ...]] = ("loss", "grad_norm", "lr", "tokens_per_s")
+    SCALARS: ClassVar[tuple[str, ...]] = ("loss", "grad_norm", "lr", "tokens_per_s", "validation_loss")
 
     loss: float
     grad_norm: float
@@ -86,11 +93,19 @@ class StepRecord(Record):
     step_seconds: float
     dispatch_seconds: float
     mfu: float | None = None
+    validation_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON can hold it; each of ``metrics`` under its own name."""
+        values = super().to_dict()
+        return values | {key: rounded(value) for key, value in values.pop("metrics").items()}
 
     def summary(self) -> str:
         """The figures of a step in one short line."""
         skipped = "  SKIPPED" if self.skipped else ""
-        return f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {self.tokens_per_s:,.0f} tokens/s{skipped}"
+        measured = "" if self.validation_loss is None else f"  validation {self.validation_loss:.4f}"
+        return f"loss {self.loss:.4f}{measured}  grad norm {self.grad_norm:.3f}  {self.tokens_per_s:,.0f} tokens/s{skipped}"
 
 
 class StepClock:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from megascend.errors import ConfigError
 
@@ -90,16 +91,28 @@ class Schedule(Section):
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = Field(0, description="linear warm-up from 0 to lr over these steps")
-    total_steps: Count = Field(0, description="step at which linear and cosine reach min_lr")
+    total_steps: Count = Field(
+        0, description="step at which linear and cosine reach min_lr; 0 in a run file: the last step of the run"
+    )
     min_lr: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _total(self) -> Schedule:
-        if self.kind != "constant" and self.total_steps <= self.warmup_steps:
+        if self.kind != "constant" and 0 < self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"schedule {self.kind} needs total_steps > warmup_steps, got {self.total_steps} and {self.warmup_steps}"
             )
         return self
+
+    def ending_with(self, steps: int) -> Schedule:
+        """This schedule; one that names no end ends with a run of ``steps`` steps.
+
+        Raises:
+            ConfigError: the warm-up takes all of them.
+        """
+        if self.kind == "constant" or self.total_steps:
+            return self
+        return Schedule(**self.model_dump() | {"total_steps": steps})
 
 
 class Recompute(Section):
@@ -251,6 +264,29 @@ DATA_COLUMNS = (
 """Columns of data files that are read, in one form or another."""
 
 
+class Validation(Section):
+    """Samples that are not learned, whose loss is measured at intervals."""
+
+    path: Path | None = Field(None, description="read as data.path is; or set fraction")
+    fraction: float = Field(
+        0.0, ge=0, lt=1, description="of the documents of data.path, drawn by the seed, that are held out instead"
+    )
+    every: Size = Field(100, description="steps from one measurement to the next; the last step has one in any case")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Validation:
+        if (self.path is None) == (self.fraction == 0):
+            found = "both are" if self.path is not None else "neither is"
+            raise ValueError(f"validation: set either path or fraction; {found} set")
+        return self
+
+
+class Dpo(Section):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) on preference pairs."""
+
+    beta: float = Field(0.1, gt=0, description="how strongly the model is held to the one that training starts from")
+
+
 class Checkpoint(Section):
     """When a run saves what it needs to go on, to OUTPUT/checkpoints, and what becomes of it."""
 
@@ -347,11 +383,61 @@ class TrainerConfig(Section):
         description="hold a small slice of the model against transformers before training; once for a configuration",
     )
 
+    def ending_with(self, steps: int) -> Self:
+        """These settings, with schedules that name no end ending with a run of ``steps`` steps.
+
+        Raises:
+            ConfigError: the warm-up of one takes all of them.
+        """
+        changed: dict[str, Any] = {"schedule": self.schedule.ending_with(steps)}
+        if self.lora is not None and self.lora.schedule is not None:
+            changed["lora"] = self.lora.model_copy(update={"schedule": self.lora.schedule.ending_with(steps)})
+        return self.model_copy(update=changed)
+
 
 class RunConfig(TrainerConfig):
     """Everything ``megascend train`` reads from its YAML file."""
 
+    steps: Count = Field(100, description="optimizer steps; 0: as many as epochs take")
+    epochs: float | None = Field(None, gt=0, description="how often to go through the data, instead of steps")
     data: Data
+    validation: Validation | None = Field(None, description="measure the loss on samples that are not learned")
+    dpo: Dpo | None = Field(
+        None, description="learn from preference pairs; default: from what the data say, token by token"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_decide(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("epochs") is not None:
+            return {"steps": 0} | values
+        return values
+
+    @model_validator(mode="after")
+    def _length(self) -> RunConfig:
+        if self.steps == 0 and self.epochs is None:
+            raise ValueError("steps must be 1 or more, or epochs set (got 0)")
+        if self.steps and self.epochs is not None:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g}: set one of them")
+        if self.steps:
+            self.ending_with(self.steps)
+        return self
+
+    @property
+    def validation_every(self) -> int:
+        """Steps from one measurement of the validation loss to the next; 0 without a validation set."""
+        return 0 if self.validation is None else self.validation.every
+
+    def of_length(self, samples: int) -> RunConfig:
+        """These settings for so many samples: with ``epochs``, the steps that they take, the last one complete.
+
+        Raises:
+            ConfigError: the warm-up of a schedule takes all steps.
+        """
+        if self.epochs is None:
+            return self.ending_with(self.steps)
+        steps = max(1, math.ceil(self.epochs * samples / self.data.global_batch_size))
+        return self.ending_with(steps).model_copy(update={"steps": steps})
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

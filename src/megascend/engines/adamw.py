@@ -32,6 +32,7 @@ class MainAdamW:
     def __init__(
         self, pairs: Mapping[str, tuple[Tensor, Tensor]], adam: Adam, schedule: Schedule, precision: Precision
     ) -> None:
+        learning_rate(schedule, adam.lr, 0)  # refuses a schedule without an end now, not at the first step
         self._adam, self._schedule, self._scales_loss = adam, schedule, precision == "fp16"
         self._pairs = dict(pairs)
         mains = [main for _, main in self._pairs.values()]

@@ -37,6 +37,7 @@ class Adapter:
         self, name: str, lora: Lora, layout: FlatLayout, adam: Adam, schedule: Schedule, seed: int, *,
         scales_loss: bool, device: torch.device,
     ) -> None:  # fmt: skip
+        learning_rate(schedule, adam.lr, 0)  # refuses a schedule without an end now, not at the first step
         self.name, self.lora, self.layout = name, lora, layout
         self.adam, self.schedule, self.seed = adam, schedule, seed
         self.values = torch.nn.Parameter(torch.zeros(layout.size, device=device))

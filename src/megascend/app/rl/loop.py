@@ -114,6 +114,7 @@ def run(
     import megascend
     from megascend.bootstrap.engines import needs
 
+    config = config.ending_with(config.steps)
     runtime = megascend.bootstrap(
         config.platform,
         config.parallel,

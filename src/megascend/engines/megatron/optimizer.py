@@ -57,6 +57,7 @@ class Optimizer:
         groups: ProcessGroups,
         routers: Routers,
     ) -> None:
+        learning_rate(schedule, adam.lr, 0)  # refuses a schedule without an end now, not at the first step
         self._chunks, self._adam, self._schedule, self._groups = chunks, adam, schedule, groups
         self._routers = routers
         self._scales_loss = precision == "fp16"

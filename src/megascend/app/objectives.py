@@ -1,0 +1,157 @@
+"""What a supervised run learns from, and by which loss: tokens, or preference pairs. Collective where a backend is used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from megascend.batch.losses import Loss, dpo
+from megascend.batch.sample import Sample
+from megascend.config import RunConfig
+from megascend.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+    from megascend.data.split import Part
+
+
+class Objective(Protocol):
+    """How the samples of a run become batches, and batches a loss."""
+
+    @property
+    def loss(self) -> str | Loss:
+        """Of ``forward_backward``."""
+        ...
+
+    def units(self, samples: Part) -> int:
+        """How many things there are to draw a batch from."""
+        ...
+
+    def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
+        """What has to be known of these units of ``samples`` before the first step; ``batch`` of them at a time."""
+        ...
+
+    def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
+        """The samples of some units."""
+        ...
+
+    def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
+        """The loss on all of ``samples``, without learning; ``batch`` units at a time."""
+        ...
+
+
+def make_objective(config: RunConfig, samples: Part) -> Objective:
+    """The objective that the settings ask for.
+
+    Raises:
+        ConfigError: the data are of the other kind.
+    """
+    if config.dpo is None and samples.has_pairs:
+        raise ConfigError(f"{config.data.path} holds preference pairs: set dpo: {{beta: 0.1}} to learn from them")
+    if config.dpo is not None and not samples.has_pairs:
+        raise ConfigError(
+            f"dpo is set, and {config.data.path} holds no preference pairs ('chosen' and 'rejected'): add them, or remove dpo"
+        )
+    return Tokens() if config.dpo is None else Preferences(config.dpo.beta)
+
+
+class Tokens:
+    """Cross entropy, token by token."""
+
+    loss = "cross_entropy"
+
+    def units(self, samples: Part) -> int:
+        return len(samples)
+
+    def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
+        return None
+
+    def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
+        return [samples[unit] for unit in units]
+
+    def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
+        """``sum(weight * -logprob) / sum(weight)``."""
+        total = weight = 0.0
+        for start in range(0, len(samples), batch):
+            mine = backend.shard(samples[start : start + batch])
+            for sample, found in zip(mine, backend.forward(mine, adapter=adapter).logprobs, strict=True):
+                total -= weighted_sum(found, sample)
+                weight += float(sample.weights.double().sum())
+        totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
+        return sum(totals) / sum(weights)
+
+
+class Preferences:
+    """Direct preference optimisation. A unit is a pair: two neighbours, the chosen one first.
+
+    The reference is the model that training starts from, without an adapter. The loss needs but the sum of its log-probabilities
+    over each sample, which is computed once, before the first step.
+    """
+
+    def __init__(self, beta: float) -> None:
+        self._beta = beta
+        self.loss = Loss("dpo", functools.partial(dpo, beta=beta), per="pair", requires=("ref_logprobs",))
+        self._reference: dict[tuple[str, int, bool], float] = {}
+
+    def units(self, samples: Part) -> int:
+        return len(samples) // 2
+
+    def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
+        """Sums of the reference's log-probabilities. To be called before a checkpoint is loaded."""
+        wanted = sorted(set(units))
+        for start in range(0, len(wanted), batch):
+            mine = backend.shard(self._pairs(samples, wanted[start : start + batch]))
+            found = backend.forward(mine, reference=True).logprobs
+            sums = {
+                self._key(samples, sample): weighted_sum(logprobs, sample)
+                for sample, logprobs in zip(mine, found, strict=True)
+            }
+            for part in backend.gather_by_data_rank(sums):
+                self._reference |= part
+
+    def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
+        """Samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum."""
+        found = self._pairs(samples, units)
+        for sample in found:
+            total = self._reference[self._key(samples, sample)]
+            weight = float(sample.weights.double().sum())
+            sample.ref_logprobs = torch.full((len(sample),), total / weight, dtype=torch.float32)
+        return found
+
+    def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
+        """Mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
+        total = count = 0.0
+        for start in range(0, self.units(samples), batch):
+            units = range(start, min(start + batch, self.units(samples)))
+            mine = backend.shard(self._pairs(samples, units))
+            margins = [
+                weighted_sum(logprobs, sample) - self._reference[self._key(samples, sample)]
+                for sample, logprobs in zip(mine, backend.forward(mine, adapter=adapter).logprobs, strict=True)
+            ]
+            for chosen, rejected in zip(margins[::2], margins[1::2], strict=True):
+                total -= float(logsigmoid(torch.tensor(self._beta * (chosen - rejected), dtype=torch.float64)))
+                count += 1
+        totals, counts = zip(*backend.gather_by_data_rank((total, count)), strict=True)
+        return sum(totals) / sum(counts)
+
+    @staticmethod
+    def _pairs(samples: Part, units: Iterable[int]) -> list[Sample]:
+        found = [sample for unit in units for sample in (samples[2 * unit], samples[2 * unit + 1])]
+        for chosen, rejected in zip(found[::2], found[1::2], strict=True):
+            if chosen.pair != rejected.pair or not chosen.chosen or rejected.chosen:
+                raise DataError("samples of preference pairs are out of order")
+        return found
+
+    @staticmethod
+    def _key(samples: Part, sample: Sample) -> tuple[str, int, bool]:
+        return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen)
+
+
+def weighted_sum(logprobs: torch.Tensor, sample: Sample) -> float:
+    """``sum(weight * logprob)`` over a sample, in float64."""
+    weights = sample.weights.double()
+    return float(torch.where(weights > 0, weights * logprobs.double().cpu(), 0.0).sum())

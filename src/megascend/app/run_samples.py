@@ -1,0 +1,83 @@
+"""The samples of a supervised run: those that are learned, and those that are held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from megascend.config import RunConfig
+from megascend.data.order import Batches, batches
+from megascend.data.prepare import prepare_samples
+from megascend.data.samples import Limits
+from megascend.data.split import Part, hold_out, whole
+from megascend.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megascend.app.objectives import Objective
+    from megascend.backend import Backend
+
+
+@dataclass(frozen=True)
+class RunSamples:
+    """What a run learns, and what its validation loss is measured on.
+
+    Attributes:
+        held_out: None without a validation set.
+        longest: tokens of the longest sample of both.
+        remarks: what was left out of the data, cut or not read.
+    """
+
+    learned: Part
+    held_out: Part | None
+    longest: int
+    remarks: tuple[str, ...]
+
+    @classmethod
+    def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> RunSamples:
+        """Read, check and tokenise all data of a run. Local: ranks need not meet.
+
+        Raises:
+            DataError: some of it cannot be trained on.
+        """
+        data, validation = config.data, config.validation
+        store = prepare_samples(data.path, data, tokenizer, limits, config.model)
+        remarks, longest = list(store.remarks), int(store.lengths.max())
+        if validation is None:
+            return cls(whole(store), None, longest, tuple(remarks))
+        if validation.path is None:
+            learned, held_out = hold_out(store, validation.fraction, config.seed)
+            return cls(learned, held_out, longest, tuple(remarks))
+        other = prepare_samples(validation.path, data, tokenizer, limits, config.model)
+        if other.has_pairs != store.has_pairs:
+            raise DataError(f"of {data.path} and {validation.path} one holds preference pairs and the other does not")
+        longest = max(longest, int(other.lengths.max()))
+        return cls(whole(store), whole(other), longest, (*remarks, *other.remarks))
+
+    def check_lengths(self, backend: Backend) -> None:
+        """Refuse samples beyond what the engine, which may have a limit of its own, takes.
+
+        Raises:
+            DataError: there is one.
+        """
+        if self.longest > backend.max_length:
+            raise DataError(
+                f"the longest sample has {self.longest} tokens, and the engine takes {backend.max_length}: set "
+                f"batching.max_length: {backend.max_length}"
+            )
+
+    def batches(self, config: RunConfig, objective: Objective) -> Batches[int]:
+        """The stream of global batches, as numbers of samples or pairs."""
+        units = range(objective.units(self.learned))
+        return batches(units, config.data.global_batch_size, config.seed, config.data.shuffle, self.learned.fingerprint)
+
+    def drawn(self, config: RunConfig, objective: Objective) -> set[int]:
+        """The numbers that come up in the steps of this run."""
+        return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}
+
+    def describe(self) -> str:
+        """How many samples there are."""
+        held = "" if self.held_out is None else f" and {len(self.held_out)} held out"
+        return f"{len(self.learned)} samples{held}"

@@ -1,0 +1,135 @@
+"""Preference pairs: ``megascend train`` with ``dpo``, held against the loss that plain transformers computes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megascend.testing.reference import run_reference
+
+BETA = 0.5
+PAIRS = [
+    ("one?", "two", "three, or so"),
+    ("red?", "blue and green", "no"),
+    ("up?", "down", "up"),
+    ("left?", "right", "l"),
+]
+HELD_OUT = [("in?", "out", "in"), ("hot?", "cold", "hotter"), ("day?", "night", "d")]
+
+# Mean of -log sigmoid(beta * ((chosen - rejected) of the trained model - (chosen - rejected) of the one it began with)).
+SCORE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+models = [AutoModelForCausalLM.from_pretrained(path).float() for path in sys.argv[1:3]]
+
+def logprob(model, prompt, answer):
+    head = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
+    ids = torch.tensor([tokenizer(head + answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"]])
+    start = len(tokenizer(head, add_special_tokens=False)["input_ids"])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[start - 1 :].sum()
+
+losses = []
+for line in open(sys.argv[3]):
+    record = json.loads(line)
+    before, after = [
+        logprob(model, record["prompt"], record["chosen"][0]["content"])
+        - logprob(model, record["prompt"], record["rejected"][0]["content"])
+        for model in models
+    ]
+    losses.append(-torch.nn.functional.logsigmoid(float(sys.argv[4]) * (after - before)).item())
+print(sum(losses) / len(losses))
+"""
+
+
+def write(path: Path, pairs: list[tuple[str, str, str]]) -> None:
+    def answer(text: str) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": text}]
+
+    lines = [{"prompt": prompt, "chosen": answer(good), "rejected": answer(bad)} for prompt, good, bad in pairs]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with data and a run file."""
+    tmp_path = tmp_path_factory.mktemp("dpo")
+    write(tmp_path / "pairs.jsonl", PAIRS)
+    write(tmp_path / "held_out.jsonl", HELD_OUT)
+    settings = {
+        "model": str(small_model),
+        "output": "out",
+        "data": {"path": "pairs.jsonl", "global_batch_size": 2},
+        "validation": {"path": "held_out.jsonl", "every": 4},
+        "dpo": {"beta": BETA},
+        "epochs": 3,
+        "platform": "cpu",
+        "precision": "fp32",
+        "optimizer": {"lr": 0.003},
+        "plot": False,
+        "self_check": False,
+        "checkpoint": {"every": 4},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def single(megascend, folder: Path) -> Path:
+    """The run on one process."""
+    done = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "8 samples and 6 held out, 6 steps of 2" in done.stdout
+    return folder / "single"
+
+
+def test_pairs_are_learned_and_the_loss_is_that_of_transformers(single: Path, small_model: Path, folder: Path) -> None:
+    rows = metrics(single)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # nothing differs from the reference yet
+    assert rows[0]["reward_chosen"] == pytest.approx(0, abs=1e-4)
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert rows[-1]["accuracy"] == 1.0
+    measured = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
+    assert list(measured) == [4, 6]
+    scored = run_reference(SCORE, small_model, single / "hf", folder / "held_out.jsonl", str(BETA))
+    assert scored.returncode == 0, scored.stderr[-4000:]
+    assert measured[6] == pytest.approx(float(scored.stdout.split()[-1]), abs=1e-3)
+
+
+@pytest.mark.nightly
+def test_two_processes_learn_the_same_and_a_resumed_run_has_the_same_reference(
+    megascend, single: Path, folder: Path
+) -> None:
+    done = megascend("train", "run.yaml", "--nproc", "2", "--set", "output=two", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(folder / "two")
+    for key in ("loss", "grad_norm", "reward_rejected"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in metrics(single)], rel=1e-3, abs=1e-4)
+    assert rows[-1]["validation_loss"] == pytest.approx(metrics(single)[-1]["validation_loss"], rel=1e-3)
+    again = ("--set", "output=again", "--set", "export=false", "--resume", "two/checkpoints/step-00000004")
+    done = megascend("train", "run.yaml", "--nproc", "2", *again, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    resumed = [(row["step"], row["loss"], row["validation_loss"]) for row in metrics(folder / "again")]
+    assert resumed == [(row["step"], row["loss"], row["validation_loss"]) for row in rows[4:]]
+
+
+def test_pairs_need_dpo_and_dpo_needs_pairs(megascend, folder: Path) -> None:
+    done = megascend("train", "run.yaml", "--set", "dpo=null", cwd=folder)
+    assert done.returncode == 2
+    assert "pairs.jsonl holds preference pairs: set dpo:" in done.stderr
+    (folder / "texts.jsonl").write_text('{"text": "abc"}\n{"text": "abd"}\n')
+    texts = ("--set", "validation=null", "--set", "data.path=texts.jsonl")
+    done = megascend("train", "run.yaml", *texts, cwd=folder)
+    assert done.returncode == 2
+    assert "dpo is set, and texts.jsonl holds no preference pairs" in done.stderr

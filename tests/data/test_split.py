@@ -1,0 +1,97 @@
+"""Samples that are held out, and how long a run is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascend.batch.sample import Sample
+from megascend.config import Lora, RunConfig, Schedule
+from megascend.config.learning_rate import learning_rate
+from megascend.data.findings import Findings
+from megascend.data.split import hold_out, whole
+from megascend.data.store import SampleStore, write_store
+from megascend.errors import ConfigError, DataError
+
+RUN = {"model": "m", "output": "o", "data": {"path": "d", "global_batch_size": 4}}
+
+
+def store(path: Path, documents: int, each: int = 2) -> SampleStore:
+    """A store with so many samples of each document, whose first token is the document's number."""
+    write_store(path, ((n, [Sample.causal([n, 1, 2]) for _ in range(each)]) for n in range(documents)), Findings())
+    return SampleStore(path)
+
+
+def test_whole_documents_are_held_out(tmp_path: Path) -> None:
+    samples = store(tmp_path / "s", documents=10)
+    learned, held_out = hold_out(samples, 0.3, seed=1)
+    of = [[int(sample.input_ids[0]) for sample in part] for part in (learned, held_out)]
+    assert [len(part) for part in of] == [14, 6]
+    assert [len(set(part)) for part in of] == [7, 3]
+    assert sorted(of[0] + of[1]) == sorted([*range(10)] * 2)
+    assert [int(sample.input_ids[0]) for sample in learned[2:4]] == of[0][2:4]
+    again, _ = hold_out(samples, 0.3, seed=1)
+    others, _ = hold_out(samples, 0.3, seed=2)
+    assert [int(sample.input_ids[0]) for sample in again] == of[0]
+    assert [int(sample.input_ids[0]) for sample in others] != of[0]
+    assert len({learned.fingerprint, held_out.fingerprint, others.fingerprint, whole(samples).fingerprint}) == 4
+    assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one
+
+
+@pytest.mark.parametrize(("documents", "fraction"), [(1, 0.1), (2, 0.9)])
+def test_something_must_be_left_to_learn(tmp_path: Path, documents: int, fraction: float) -> None:
+    with pytest.raises(DataError, match=r"validation\.fraction: .* leaves nothing to learn"):
+        hold_out(store(tmp_path / "s", documents), fraction, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "steps"),
+    [({}, 40, 100), ({"steps": 7}, 40, 7), ({"epochs": 2}, 40, 20), ({"epochs": 0.5}, 10, 2), ({"epochs": 0.01}, 4, 1)],
+)
+def test_epochs_are_steps(settings: dict, samples: int, steps: int) -> None:
+    config = RunConfig.model_validate(RUN | settings | {"schedule": {"kind": "linear"}})
+    assert RunConfig(**config.model_dump()) == config  # what show-config prints can be read
+    resolved = config.of_length(samples)
+    assert resolved.steps == steps
+    assert resolved.schedule.total_steps == steps
+    assert resolved.epochs == config.epochs
+
+
+def test_a_schedule_ends_with_the_run_unless_it_says_when() -> None:
+    lora = {"schedule": {"kind": "cosine"}}
+    resolved = RunConfig.model_validate(RUN | {"steps": 9, "lora": lora}).of_length(1)
+    assert resolved.lora == Lora(schedule=Schedule(kind="cosine", total_steps=9))
+    assert Schedule(kind="cosine", total_steps=5).ending_with(9).total_steps == 5
+    assert Schedule().ending_with(9).total_steps == 0
+    with pytest.raises(ConfigError, match="schedule linear needs total_steps"):
+        learning_rate(Schedule(kind="linear"), 1.0, 0)
+
+
+BAD = {
+    "no length": ({"steps": 0}, r"steps must be 1 or more, or epochs set \(got 0\)"),
+    "two lengths": ({"steps": 5, "epochs": 1}, "steps=5 and epochs=1: set one of them"),
+    "no epochs": ({"epochs": 0}, "epochs"),
+    "warm-up of the whole run": ({"steps": 5, "schedule": {"kind": "cosine", "warmup_steps": 5}}, "got 5 and 5"),
+    "two validation sets": (
+        {"validation": {"path": "v", "fraction": 0.1}},
+        "set either path or fraction; both are set",
+    ),
+    "no validation set": ({"validation": {"every": 3}}, "set either path or fraction; neither is set"),
+    "all is held out": ({"validation": {"fraction": 1.0}}, "validation.fraction"),
+    "beta of 0": ({"dpo": {"beta": 0}}, "dpo.beta"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_settings_that_no_run_can_have(name: str) -> None:
+    settings, message = BAD[name]
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**RUN | settings)
+
+
+def test_a_warm_up_that_epochs_are_too_short_for() -> None:
+    config = RunConfig.model_validate(RUN | {"epochs": 1, "schedule": {"kind": "cosine", "warmup_steps": 5}})
+    assert config.of_length(24).schedule.total_steps == 6
+    with pytest.raises(ConfigError, match="schedule cosine needs total_steps > warmup_steps, got 5 and 5"):
+        config.of_length(20)
