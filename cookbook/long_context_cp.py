@@ -5,11 +5,13 @@
 
 The task cannot be solved without the whole context: the first token is a key, noise follows, and at a few places far
 behind it a question mark asks for the key. Nothing nearer tells it, since the key is never repeated in the input: only
-the targets, which need not be the next token, hold it.
+the targets, which need not be the next token, hold it. With --data the sequences are those of your own files instead: long
+texts are cut into pieces of --length tokens.
 
 With context parallelism a sequence is cut into 2 x CP chunks; rank r holds chunks r and 2 x CP - 1 - r, so that every
 rank has an equal share of causal attention's work. Samples of different lengths are packed without padding, except to a
 multiple of 2 x CP. None of this is the caller's business: every context parallel rank passes the same whole samples.
+In the end OUTPUT/hf holds a model that transformers loads; with --save-every, a run that was killed continues with --resume.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ QUESTIONS = 8
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on long packed sequences with context parallelism.")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument("--data", type=Path, help="texts or conversations (docs/data.md); default: the task above")
+    parser.add_argument("--output", type=Path, required=True, help="the checkpoint and the trained model go here")
+    parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next; 0: none")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     parser.add_argument("--context", type=int, default=2, help="context parallel size")
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size (with sequence parallelism)")
     parser.add_argument("--length", type=int, default=768, help="longest sequence in tokens; the shortest has half")
@@ -57,6 +63,17 @@ def draw_batch(count: int, longest: int, draw: random.Random) -> list[megascend.
     return [recall_sample(draw.randint(longest // 2, longest), draw)[0] for _ in range(count)]
 
 
+def own_samples(data: Path, model: Path, longest: int) -> list[megascend.Sample]:
+    """The samples of files: texts in pieces of at most ``longest`` tokens, conversations that are no longer than that."""
+    from transformers import AutoTokenizer
+
+    from megascend.data.files import read_documents
+    from megascend.data.samples import build_samples
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    return build_samples(read_documents(data), tokenizer, longest)
+
+
 def recalled(backend: megascend.MegatronBackend, longest: int) -> float:
     """Share of the questions in new sequences where the right key gets more than half of the probability."""
     draw = random.Random(1)
@@ -71,6 +88,7 @@ def recalled(backend: megascend.MegatronBackend, longest: int) -> float:
 def main() -> None:
     arguments = parse_arguments()
     megascend.bootstrap()
+    samples = own_samples(arguments.data, arguments.model, arguments.length) if arguments.data else []
     backend = megascend.MegatronBackend(
         model=arguments.model,
         parallel=megascend.Parallel(context=arguments.context, tensor=arguments.tensor, sequence=arguments.tensor > 1),
@@ -90,15 +108,22 @@ def main() -> None:
                 f"--length {arguments.length} exceeds the model's context of {backend.max_length}"
             )
 
-        draw = random.Random(0)
+        checkpoint = arguments.output / "checkpoint"
+        if arguments.resume:
+            backend.load(checkpoint)
         first_loss = last_loss = math.nan
-        for step in range(1, arguments.steps + 1):
+        for step in range(backend.step_count + 1, arguments.steps + 1):
             start = time.perf_counter()
-            batch = draw_batch(arguments.batch, arguments.length, draw)
+            # The number of the step is all that a batch depends on, so a run that is resumed needs to know nothing else.
+            draw = random.Random(step)
+            if samples:
+                batch = draw.sample(samples, min(arguments.batch, len(samples)))
+            else:
+                batch = draw_batch(arguments.batch, arguments.length, draw)
             result = backend.forward_backward(backend.shard(batch))
             update = backend.optimizer_step()
             last_loss = result.loss
-            first_loss = last_loss if step == 1 else first_loss
+            first_loss = last_loss if math.isnan(first_loss) else first_loss
             speed = result.total_tokens / (time.perf_counter() - start)
             if main_rank:
                 print(
@@ -106,14 +131,19 @@ def main() -> None:
                     f"{speed:,.0f} tokens/s{'  SKIPPED' if update.skipped else ''}",
                     flush=True,
                 )
+            if arguments.save_every and step % arguments.save_every == 0:
+                # Written while training continues. The directory holds the former checkpoint until this one is complete.
+                backend.save(checkpoint)
 
-        share = recalled(backend, arguments.length)
-        if main_rank:
-            print(
-                f"learned: loss {first_loss:.3f} -> {last_loss:.3f} (knowing only that it is one of {KEYS} keys gives "
-                f"{math.log(KEYS):.3f}); in new sequences of {arguments.length} tokens "
-                f"{share:.0%} of the questions get their key"
+        backend.export_hf(arguments.output / "hf")
+        learned = f"learned: loss {first_loss:.3f} -> {last_loss:.3f}"
+        if not samples:
+            learned += (
+                f" (knowing only that it is one of {KEYS} keys gives {math.log(KEYS):.3f}); in new sequences of "
+                f"{arguments.length} tokens {recalled(backend, arguments.length):.0%} of the questions get their key"
             )
+        if main_rank:
+            print(f"{learned}; model: {arguments.output / 'hf'}")
     finally:
         backend.close()
 

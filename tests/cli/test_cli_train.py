@@ -42,12 +42,13 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with data and run files."""
     folder = tmp_path_factory.mktemp("train")
     lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("chat.jsonl", "held_out.jsonl"):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {
         "model": str(small_model),
         "output": "out",
         "data": {"path": "chat.jsonl", "global_batch_size": 4},
-        "validation": {"path": "chat.jsonl", "every": 5},
+        "validation": {"path": "held_out.jsonl", "every": 5},
         "steps": STEPS,
         "platform": "cpu",
         "precision": "fp32",
@@ -91,7 +92,7 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     # The update of the last step comes after its loss, so the export must be at least that good.
     exported = score(single / "hf", folder / "chat.jsonl")
     assert exported < rows[-1]["loss"]
-    # Here the validation set is what was learned, and the last measurement is of the model that was exported.
+    # Here the validation set says what was learned, and the last measurement is of the model that was exported.
     measured = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
     assert list(measured) == [5, 10, STEPS]
     assert measured[STEPS] == pytest.approx(exported, abs=1e-4)

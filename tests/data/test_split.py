@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from megascend.app.run_samples import RunSamples
 from megascend.batch.sample import Sample
+from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
 from megascend.config.learning_rate import learning_rate
 from megascend.data.findings import Findings
+from megascend.data.samples import Limits
 from megascend.data.split import hold_out, whole
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import ConfigError, DataError
@@ -37,6 +40,13 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     assert [int(sample.input_ids[0]) for sample in others] != of[0]
     assert len({learned.fingerprint, held_out.fingerprint, others.fingerprint, whole(samples).fingerprint}) == 4
     assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one
+
+
+def test_a_validation_set_is_not_among_what_is_learned(tmp_path: Path) -> None:
+    for path, validation in ((tmp_path, tmp_path / "v.jsonl"), (tmp_path / "v.jsonl", tmp_path / "v.jsonl")):
+        settings = RUN | {"data": {"path": path}, "validation": {"path": validation}}
+        with pytest.raises(DataError, match=r"validation\.path: .*v\.jsonl lies in data\.path"):
+            RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), Limits(9))
 
 
 @pytest.mark.parametrize(("documents", "fraction"), [(1, 0.1), (2, 0.9)])

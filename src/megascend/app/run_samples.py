@@ -43,6 +43,12 @@ class RunSamples:
             DataError: some of it cannot be trained on.
         """
         data, validation = config.data, config.validation
+        if validation is not None and validation.path is not None:
+            inside = validation.path.resolve().is_relative_to(data.path.resolve())
+            if inside:
+                raise DataError(
+                    f"validation.path: {validation.path} lies in data.path: {data.path}, so it would be learned: move it"
+                )
         store = prepare_samples(data.path, data, tokenizer, limits, config.model)
         remarks, longest = list(store.remarks), int(store.lengths.max())
         if validation is None:

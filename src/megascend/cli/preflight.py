@@ -40,3 +40,5 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     check_topology(config, world_size)
     check_lora(config)
     check_files(config.data.path, config.data)
+    if config.validation is not None and config.validation.path is not None:
+        check_files(config.validation.path, config.data)

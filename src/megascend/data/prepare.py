@@ -24,13 +24,8 @@ from megascend.files import cache_folder, cached, digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1
-"""Of what a store holds; another one is made anew."""
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "config.json",
-)  # fmt: skip
-"""What in a model directory decides about tokens."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+"""Files of a model directory that decide nothing about tokens."""
 PATIENCE_S = 7 * 24 * 3600.0
 """How long a rank waits for another one of its machine that turns the same data into tokens; its lock ends with its process."""
 
@@ -59,9 +54,7 @@ def prepare_samples(
         mode="json", include={"split", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
     )
     key = xxhash.xxh3_128(
-        json.dumps(
-            [FORMAT, content_of(path), tokenizer_of(model), template, how, asdict(limits), version("transformers")]
-        ).encode()
+        json.dumps([content_of(path), tokenizer_of(model), template, how, asdict(limits), versions()]).encode()
     ).hexdigest()
 
     def make(fresh: Path) -> None:
@@ -108,6 +101,12 @@ def content_of(path: Path) -> list[Any]:
 
 
 def tokenizer_of(model: Path) -> list[list[str]]:
-    """What tells a model's tokenizer from others: digests of its files."""
-    there = [model / name for name in TOKENIZER_FILES if (model / name).is_file()]
-    return [[file.name, digest(file, xxhash.xxh3_128)] for file in there]
+    """What tells a tokenizer from others: digests of all files of the model that are not weights, and of its chat templates."""
+    files = sorted(file for pattern in ("*", "chat_templates/*") for file in model.glob(pattern) if file.is_file())
+    return [[file.name, digest(file, xxhash.xxh3_128)] for file in files if file.suffix not in WEIGHTS]
+
+
+def versions() -> list[str]:
+    """What else decides about samples: the packages that render and tokenise, and this package's own code."""
+    code = [digest(file, xxhash.xxh3_128) for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return [*(version(package) for package in ("transformers", "tokenizers", "jinja2")), *code]

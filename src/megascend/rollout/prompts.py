@@ -23,7 +23,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise DataError(f"no prompts at {path.resolve()}: not a file")
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
     prompts = [parse_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
