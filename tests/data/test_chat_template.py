@@ -267,11 +267,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "blocks in a macro": (MACRO, {"messages": CHAT}, "do not hold the words of message 1.*inside a macro"),
     "blocks that drift": (DRIFTING, {"messages": CHAT}, "do not hold the words of message 1"),
-    "blocks that vanish": (VANISHING, {"messages": CHAT}, "cannot tell which generation blocks .* those of message 1"),
+    "blocks that vanish": (
+        VANISHING,
+        {"messages": [CHAT[0], CHAT[1] | {"loss": 0}, *CHAT[2:]]},
+        "cannot tell which generation blocks .* those of message 1",
+    ),
     "the assistant begins": (
         "{{ messages[0].role[:0] }}" + BARE,
         {"messages": [CHAT[1], *CHAT]},
         "begins with the assistant, and the chat template writes no conversation without a message",
+    ),
+    "words that are not written": (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}",
+        {"messages": CHAT},
+        r"message 0 \(user\): the chat template does not write its words \(..'one\?'\); is it the template of a model for images",
+    ),
+    "a system message that is not written": (
+        BARE.replace("messages %}", "messages if m.role != 'system' %}"),
+        {"messages": [SYSTEM, *CHAT]},
+        r"message 0 \(system\): the chat template does not write its words",
     ),
     "a template with an error": (
         "{% for m in messages %}",
@@ -311,14 +325,50 @@ def test_what_the_template_leaves_out_is_said() -> None:
     assert encode(parse_record({"messages": messages}, "f:1"), tokenizer)[1] == []
 
     tokenizer.chat_template = (
-        BARE.replace("m.content + '<|im_end|>'", "''")
-        .replace("{% endfor %}", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}")
-        .replace("messages %}", "messages if m.role == 'assistant' %}")
+        "{% for m in messages %}{{ m.role + ': ' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
     )
     _, said = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
-    assert said == [
-        "f:1: the chat template's generation blocks leave out <|im_end|>, so the model does not learn to end its turn"
-    ]
+    assert said == [NO_END]
+    tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"  # as GLM's
+    assert encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)[1] == [NO_END]
+
+
+NO_END = (
+    "f:1: no turn of the assistant ends with a special token that is learned, so the model does not learn to stop; a template "
+    "with {% generation %} blocks (data.chat_template) can say where turns end"
+)
+
+
+def test_arguments_are_objects_or_text_as_the_template_takes_them() -> None:
+    """DeepSeek's templates put them between strings."""
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + '(' + c.function.arguments + ')' }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    )
+    for arguments in ({"where": "öst"}, '{"where": "öst"}'):
+        calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
+        messages = [CHAT[0], {"role": "assistant", "content": "so ", "tool_calls": calls}]
+        sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+        assert learned(sample, tokenizer) == ['assistant: so look({"where": "öst"})<|im_end|>']
+
+
+def test_a_block_of_no_message_in_particular_is_learned_too() -> None:
+    """As in TRL's training template of Phi-3, which marks the end of sequence behind the last turn."""
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"
+    )
+    wanted = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    sample, _ = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
+    assert [0, *sample.weights.tolist()] == wanted["assistant_masks"]
+    assert learned(sample, tokenizer) == ["zwei, 二, two", "drei<|im_end|>"]
+    with pytest.raises(DataError, match="do not hold the words of message 3"):  # whose is the block in the middle?
+        encode(parse_record({"messages": [CHAT[0], CHAT[1] | {"loss": 0}, *CHAT[2:]]}, "f:1"), tokenizer)
 
 
 def test_variables_of_the_template() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.data.document import Message, Messages
 from megascend.data.findings import Findings
-from megascend.data.messages import REASONING
+from megascend.data.messages import REASONING, with_arguments_as_text
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
@@ -82,18 +82,28 @@ class ChatTemplate:
 
         template = self.source(tools)
         variables = {**self._tokenizer.special_tokens_map, **self._options, **(options or {})}
-        try:
-            found: Any = render_jinja_template(
-                conversations=[[self._with_content(message) for message in messages]],
+
+        def attempt(conversation: Sequence[Message]) -> Any:
+            return render_jinja_template(
+                conversations=[list(conversation)],
                 tools=list(tools) if tools else None,
                 chat_template=template,
                 return_assistant_tokens_mask=bool(GENERATION.search(template)),
                 add_generation_prompt=prompt,
                 **variables,
             )
+
+        conversation = [self._with_content(message) for message in messages]
+        try:
+            try:
+                rendered, marked = attempt(conversation)
+            except Exception:
+                textual = [with_arguments_as_text(message) for message in conversation]
+                if textual == conversation:
+                    raise
+                rendered, marked = attempt(textual)  # DeepSeek's templates write arguments as they are
         except Exception as error:
             raise DataError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
-        rendered, marked = found
         return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
 
     def _with_content(self, message: Message) -> Message:
@@ -126,7 +136,7 @@ class ChatTemplate:
     # --- what the assistant writes ---
 
     def assistant_spans(
-        self, messages: Messages, tools: Tools = None, options: Mapping[str, Any] | None = None
+        self, messages: Messages, tools: Tools = None, options: Mapping[str, Any] | None = None, *, apart: bool = True
     ) -> tuple[str, list[tuple[int, list[Span]]]]:
         """The text, and for each of the assistant's messages (by index) the characters that the assistant writes.
 
@@ -136,13 +146,22 @@ class ChatTemplate:
         it), at the next end-of-sequence token. What follows the special token that ends a turn (a line break in ChatML) is
         never generated, so it is left out.
 
+        Args:
+            apart: False: which characters are whose does not matter; those of generation blocks all go with the first message.
+
         Raises:
             DataError: neither way is exact.
         """
         rendered, marked = self._render(messages, tools, options)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.marks_turns(tools):
-            return rendered, self._marked_turns(rendered, marked, messages, turns, tools, options)
+            found = (
+                [(turns[0], marked)]
+                if turns and not apart
+                else self._turns_apart(marked, messages, turns, tools, options)
+            )
+            self._check_words(rendered, messages, turns, found)
+            return rendered, found
         return rendered, [(index, [self._turn(rendered, messages, index, tools, options)]) for index in turns]
 
     def _turn(
@@ -184,28 +203,28 @@ class ChatTemplate:
         ends_with_token = any(rendered.endswith(token, start, stripped) for token in self._ends)
         return stripped if ends_with_token and stripped > start else end
 
-    def _marked_turns(
-        self,
-        rendered: str,
-        marked: list[Span],
-        messages: Messages,
-        turns: list[int],
-        tools: Tools,
-        options: Mapping[str, Any] | None,
+    def _turns_apart(
+        self, marked: list[Span], messages: Messages, turns: list[int], tools: Tools, options: Mapping[str, Any] | None
     ) -> list[tuple[int, list[Span]]]:
         """The template's generation blocks, by message."""
         if len(marked) == len(turns):
-            found = [(index, [span]) for index, span in zip(turns, marked, strict=True)]
-        else:
-            found = self._counted_turns(marked, messages, turns, tools, options)
-        for index, spans in found:
+            return [(index, [span]) for index, span in zip(turns, marked, strict=True)]
+        return self._counted_turns(marked, messages, turns, tools, options)
+
+    @staticmethod
+    def _check_words(
+        rendered: str, messages: Messages, turns: Sequence[int], found: Sequence[tuple[int, list[Span]]]
+    ) -> None:
+        """Raise DataError if words of the assistant that the template writes stand outside of its blocks."""
+        every = [span for _, spans in found for span in spans]
+        blocks = dict(found) if len(found) == len(turns) else dict.fromkeys(turns, every)
+        for index in turns:
             words = tail(messages[index])
-            if words and words in rendered and not any(words in rendered[start:end] for start, end in spans):
+            if words and words in rendered and not any(words in rendered[start:end] for start, end in blocks[index]):
                 raise DataError(
                     f"the chat template's generation blocks do not hold the words of message {index}, which is the assistant's; "
                     "does the template use them inside a macro?"
                 )
-        return found
 
     def _counted_turns(
         self, marked: list[Span], messages: Messages, turns: list[int], tools: Tools, options: Mapping[str, Any] | None
@@ -237,8 +256,15 @@ class ChatTemplate:
         """Tell what of a conversation the template does not write.
 
         Raises:
-            DataError: tools, or all calls of them, or every thought of a template that knows none, are left out.
+            DataError: words, tools, or all calls of them, or every thought of a template that knows none, are left out.
         """
+        for index, message in enumerate(messages):
+            words = tail(message) if message["role"] in ("system", "user", "assistant") else ""
+            if words not in rendered:
+                raise DataError(
+                    f"message {index} ({message['role']}): the chat template does not write its words (..{words!r}); is it the "
+                    "template of a model for images, or one without that role? Name another one with data.chat_template"
+                )
         if tools and rendered == self.render(messages, None, options):
             raise DataError(f"'tools': {UNWRITTEN}")
         if any("tool_calls" in message for message in messages):
@@ -261,15 +287,13 @@ class ChatTemplate:
                 findings.remark(f"{key!r} of messages is not read", source)
 
     def check_endings(self, rendered: str, spans: Sequence[Span], source: str, findings: Findings) -> None:
-        """Remark that generation blocks end before the token that ends a turn, which the model then never learns."""
-        for _, end in spans:
-            following = rendered[end:].lstrip()
-            if self._eos and following.startswith(self._eos) and not rendered[:end].rstrip().endswith(self._eos):
-                findings.remark(
-                    f"the chat template's generation blocks leave out {self._eos}, so the model does not learn to end its turn",
-                    source,
-                )
-                return
+        """Remark that turns end without a special token: what is learned has no end then."""
+        if not any(rendered[start:end].rstrip().endswith(token) for start, end in spans for token in self._ends):
+            findings.remark(
+                "no turn of the assistant ends with a special token that is learned, so the model does not learn to stop; a "
+                "template with {% generation %} blocks (data.chat_template) can say where turns end",
+                source,
+            )
 
     def _or_nothing(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None) -> str | None:
         try:
@@ -288,7 +312,7 @@ def tail(message: Message) -> str:
     """The last words of a message's text, as a template that trims or cuts its beginning still writes them."""
     content = message.get("content", "")
     text = content if isinstance(content, str) else content[-1]["text"]
-    return text.strip()[-16:]
+    return text.rpartition("</think>")[2].strip()[-16:]  # templates may leave out what was thought
 
 
 def _without(message: Message, key: str) -> Message:

@@ -126,6 +126,18 @@ def _tool_calls(found: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
+def with_arguments_as_text(message: Message) -> Message:
+    """A message whose tool calls have their arguments written as JSON."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        inner = call.get("function", call)
+        inner = inner | {"arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
+        calls.append(call | {"function": inner} if "function" in call else inner)
+    return message | {"tool_calls": calls}
+
+
 def _loss_weight(message: Message, where: str) -> float | None:
     given = [message[key] for key in LOSS if message.get(key) is not None]
     if not given:

@@ -154,13 +154,15 @@ class Encoder:
         if whole and loss_weights is None:
             rendered = self._template.render(messages, tools, options)
         else:
-            rendered, turns = self._template.assistant_spans(messages, tools, options)
             weights = loss_weights or [1.0] * len(messages)
+            apart = (
+                len({weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}) > 1
+            )
+            rendered, turns = self._template.assistant_spans(messages, tools, options, apart=apart)
             spans = [(start, end, weights[index]) for index, found in turns for start, end in found]
-            if self._template.marks_turns(tools):
-                self._template.check_endings(
-                    rendered, [(start, end) for start, end, _ in spans], document.source, self._findings
-                )
+            if spans:
+                ends = [(start, end) for start, end, _ in spans]
+                self._template.check_endings(rendered, ends, document.source, self._findings)
         self._template.check_written(messages, tools, options, rendered, document.source, self._findings)
         tokens, offsets = self._ids(rendered, special=False, offsets=True)
         return tokens, token_weights(offsets, spans, elsewhere=float(whole))
