@@ -1,6 +1,7 @@
 """Many LoRA tenants on one model: one after another, mixed in one batch, and one adapter with the whole batch as a bound.
 
     python scripts/bench_multi_lora.py                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
+    python scripts/bench_multi_lora.py --engine fsdp                # the same on transformers' layers under FSDP2
     python scripts/bench_multi_lora.py --tiny --platform cpu        # the same script on a CPU, in a minute
 
 A step trains every tenant on one sample of its own, rank 16 on all linear layers:
@@ -208,6 +209,7 @@ def report(work: Work, sizes: list[tuple[int, int]], all_figures: list[dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--engine", choices=("megatron", "fsdp"), default="megatron")
     parser.add_argument("--tiny", action="store_true", help="a model and batches for a CPU")
     parser.add_argument("--size", action="append", metavar="TENANTSxTOKENS", help="default: 8x1024 and 32x512")
     parser.add_argument("--rank", type=int, default=16)
@@ -220,6 +222,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     import megascend
+    from megascend.backends import make_backend
 
     sizes = [
         tuple(map(int, size.split("x")))
@@ -236,10 +239,11 @@ def main() -> int:
         lr=1e-4,
         seed=arguments.seed,
     )
-    megascend.bootstrap(work.platform)
+    megascend.bootstrap(work.platform, engine=arguments.engine)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(work, Path(folder))
-        backend = megascend.MegatronBackend(
+        backend = make_backend(
+            arguments.engine,
             model=folder,
             precision=work.precision,
             optimizer=megascend.Adam(lr=work.lr),
@@ -252,14 +256,15 @@ def main() -> int:
     if arguments.profile:
         for size in sizes:
             bench.profile(*size, arguments.profile)
-    print(", ".join(f"{name} {version}" for name, version in versions().items()))
+    print(f"engine {arguments.engine}", *(f"{name} {version}" for name, version in versions().items()), sep=", ")
     agree = report(work, sizes, figures, arguments.rank)
     if arguments.json:
         rows = [
             {"size": size, **{way: asdict(one) for way, one in each.items()}}
             for size, each in zip(sizes, figures, strict=True)
         ]
-        arguments.json.write_text(json.dumps({"versions": versions(), "work": asdict(work), "sizes": rows}, indent=1))
+        found = {"engine": arguments.engine, "versions": versions()}
+        arguments.json.write_text(json.dumps(found | {"work": asdict(work), "sizes": rows}, indent=1))
     backend.close()
     return 0 if agree else 1
 

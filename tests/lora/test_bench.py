@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.nightly
-def test_the_small_bench_runs_and_its_ways_agree():
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_the_small_bench_runs_and_its_ways_agree(engine):
     done = subprocess.run(
-        [sys.executable, "scripts/bench_multi_lora.py", "--tiny", "--platform", "cpu"],
+        [sys.executable, "scripts/bench_multi_lora.py", "--tiny", "--platform", "cpu", "--engine", engine],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
