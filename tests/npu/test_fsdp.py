@@ -94,6 +94,49 @@ def test_compilation_is_refused_by_name():
     check_settings(Fsdp())
 
 
+ATTENTION = """
+import torch
+import torch_npu
+from megascend.kernels.npu_attention import causal_attention
+
+def plain(q, k, v, packed, window, scaling):
+    parts = [whole.split(packed, 2) if packed else [whole] for whole in (q, k, v)]
+    found = []
+    for a, b, c in zip(*parts):
+        apart = torch.arange(a.shape[2])[:, None] - torch.arange(a.shape[2])
+        seen = (apart >= 0) & (apart < (window or a.shape[2]))
+        b, c = (x.repeat_interleave(a.shape[1] // x.shape[1], 1) for x in (b, c))
+        scores = (a @ b.mT * scaling).masked_fill(~seen, -torch.inf)
+        found.append(scores.softmax(-1) @ c)
+    return torch.cat(found, 2)
+
+torch.manual_seed(0)
+for packed, window, width in (((5, 1, 7), None, 8), (None, None, 8), ((5, 1, 7), 3, 8), (None, 4, 8), ((6, 7), None, 4)):
+    batch = 1 if packed else 2
+    shapes = (batch, 4, 13, 8), (batch, 2, 13, 8), (batch, 2, 13, width)
+    grad = torch.randn(batch, 4, 13, width)
+    results = []
+    for where in ("cpu", "npu"):
+        torch.manual_seed(1)
+        inputs = [torch.randn(shape).to(where).requires_grad_() for shape in shapes]
+        scaling = None if window is None else 0.5
+        if where == "cpu":
+            out = plain(*inputs, packed, window, scaling or 8**-0.5)
+        else:
+            out = causal_attention(*inputs, packed, window=window, scaling=scaling)
+        out.backward(grad.to(where))
+        results.append([out.detach().cpu(), *(each.grad.cpu() for each in inputs)])
+    for mine, expected in zip(results[1], results[0]):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+"""The operator against the formula, forward and backward: packed and padded, fewer heads of keys, a window, narrower values."""
+
+
+def test_attention_equals_the_formula(run_python):
+    assert run_python(ATTENTION, huggingface=True).stdout.split()[-1] == "equal"
+
+
 @pytest.mark.nightly
 def test_more_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
     hold_against_hugging_face(MORE, run_python, parity_folder, tmp_path)
