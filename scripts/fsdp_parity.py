@@ -1,6 +1,6 @@
 """Engine fsdp on the devices of this machine, held against Hugging Face and torch AdamW on the CPU.
 
-    torchrun --nproc-per-node 2 scripts/fsdp_parity.py FOLDER [--platform cuda]
+    torchrun --nproc-per-node 2 scripts/fsdp_parity.py FOLDER [--platform cuda|npu]
 
 Ten steps of tiny models in several settings, saved and resumed half way; largest differences of losses and gradient norms, as
 JSON lines of rank 0. Tiny checkpoints and references are made in FOLDER. Ends with 1 if a difference is beyond its bound.
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, Precision, dict[str, Any], float, float]] = {
     "fp32, recomputed": ("qwen3", "fp32", {"recompute": RECOMPUTED}, 1e-5, 1.5e-4),
     "bf16": ("qwen3", "bf16", {}, 2e-2, 0.1),
     "fp16": ("qwen3", "fp16", {}, 1e-2, 0.1),
-    "MoE bf16, recomputed": ("qwen3_moe", "bf16", {"recompute": RECOMPUTED}, 0.15, 0.6),
+    "MoE bf16, recomputed": ("qwen3_moe", "bf16", {"recompute": RECOMPUTED}, 0.15, 1.0),
     "MoE fp32": ("qwen3_moe", "fp32", {}, 1e-5, 1.5e-4),
 }
 ON_TWO: dict[str, tuple[str, Precision, dict[str, Any], float, float]] = {
