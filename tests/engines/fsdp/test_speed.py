@@ -10,7 +10,7 @@ import torch
 
 from forked_programs import run_forked
 from megascend import Fsdp, Recompute
-from megascend.engines.fsdp import attention, recomputation, varlen
+from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
 
 PROGRAM = Path(__file__).with_name("speed_ranks.py")
@@ -91,6 +91,34 @@ def test_selective_recomputation_keeps_attention_and_every_second_product():
             loss.backward()
         counts[granularity] = (calls[torch.ops.aten.mm.default], calls.get(forward_only, 0))
     assert counts == {"none": (8, 0), "selective": (8 + 2, 0), "full": (8 + 4, 1)}
+
+
+def test_experts_equal_transformers_own():
+    """Outputs and all gradients, with an expert that no token goes to, against transformers' loop over experts in fp64."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=5, num_experts_per_tok=2)
+    config._experts_implementation_internal = "eager"
+    torch.manual_seed(7)
+    block: Any = Qwen3MoeSparseMoeBlock(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(11, 16)
+    index = torch.stack([torch.randperm(4)[:2] for _ in hidden])
+    weights = torch.rand(11, 2)
+
+    def run(dtype, function):
+        experts = block.experts.to(dtype)
+        inputs = [values.to(dtype, copy=True).requires_grad_() for values in (hidden, weights)]
+        experts.zero_grad()
+        out = function(experts, inputs[0], index, inputs[1])
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out))
+        return [out.detach(), *[x.grad.clone() for x in (*inputs, experts.gate_up_proj, experts.down_proj)]]
+
+    wanted = run(torch.float64, lambda experts, *inputs: experts(*inputs))
+    for want, got in zip(wanted, run(torch.float32, transformers_api.experts_products()), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layouts: list[Any], steps: int) -> None:

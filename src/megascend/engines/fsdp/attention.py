@@ -6,7 +6,6 @@ refused: its samples would see each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -156,7 +155,7 @@ def _one_by_one(
     return torch.cat(parts, dim=2)
 
 
-_not_compiled: Callable[..., Tensor] = torch.compiler.disable(_one_by_one)
+_not_compiled: Any = torch.compiler.disable(_one_by_one)
 """What is compiled would depend on every length."""
 
 

@@ -1,13 +1,13 @@
 """``torch.compile`` for a model's layers.
 
 Each layer is compiled without its hooks, so that ``fully_shard`` gathers before it and reduces after it as ever, and all
-layers of a kind share what was compiled for the first. A layer with experts is compiled in parts, without what routes tokens
-and computes experts: sizes there depend on the tokens.
+layers of a
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch._dynamo.config
@@ -31,6 +31,10 @@ def compile_layers(layers: Sequence[nn.Module], is_experts: Callable[[nn.Module]
     for layer in layers:
         for part in _parts(layer, is_experts):
             patch(part, "forward", torch.compile(part.forward, backend=BACKEND), "compiled")
+        experts: Any
+        for experts in filter(is_experts, layer.modules()):
+            if hasattr(experts, "_apply_gate"):
+                patch(experts, "_apply_gate", torch.compile(experts._apply_gate, backend=BACKEND), "compiled")
 
 
 def _parts(module: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:

@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from megascend.changes import changed, patch
-from megascend.engines.fsdp import attention, routing
+from megascend.engines.fsdp import attention, grouped_experts, routing
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
 
@@ -132,10 +132,17 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def experts_products() -> Experts:
-    """transformers' own function of experts."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    """What computes experts: grouped products, ours where their kind is known, else transformers' own function."""
+    return _grouped_experts
 
-    return ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS]
+
+def _grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    from transformers.integrations import moe
+
+    if grouped_experts.known(module):
+        # By its name at every call: what platforms have put there.
+        return grouped_experts.grouped_experts(module, hidden, index, weights, moe._grouped_mm)
+    return moe.ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS](module, hidden, index, weights)
 
 
 def compute_experts_by(module: nn.Module, function: Experts) -> None:
