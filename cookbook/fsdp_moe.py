@@ -1,12 +1,13 @@
 """Fine-tune a mixture of experts under FSDP2, with transformers' own model, as one flat script.
 
     bash cookbook/fsdp_moe.sh                                                        # 2 processes, a small random Qwen3-MoE
-    NPROC=8 bash cookbook/fsdp_moe.sh --model MODEL --precision bf16 --lr 1e-5       # 8 GPUs, any MoE that transformers fuses
+    bash cookbook/fsdp_moe.sh --data mine.jsonl --output runs/mine                   # your own data
+    NPROC=8 bash cookbook/fsdp_moe.sh --model MODEL --precision bf16 --lr 1e-5       # 8 GPUs, any model whose experts are fused
 
 Every rank holds 1/N of each layer, its experts included, and of its moments; a layer is gathered when it computes. No Megatron
 is in the process. With --replicate 2 there are two copies of the model, each spread over half of the ranks (HSDP): gradients
-cross the slower network between hosts, parameters do not. The run is saved half way and goes on from there in a new backend, as
-after a crash; the last lines say whether the figures of the next step are the same.
+cross the slower network between hosts, parameters do not. In the end OUTPUT/hf holds a model that transformers loads; with
+--save-every, a run that was killed continues with --resume, on another number of ranks too, or in the Megatron engine.
 """
 
 from __future__ import annotations
@@ -23,30 +24,24 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fine-tune a mixture of experts under FSDP2.")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
     parser.add_argument(
-        "--data", type=Path, default=Path("examples/quickstart/chat.jsonl"), help="JSONL, text or folder"
+        "--data",
+        type=Path,
+        default=Path("examples/quickstart/chat.jsonl"),
+        help="JSONL, JSON, CSV, parquet, text or a folder: conversations, prompts with completions, texts (docs/data.md)",
     )
+    parser.add_argument("--output", type=Path, required=True, help="the checkpoint and the trained model go here")
+    parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next; 0: none")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     parser.add_argument("--replicate", type=int, default=1, help="copies of the model (HSDP)")
     parser.add_argument("--offload", action="store_true", help="parameters, gradients and moments in host memory")
     parser.add_argument("--recompute", action="store_true", help="compute activations again in the backward pass")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16, help="samples in one step, over all ranks")
+    parser.add_argument("--max-length", type=int, help="longest sample in tokens; default: what the model allows")
+    parser.add_argument("--micro-batch-tokens", type=int, default=1024, help="tokens of one micro batch")
     parser.add_argument("--lr", type=float, default=3e-3, help="for a small random model; 1e-5 for a real one")
-    parser.add_argument("--save", type=Path, default=Path("runs/cookbook/fsdp_moe"), help="where the checkpoint goes")
     return parser.parse_args()
-
-
-def make_backend(arguments: argparse.Namespace) -> megascend.FsdpBackend:
-    return megascend.FsdpBackend(
-        model=arguments.model,
-        fsdp=megascend.Fsdp(replicate=arguments.replicate, offload=arguments.offload),
-        precision=arguments.precision,
-        optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
-        schedule=megascend.Schedule(kind="cosine", warmup_steps=arguments.steps // 10, total_steps=arguments.steps),
-        # A layer's routing is kept for the second time, so that every token meets the experts of the first time again.
-        recompute=megascend.Recompute(granularity="full" if arguments.recompute else "none"),
-        batching=megascend.Batching(micro_batch_tokens=1024),
-    )
 
 
 def main() -> None:
@@ -55,44 +50,45 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from megascend.data.files import read_documents
-    from megascend.data.order import batches
+    from megascend.data.order import batches, fingerprint_of
     from megascend.data.samples import build_samples
 
-    backend = make_backend(arguments)
+    documents = read_documents(arguments.data)
+    backend = megascend.FsdpBackend(
+        model=arguments.model,
+        fsdp=megascend.Fsdp(replicate=arguments.replicate, offload=arguments.offload),
+        precision=arguments.precision,
+        optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
+        schedule=megascend.Schedule(kind="cosine", warmup_steps=arguments.steps // 10, total_steps=arguments.steps),
+        # Routing is not computed again: every token goes to the experts that it has been to in the forward pass.
+        recompute=megascend.Recompute(granularity="full" if arguments.recompute else "none"),
+        batching=megascend.Batching(micro_batch_tokens=arguments.micro_batch_tokens, max_length=arguments.max_length),
+    )
     try:
         main_rank = backend.rank == 0
         if main_rank:
             print(
-                f"{backend.topology.describe()}\n{backend.parameter_count:,} parameters in {arguments.replicate} copies on "
-                f"{backend.platform.name}"
+                f"{backend.topology.describe()}\n{backend.parameter_count:,} parameters on {backend.platform.name}, copies: "
+                f"{arguments.replicate}"
             )
 
-        # The library's own reader: chat or plain text, loss on the assistant's turns, an endless stream of batches.
+        # Loss on the assistant's turns, or on what the data say; an endless stream of batches.
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
-        samples = build_samples(read_documents(arguments.data), tokenizer, backend.max_length)
-        stream = batches(samples, arguments.batch, seed=0, shuffle=True)
+        samples = build_samples(documents, tokenizer, min(backend.max_length, arguments.micro_batch_tokens))
+        stream = batches(samples, arguments.batch, seed=0, shuffle=True, fingerprint=fingerprint_of(samples))
+        checkpoint = arguments.output / "checkpoint"
+        if arguments.resume:
+            stream.load_state_dict(backend.load(checkpoint)["data"])
 
         first_loss = last_loss = math.nan
-        half = max(1, arguments.steps // 2)
-        for step in range(1, arguments.steps + 1):
+        for step in range(backend.step_count + 1, arguments.steps + 1):
             start = time.perf_counter()
-            batch = next(stream)
-            if step == half + 1:
-                # What would have come next, and then the same from the checkpoint, in a backend that has just been built.
-                expected = backend.forward_backward(backend.shard(batch)).loss
-                backend.close()
-                backend = make_backend(arguments)
-                backend.load(arguments.save)
-            result = backend.forward_backward(backend.shard(batch))
-            if step == half + 1 and main_rank:
-                same = "the same loss" if result.loss == expected else f"loss {result.loss} in place of {expected}"
-                print(f"resumed after step {backend.step_count}: {same}", flush=True)
+            # All ranks gather each layer together. They run equally many micro batches even if one of them has fewer
+            # samples; the missing ones are made up with weight 0.
+            result = backend.forward_backward(backend.shard(next(stream)))
             update = backend.optimizer_step()
-            if step == half:
-                # The Megatron engine reads this checkpoint too, moments included.
-                backend.save(arguments.save, wait=True)
             last_loss = result.loss
-            first_loss = last_loss if step == 1 else first_loss
+            first_loss = last_loss if math.isnan(first_loss) else first_loss
             speed = result.total_tokens / (time.perf_counter() - start)
             if main_rank:
                 print(
@@ -100,10 +96,17 @@ def main() -> None:
                     f"{speed:,.0f} tokens/s{'  SKIPPED' if update.skipped else ''}",
                     flush=True,
                 )
+            if arguments.save_every and step % arguments.save_every == 0:
+                # Written while training continues. The directory holds the former checkpoint until this one is complete.
+                backend.save(checkpoint, progress={"data": stream.state_dict()})
+
+        backend.export_hf(
+            arguments.output / "hf"
+        )  # a layer at a time; experts one by one, as other programs expect them
         if main_rank:
             print(
                 f"learned: loss {first_loss:.3f} -> {last_loss:.3f} after {stream.epochs:.1f} epochs; guessing has "
-                f"{math.log(backend.vocab_size):.2f}"
+                f"{math.log(backend.vocab_size):.2f}; {arguments.output / 'hf'} is the model"
             )
     finally:
         backend.close()

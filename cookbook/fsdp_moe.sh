@@ -4,7 +4,8 @@
 #   bash cookbook/fsdp_moe.sh                                                    # small random Qwen3-MoE, CPU or GPUs
 #   NPROC=8 bash cookbook/fsdp_moe.sh --model MODEL --precision bf16 --recompute --lr 1e-5
 #
-# Arguments go to fsdp_moe.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and the checkpoint.
+# Arguments go to fsdp_moe.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and
+# the output.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
@@ -16,4 +17,5 @@ if [[ " $* " != *" --model"[\ =]* ]]; then
   [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3_moe --experts 8
   set -- --model "$small" "$@"
 fi
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-2}" cookbook/fsdp_moe.py --save "$run/fsdp_moe" "$@"
+[[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/fsdp_moe" "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-2}" cookbook/fsdp_moe.py "$@"

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from forked_programs import run_command, run_forked
+
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 150
 STEP = re.compile(r"^step (\d+)/(\d+)  loss ([\d.]+)  grad norm ([\d.]+)  ([\d,]+) tokens/s", re.MULTILINE)
@@ -104,8 +106,9 @@ def assert_learned(output: str, steps: int) -> None:
             marks=pytest.mark.nightly,
         ),
         ("long_context_cp.sh", 2, ("--recompute",), "tensor 1 x context 2 x data 1 x pipeline 1"),
+        pytest.param(*("fsdp_moe.sh", 2, ("--recompute",), "context 1 x data 2"), marks=pytest.mark.nightly),
     ],
-    ids=["PP2", "TP2 x PP2", "DP2", "MoE EP2", "MoE TP2 x DP2, EP2", "CP2"],
+    ids=["PP2", "TP2 x PP2", "DP2", "MoE EP2", "MoE TP2 x DP2, EP2", "CP2", "MoE FSDP2"],
 )
 def test_a_cookbook_script_learns(
     script: str, processes: int, arguments: tuple[str, ...], layout: str, tmp_path: Path
@@ -113,6 +116,39 @@ def test_a_cookbook_script_learns(
     output = run(script, tmp_path, *arguments, "--steps", "10", NPROC=str(processes))
     assert layout in output
     assert_learned(output, 10)
+
+
+FORKED = """
+import contextlib, io, runpy, sys
+import megascend, megascend.engines.fsdp.engine, megascend.step.step
+from megascend.testing import run_distributed
+
+def on_rank(*more):
+    sys.argv, output = [*sys.argv[1:], *more], io.StringIO()
+    with contextlib.redirect_stdout(output):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return output.getvalue()
+
+if __name__ == "__main__":
+    print(run_distributed(on_rank, 2, init=False, timeout_s=120)[0], "RESUMED")
+    print(run_distributed(on_rank, 2, "--resume", init=False, timeout_s=120)[0])
+"""
+
+
+def test_experts_under_fsdp_learn_and_resume_on_two_forked_ranks(tmp_path: Path) -> None:
+    """The script of fsdp_moe.sh, which a nightly test starts as its user does."""
+    model, output = tmp_path / "model", tmp_path / "output"
+    made = run_command("new-model", model, "--arch", "qwen3_moe", "--experts", "8", "--layers", "2")
+    assert made.returncode == 0, made.stderr
+    script = ("cookbook/fsdp_moe.py", "--model", model, "--output", output, "--steps", "10", "--save-every", "6")
+    done = run_forked(FORKED, *script, directory=ROOT)
+    assert done.returncode == 0, done.stderr[-6000:]
+    whole, resumed = done.stdout.split("RESUMED")
+    assert "2 ranks = tensor 1 x context 1 x data 2 x pipeline 1" in whole
+    assert_learned(whole, 10)
+    steps = [[found[:4] for found in STEP.findall(part)] for part in (whole, resumed)]
+    assert steps[1] == steps[0][6:]
+    assert (output / "hf" / "model.safetensors").is_file()
 
 
 OWN = [
@@ -136,7 +172,8 @@ def own_data(path: Path) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("script", "arguments"), [("dense_tp_pp_dp.sh", ("--tensor", "1")), ("moe_ep.sh", ("--tensor", "1"))]
+    ("script", "arguments"),
+    [("dense_tp_pp_dp.sh", ("--tensor", "1")), ("moe_ep.sh", ("--tensor", "1")), ("fsdp_moe.sh", ("--recompute",))],
 )
 def test_own_data_end_in_a_model_and_a_killed_run_resumes(
     script: str, arguments: tuple[str, ...], tmp_path: Path
