@@ -17,6 +17,9 @@ QUESTION = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistan
 def run_file(small_model: Path, tmp_path: Path) -> Path:
     """A run that would work."""
     (tmp_path / "data.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": 3}\n{"messages": []}\n{"text": "caf\xe9"}\n')
+    (tmp_path / "user.jsonl").write_text(json.dumps({"messages": QUESTION["messages"][:1]}) + "\n")
+    (tmp_path / "link.jsonl").symlink_to("nowhere.jsonl")
     path = tmp_path / "run.yaml"
     settings = {
         "model": str(small_model),
@@ -38,6 +41,11 @@ BAD_RUNS = {
     "heads": (["--nproc", "8", "--set", "parallel.tensor=8"], "TopologyError", ["8", "parallel.tensor"]),
     "no model": (["--set", "model=nowhere"], "CheckpointError", ["nowhere"]),
     "no data": (["--set", "data.path=nowhere.jsonl"], "DataError", ["nowhere.jsonl", "data.path"]),
+    "bad lines": (["--set", "data.path=bad.jsonl"], "DataError", ["3 problems in the data:"]),
+    "lines without a turn": (["--set", "data.path=user.jsonl"], "DataError", ["user.jsonl:1", "no assistant turn"]),
+    "a link to nothing": (["--set", "data.path=link.jsonl"], "DataError", ["link.jsonl", "nowhere.jsonl", "data.path"]),
+    "no validation set": (["--set", "validation.path=nowhere.jsonl"], "DataError", ["nowhere.jsonl"]),
+    "no template": (["--set", "data.chat_template=no.jinja"], "DataError", ["data.chat_template", "no.jinja"]),
     "too long": (
         ["--set", "batching.max_length=5"],
         "DataError",
@@ -73,6 +81,25 @@ def test_a_damaged_checkpoint_is_found_before_processes_start(megascend, run_fil
     assert done.returncode == 2
     assert done.stderr.startswith("CheckpointError")
     assert "model.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("removed", "named"),
+    [
+        ("tokenizer.json", ["CheckpointError", "tokenizer"]),
+        ("chat_template.jinja", ["DataError", "data.jsonl:1", "need a chat template"]),
+    ],
+)
+def test_a_model_that_cannot_read_is_found_before_it_is_built(
+    megascend, run_file: Path, small_model: Path, removed: str, named: list[str]
+) -> None:
+    model = run_file.parent / "model"
+    shutil.copytree(small_model, model)
+    (model / removed).unlink()
+    done = megascend("train", run_file, "--set", f"model={model}", cwd=run_file.parent)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in named), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_earlier_run_is_not_overwritten(megascend, run_file: Path) -> None:
