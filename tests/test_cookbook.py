@@ -195,6 +195,22 @@ def test_own_data_end_in_a_model_and_a_killed_run_resumes(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "hf").num_parameters() > 0
 
 
+@pytest.mark.nightly
+def test_tenants_with_data_of_their_own(tmp_path: Path) -> None:
+    data = own_data(tmp_path / "own.json")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"abc {n}"}) + "\n" for n in range(9)))
+    output = run(
+        "multi_lora.sh", tmp_path, "--steps", "4", "--data", f"ada={data}", "--data", f"bob={tmp_path / 'texts.jsonl'}"
+    )
+    table = {
+        name: float(loss) for name, loss in re.findall(r"^(ada|bob|\(base model\)) +([\d.]+) ", output, re.MULTILINE)
+    }
+    assert table["ada"] < table["(base model)"], output[-2000:]
+    assert f"adapters in {tmp_path / 'adapters'}" in output.strip().splitlines()[-1]
+    for name in ("ada", "bob"):
+        assert (tmp_path / "adapters" / name / "adapter_model.safetensors").is_file()
+
+
 def tenants_and_losses(output: str) -> dict[str, list[float]]:
     """The table at the end: losses by adapter, of each task."""
     table = {name: [float(loss) for loss in losses] for name, *losses in ROW.findall(output)}

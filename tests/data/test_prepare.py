@@ -128,6 +128,17 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_kept(folder: Path) -> 
     assert stores(folder) == []
 
 
+def test_a_long_tokenisation_tells_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "PROGRESS_S", -1.0)
+    samples_of(folder)
+    path = folder / "data.jsonl"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: {n} documents turned into tokens so far" for n in range(3)
+    ]
+
+
 def test_data_without_a_sample(folder: Path) -> None:
     write(folder / "data.jsonl", {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]})
     with pytest.raises(DataError, match=r"no training samples: .*data.jsonl:1: left out: more than 40 tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Files of a model directory that decide nothing about tokens."""
+PROGRESS_S = 20.0
+"""Seconds from one line about a long tokenisation to the next."""
 PATIENCE_S = 7 * 24 * 3600.0
 """How long a rank waits for another one of its machine that turns the same data into tokens; its lock ends with its process."""
 
@@ -84,7 +87,11 @@ def prepare_samples(
 
 def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> Iterator[tuple[int, list[Sample]]]:
     documents = iterate_documents(path, data.split, data.columns or None, findings)
+    said = time.monotonic()
     for number, document in enumerate(documents):
+        if time.monotonic() - said > PROGRESS_S:
+            said = time.monotonic()
+            print(f"{path}: {number} documents turned into tokens so far", flush=True)
         with findings.collecting():
             yield number, encoder.encode(document, number)
 
