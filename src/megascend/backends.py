@@ -310,8 +310,8 @@ class FsdpBackend(Backend):
             if runtime.platform.name == "npu":
                 npu.check_settings(settings)
                 npu.use_grouped_operator()
-            mesh.check_layout(topology)
-            mesh.mesh_ranks(topology.world_size, settings.replicate)
+            mesh.check_layout(topology, adapters)
+            mesh.mesh_ranks(topology.world_size, settings.replicate, topology.expert)
             check_settings(settings, topology, recomputed, moe or Moe(), adapters)
             made.append(mesh.FsdpGroups(settings.replicate))
             return made[0]

@@ -17,6 +17,8 @@ RANKS = Path(__file__).with_name("ranks.py")
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 RECOMPUTED = Recompute(granularity="full")
 SP2, SP4 = (Parallel(context=size, context_algorithm="ulysses") for size in (2, 4))
+EP2, SP2_EP2 = Parallel(expert=2), Parallel(context=2, context_algorithm="ulysses", expert=2)
+BF16_RECOMPUTED: dict[str, Any] = {"precision": "bf16", "recompute": RECOMPUTED}
 
 
 def in_process(folder: Path, *jobs: Job) -> list[Any]:
@@ -36,6 +38,7 @@ LAYOUTS: list[Layout] = [
     ("DP2, offload, recomputed", "qwen3", {}, 2, {"fsdp": Fsdp(offload=True), "recompute": RECOMPUTED}, 1e-5, 1e-4),
     ("SP2 x DP2", "qwen3", {}, 4, {"parallel": SP2}, 1e-5, 1e-4),
     ("bf16 DP2", "qwen3", {}, 2, {"precision": "bf16"}, 2e-2, 0.1),
+    ("MoE EP2 x FSDP2, recomputed", "qwen3_moe", {}, 4, {"parallel": EP2, "recompute": RECOMPUTED}, 1e-5, 1e-4),
 ]
 MORE: list[Layout] = [
     ("one rank", "qwen3", {}, 1, {}, 1e-5, 1e-4),
@@ -57,7 +60,14 @@ MORE: list[Layout] = [
     ("SP4, 2 heads of keys", "qwen3", {}, 4, {"parallel": SP4}, 1e-5, 1e-4),
     ("MoE SP2, recomputed", "qwen3_moe", {}, 2, {"parallel": SP2, "recompute": RECOMPUTED}, 1e-5, 1e-4),
     ("fp16 DP2", "qwen3", {}, 2, {"precision": "fp16"}, 1e-2, 0.1),
-    ("MoE bf16 DP2, recomputed", "qwen3_moe", {}, 2, {"precision": "bf16", "recompute": RECOMPUTED}, 0.15, 0.6),
+    ("MoE EP2", "qwen3_moe", {}, 2, {"parallel": EP2}, 1e-5, 1e-4),
+    ("MoE EP4", "qwen3_moe", {}, 4, {"parallel": Parallel(expert=4)}, 1e-5, 1e-4),
+    ("MoE EP2, HSDP 2x2", "qwen3_moe", {}, 4, {"parallel": EP2, "fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
+    ("MoE EP2 x FSDP2, offload", "qwen3_moe", {}, 4, {"parallel": EP2, "fsdp": Fsdp(offload=True)}, 1e-5, 1e-4),
+    ("MoE SP2, EP2, recomputed", "qwen3_moe", {}, 2, {"parallel": SP2_EP2, "recompute": RECOMPUTED}, 1e-5, 1e-4),
+    ("Qwen2-MoE (shared expert) EP2 x FSDP2", "qwen2_moe", {}, 4, {"parallel": EP2}, 1e-5, 1e-4),
+    ("MoE bf16 EP2, recomputed", "qwen3_moe", {}, 2, {**BF16_RECOMPUTED, "parallel": EP2}, 0.15, 1.0),
+    ("MoE bf16 DP2, recomputed", "qwen3_moe", {}, 2, BF16_RECOMPUTED, 0.15, 0.6),
 ]
 
 
@@ -135,15 +145,16 @@ def test_policy_and_preference_losses_equal_hugging_faces(parity_folder, tmp_pat
 def test_a_run_resumes_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):
     dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
     hsdp, kinds = Fsdp(replicate=2), ("fp32", "fp16")
-    *same, fewer, more = in_process(
+    *same, fewer, more, divided = in_process(
         tmp_path,
         *[("resumed", (dense, str(tmp_path / kind)), {"precision": kind}) for kind in kinds],
-        ("resumed", (experts, str(tmp_path / "offloaded")), {"fsdp": Fsdp(offload=True)}),
-        ("moved", (experts, str(tmp_path / "fewer"), {"ranks": 4}, {"ranks": 2}), {}),
+        ("resumed", (experts, str(tmp_path / "offloaded")), {"fsdp": Fsdp(offload=True), "parallel": EP2}),
+        ("moved", (experts, str(tmp_path / "fewer"), {"ranks": 4, "parallel": EP2}, {"ranks": 2}), {}),
         ("moved", (dense, str(tmp_path / "more"), {"ranks": 4, "fsdp": hsdp}, {"ranks": 3}), {}),
+        ("moved", (experts, str(tmp_path / "divided"), {"ranks": 3}, {"ranks": 2, "parallel": EP2}), {}),
     )
     assert [found["same"] for found in same] == [(True,) * 4] * 3
-    for found in (fewer, more):
+    for found in (fewer, more, divided):
         assert found["same"]
         assert found["count"] > 20
         for mine, theirs in zip(found["figures"], found["others"], strict=True):
@@ -157,7 +168,7 @@ def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
     found = in_process(
         tmp_path,
         ("exported", (tied, str(tmp_path / "tied"), 2), {"fsdp": Fsdp(offload=True)}),
-        ("exported", (experts, str(tmp_path / "experts"), 3), {}),
+        ("exported", (experts, str(tmp_path / "experts"), 4), {"parallel": EP2}),
     )
     assert [different for different, _ in found] == [[], []]
     assert max(furthest for _, furthest in found) <= 2e-5

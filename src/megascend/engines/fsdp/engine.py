@@ -19,6 +19,7 @@ from megascend.engines.base import OnOutput, Trainable
 from megascend.engines.export import export
 from megascend.engines.fsdp import attention, compilation, loading, recomputation, state, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters
+from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.mesh import FsdpGroups
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.optimizer import Optimizer
@@ -109,11 +110,16 @@ class FsdpEngine:
                 tied=self._tied,
             )
             freeze(self.model, DTYPES[precision])
+        self._share, expert_mesh = None, None
+        if topology.expert > 1:
+            self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
+            transformers_api.divide_experts(self.model, self._share)
+            expert_mesh = axes.expert_mesh(topology, groups)
         mesh = axes.mesh(topology.world_size, self.device.type)
-        self._units = shard(self.model, mesh, fsdp, DTYPES[precision], page_locked=page_locked)
+        self._units = shard(self.model, mesh, fsdp, DTYPES[precision], page_locked=page_locked, expert_mesh=expert_mesh)
         self.model.to_empty(device="cpu" if fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
-        self._shards = list(shards(self.model))
+        self._shards = list(shards(self.model, self._share))
         self._hf_parts = hf_parts(sources, info.tensors)
         self.bytes_read = loading.load(self._shards, sources, info.tensors)
         self._head = LossHead(self.model, info.shape.vocab_size, self.adapters and self.adapters.layers)
@@ -206,6 +212,7 @@ class FsdpEngine:
             merge=merge,
             receivers=receivers,
             device=device,
+            share=self._share,
         )
 
     def export(self, path: Path, adapter: str | None) -> None:

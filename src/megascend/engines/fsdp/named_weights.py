@@ -8,10 +8,12 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.shards import LocalShard, shards
 from megascend.engines.fsdp.sources import layer_of
 from megascend.engines.fsdp.transformers_api import in_checkpoint
@@ -33,6 +35,7 @@ def named_weights(
     merge: Callable[[str, Tensor], Tensor] | None = None,
     receivers: Receivers = "all",
     device: torch.device | str | None = None,
+    share: ExpertShare | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the checkpoint, whole tensor) of everything that a checkpoint has, in the model's order, on ranks that receive.
 
@@ -45,6 +48,7 @@ def named_weights(
         tied: the output layer is the embedding.
         merge: what is made of each parameter, by transformers' name, before it comes.
         device: where to; default: where ranks compute.
+        share: which experts are this rank's; None: all.
 
     Raises:
         CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, they were not those
@@ -52,7 +56,7 @@ def named_weights(
     """
     receives = groups.rank in ranks_of(receivers, groups.topology)
     meetings = Meetings(groups, 0)
-    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives, merge)
+    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives, merge, share)
     found: dict[str, TensorHeader] = {}
     try:
         while True:
@@ -96,12 +100,13 @@ def _stream(
     before_layer: Callable[[], None],
     receives: bool,
     merge: Callable[[str, Tensor], Tensor] | None,
+    share: ExpertShare | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    for _, of_layer in groupby(shards(model), key=lambda shard: layer_of(shard.name)):
+    for _, of_layer in groupby(shards(model, share), key=lambda shard: layer_of(shard.name)):
         before_layer()
         whole: dict[str, Tensor] = {}
         for shard in of_layer:
-            gathered = _gathered(shard, groups.device)
+            gathered = _gathered(shard, groups.device, share)
             kept = not shard.trained and shard.name in wanted and wanted[shard.name].dtype == "F32"
             if receives:
                 whole[shard.name] = gathered if kept or not gathered.is_floating_point() else gathered.to(dtype)
@@ -110,7 +115,7 @@ def _stream(
         yield from in_checkpoint(model, whole).items()
 
 
-def _gathered(shard: LocalShard, device: torch.device) -> Tensor:
+def _gathered(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:
     whole = shard.whole
     if not isinstance(whole, DTensor):
         return whole.detach().to(device)
@@ -118,4 +123,9 @@ def _gathered(shard: LocalShard, device: torch.device) -> Tensor:
     placed = DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    return placed.full_tensor()
+    found = placed.full_tensor()
+    if share is None or shard.divided == 1:
+        return found
+    parts = [torch.empty_like(found) for _ in range(share.size)]
+    dist.all_gather(parts, found.contiguous(), group=share.group)
+    return torch.cat(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,17 +32,23 @@ class Optimizer(MainAdamW):
         groups: ProcessGroups,
         replicas: int,
     ) -> None:
-        self._parameters = [shard.whole for shard in shards]
+        self._shards = shards
         self._groups, self._replicas = groups, replicas
         mains = {shard.name: shard.local.requires_grad_() for shard in shards}
         super().__init__({name: (main, main) for name, main in mains.items()}, adam, schedule, precision)
 
     def gradients(self) -> list[Tensor]:
-        """Reduced while the backward pass ran; what they are of is told to AdamW here."""
-        for parameter, (_, main) in zip(self._parameters, self._pairs.values(), strict=True):
-            gradient = parameter.grad
+        """Reduced while the backward pass ran; what they are of is told to AdamW here. Called once a step."""
+        of_experts: dict[int, list[Tensor]] = defaultdict(list)
+        for shard, (_, main) in zip(self._shards, self._pairs.values(), strict=True):
+            gradient = shard.whole.grad
             assert gradient is None or isinstance(gradient, DTensor)
             main.grad = None if gradient is None else gradient._local_tensor
+            if shard.divided > 1 and main.grad is not None:
+                of_experts[shard.divided].append(main.grad)
+        for ranks, grads in of_experts.items():
+            # Tokens of all ranks are in them, and fully_shard has averaged over those with the same experts.
+            torch._foreach_div_(grads, ranks)
         return super().gradients()
 
     def norm(self, grads: list[Tensor]) -> float:
@@ -59,5 +67,5 @@ class Optimizer(MainAdamW):
 
     def discard(self) -> None:
         """Drop all gradients."""
-        for parameter, (_, main) in zip(self._parameters, self._pairs.values(), strict=True):
-            parameter.grad = main.grad = None
+        for shard, (_, main) in zip(self._shards, self._pairs.values(), strict=True):
+            shard.whole.grad = main.grad = None

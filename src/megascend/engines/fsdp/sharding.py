@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megascend.config import Fsdp
-from megascend.engines.fsdp.transformers_api import layers
+from megascend.engines.fsdp.transformers_api import is_fused_experts, layers
 
 
 def freeze(model: Any, dtype: torch.dtype) -> None:
@@ -24,7 +24,15 @@ def freeze(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def shard(model: Any, mesh: DeviceMesh, settings: Fsdp, dtype: torch.dtype, *, page_locked: bool) -> list[FSDPModule]:
+def shard(
+    model: Any,
+    mesh: DeviceMesh,
+    settings: Fsdp,
+    dtype: torch.dtype,
+    *,
+    page_locked: bool,
+    expert_mesh: DeviceMesh | None = None,
+) -> list[FSDPModule]:
     """Shard a model that has no memory yet: each layer by itself, final norm and output layer together, the rest.
 
     Parameters stay in their dtype on every rank, gathered ones are ``dtype``, and gradients are summed in fp32. A tied output
@@ -32,6 +40,7 @@ def shard(model: Any, mesh: DeviceMesh, settings: Fsdp, dtype: torch.dtype, *, p
 
     Args:
         page_locked: offloaded shards lie in page-locked memory.
+        expert_mesh: over which experts are sharded, where ranks hold different ones; they are gathered by themselves then.
 
     Returns:
         What holds gathered parameters, the model itself first.
@@ -39,7 +48,10 @@ def shard(model: Any, mesh: DeviceMesh, settings: Fsdp, dtype: torch.dtype, *, p
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=page_locked) if settings.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    options_of_experts: dict[str, Any] = options | {"mesh": expert_mesh}
     for layer in layers(model):
+        for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
+            fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **options_of_experts)
         fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
     head = model.get_output_embeddings()
     if head.weight is not model.get_input_embeddings().weight:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megascend.changes import changed, patch
 from megascend.engines.fsdp import attention, grouped_experts, routing
+from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
 
@@ -27,6 +28,8 @@ EXPERT_PRODUCTS = "grouped_mm"
 """transformers' function that computes what experts make of their tokens, on every device."""
 COMPUTED_BY = "_computed_by_megascend"
 """Attribute of experts that another function computes."""
+SHARE = "_share_by_megascend"
+"""Attribute of experts that are not all of their layer's."""
 
 Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(fused experts, states [n, h], each token's experts [n, k], their weights [n, k]) -> [n, h]."""
@@ -83,6 +86,12 @@ def layers(model: nn.Module) -> list[nn.Module]:
 def has_experts(model: nn.Module) -> bool:
     """Experts fused into parameters are among the model's layers."""
     return any(is_fused_experts(module) for module in model.modules())
+
+
+def names_of_experts(model: nn.Module) -> list[str]:
+    """Of the parameters of fused experts."""
+    found = ((name, module) for name, module in model.named_modules() if is_fused_experts(module))
+    return [f"{name}.{key}" for name, module in found for key, _ in module.named_parameters()]
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
@@ -145,6 +154,17 @@ def _grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor
     return moe.ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS](module, hidden, index, weights)
 
 
+def divide_experts(model: nn.Module, share: ExpertShare) -> None:
+    """Leave a model, which has no memory yet, with this rank's experts, and have tokens sent to those that hold theirs.
+
+    Raises:
+        ConfigError: they cannot be divided.
+    """
+    keep_own_experts(model, share, is_fused_experts)
+    for module in filter(is_fused_experts, model.modules()):
+        setattr(module, SHARE, share)
+
+
 def compute_experts_by(module: nn.Module, function: Experts) -> None:
     """Have ``function`` compute what fused experts make of their tokens, in place of transformers' own."""
     setattr(module, COMPUTED_BY, function)
@@ -153,6 +173,9 @@ def compute_experts_by(module: nn.Module, function: Experts) -> None:
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     index, weights = routing.saved_routing(top_k_index), routing.saved_routing(top_k_weights)
     compute: Experts = getattr(module, COMPUTED_BY, None) or experts_products()
+    share: ExpertShare | None = getattr(module, SHARE, None)
+    if share is not None:
+        return computed_where_experts_are(module, hidden_states, index, weights, share, compute)
     return compute(module, hidden_states, index, weights)
 
 
