@@ -166,7 +166,9 @@ def test_a_response_that_an_update_meets_has_tokens_of_both_versions(server, wei
         cuts = [cut for cut in range(count + 1) if all(from_old[:cut]) and all(from_new[cut:])]
         assert cuts, f"response {place} is of neither"
         assert completion.first_version == (1 if cuts[-1] > 0 else 2)
-        assert completion.last_version == (2 if cuts[0] < count else 1)  # one that ended before the update is of the first
+        assert completion.last_version == (
+            2 if cuts[0] < count else 1
+        )  # one that ended before the update is of the first
 
 
 LAYOUTS = {"single": (1, None), "TP2": (2, Parallel(tensor=2)), "PP2": (2, Parallel(pipeline=2))}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megascend.engines.fsdp.grouped_experts import Moved, Spread, permutation
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ class TokenExchange:
 
     def __init__(self, index: Tensor, share: ExpertShare, experts: int) -> None:
         self._group, self._count = share.group, index.shape[1]
-        ordered, self._order = index.flatten().sort(stable=True)
-        self._token = self._order // self._count
-        counts = torch.bincount(ordered, minlength=share.size * experts)
+        self._order, self._place, ends = permutation(index, share.size * experts)
+        counts = ends.diff(prepend=ends.new_zeros(1))
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=share.group)
         per_rank = torch.stack([counts, received]).view(2, share.size, experts).sum(2)
@@ -61,14 +61,14 @@ class TokenExchange:
 
     def to_experts(self, values: Tensor) -> Tensor:
         """[n, ...], a row for each token, to [m, ...], the rows that this rank's experts compute."""
-        return _exchanged(values[self._token], self._sent, self._received, self._group)
+        rows: Any = Spread.apply(values, self._order, self._place, self._count)
+        return _exchanged(rows, self._sent, self._received, self._group)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """The way back: [m, ...] to [n, k, ...], what each of a token's experts has made of it."""
         back = _exchanged(rows, self._received, self._sent, self._group)
-        place = torch.empty_like(self._order)
-        place[self._order] = torch.arange(len(place), device=place.device)
-        return back[place].unflatten(0, (-1, self._count))
+        by_token: Any = Moved.apply(back, self._place, self._order)
+        return by_token.unflatten(0, (-1, self._count))
 
 
 def computed_where_experts_are(
