@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascend.engines.fsdp.grouped_experts import Moved, Spread, permutation
+from megascend.engines.fsdp.grouped_experts import Experts, Moved, Spread, permutation
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from megascend.engines.fsdp.transformers_api import Experts
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class TokenExchange:
 def computed_where_experts_are(
     module: Any, hidden: Tensor, index: Tensor, weights: Tensor, share: ExpertShare, compute: Experts
 ) -> Tensor:
-    """See :data:`megascend.engines.fsdp.transformers_api.Experts`: by ``compute``, on the ranks that hold the experts.
+    """See :data:`megascend.engines.fsdp.grouped_experts.Experts`: by ``compute``, on the ranks that hold the experts.
 
     Args:
         module: this rank's experts.

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""(fused experts, states [n, h], each token's experts [n, k], their weights [n, k]) -> [n, h]."""
+
 
 def known(module: Any) -> bool:
     """Experts with a gate, and nothing beside it."""

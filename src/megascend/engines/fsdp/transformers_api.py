@@ -7,7 +7,7 @@ rank on which an expert has no token waits for others for ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megascend.changes import changed, patch
 from megascend.engines.fsdp import attention, grouped_experts, routing
 from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
+from megascend.engines.fsdp.grouped_experts import Experts
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
 
@@ -30,9 +31,6 @@ COMPUTED_BY = "_computed_by_megascend"
 """Attribute of experts that another function computes."""
 SHARE = "_share_by_megascend"
 """Attribute of experts that are not all of their layer's."""
-
-Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""(fused experts, states [n, h], each token's experts [n, k], their weights [n, k]) -> [n, h]."""
 
 
 def check_version() -> None:
