@@ -184,7 +184,8 @@ def test_half_a_launcher(environment: dict[str, str], message: str) -> None:
 def test_launchers() -> None:
     assert Launch.from_environment({}) == Launch()
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
-    assert Launch.from_environment(torchrun) == Launch(3, 1, 4, None, ("h", 5), False)
+    assert Launch.from_environment(torchrun) == Launch(3, 1, 4, None, ("h", 5), False, local_size=4)
+    assert Launch.from_environment(torchrun | {"LOCAL_WORLD_SIZE": "2"}).local_size == 2
     agent = Launch.from_environment(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent.agent_store
     assert Launch.from_environment(torchrun | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2

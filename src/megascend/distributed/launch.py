@@ -32,11 +32,11 @@ class Launch:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    local_size: int = 1
     store_path: str | None = None
     master: tuple[str, int] | None = None
     agent_store: bool = False
     attempt: int = 0
+    local_size: int = 1
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
