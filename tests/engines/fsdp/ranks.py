@@ -225,11 +225,28 @@ def leg(
     steps: int,
     load: str | None = None,
     save: tuple[int, str] | None = None,
+    adapter: str | None = None,
     engine: str = "fsdp",
     **options: Any,
 ) -> dict[str, Any]:
     """A part of a run, of this engine or of the single one: see :func:`legs.run_leg`."""
-    return on_ranks(run_leg, world_size, lambda: make(checkpoint, engine, **options), steps, load, save)[0]
+    return on_ranks(run_leg, world_size, lambda: make(checkpoint, engine, **options), steps, load, save, adapter)[0]
+
+
+def refuses(checkpoint: str, folder: str) -> list[tuple[str, bool]]:
+    """What each of two ranks says to a checkpoint, and whether the model is then as it was."""
+
+    def on_rank() -> tuple[str, bool]:
+        with make(checkpoint) as backend:
+            before = [part.clone() for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+            try:
+                backend.load(folder)
+            except MegascendError as error:
+                after = [part for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+                return str(error), equal(before, after)
+            return "it was loaded", False
+
+    return on_ranks(on_rank, 2)
 
 
 def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> tuple[list[str], float]:

@@ -6,7 +6,7 @@ Hugging Face and torch AdamW, uninterrupted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from legs import run_leg
 from test_fsdp import in_process
 
-from megascend import Adam, Batching, Fsdp, Parallel
+from megascend import Adam, Adapters, Batching, Fsdp, Parallel
+from megascend.checkpoint import hf_parts_file, manifest
 from megascend.config import Precision
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, hf_reference, token_lists
@@ -70,7 +71,7 @@ MORE = [
 ]
 
 
-def on_megatron(pair: Pair, checkpoint: Path, *leg: Any) -> dict[str, Any]:
+def on_megatron(pair: Pair, checkpoint: Path, *leg: Any, **options: Any) -> dict[str, Any]:
     def make() -> Any:
         from megascend.backends import MegatronBackend
 
@@ -82,6 +83,7 @@ def on_megatron(pair: Pair, checkpoint: Path, *leg: Any) -> dict[str, Any]:
             batching=Batching(micro_batch_tokens=64),
             timeout_s=60,
             self_check=False,
+            **options,
         )
 
     return run_distributed(run_leg, pair.world_size, make, *leg, init=False, timeout_s=120)[0]
@@ -143,3 +145,43 @@ def test_a_run_goes_from_engine_to_engine(parity_folder, tmp_path):
 @pytest.mark.nightly
 def test_more_runs_go_from_engine_to_engine(parity_folder, tmp_path):
     exchanged(MORE, parity_folder, tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_that_does_not_say_what_its_tensors_are_is_refused(parity_folder, tmp_path):
+    """One from before there was such a file, by an engine of another kind; the model stays as it is. Its own engine reads it."""
+    pair = Pair("tied", "qwen3", 2, Parallel(tensor=2), {"ranks": 2}, TIED | {"num_hidden_layers": 2})
+    checkpoint = case_checkpoint(parity_folder, pair.arch, **pair.overrides)
+    saved = tmp_path / "saved"
+    first = on_megatron(pair, checkpoint, 2, None, (1, str(saved)))
+    found = manifest.read(saved)
+    (saved / hf_parts_file.NAME).unlink()
+    files = {name: entry for name, entry in found.files.items() if name != hf_parts_file.NAME}
+    (saved / manifest.NAME).write_text(replace(found, files=files).to_text())
+    again = on_megatron(pair, checkpoint, 1, str(saved))
+    assert again["losses"] == first["losses"][1:]
+    (ranks,) = in_process(tmp_path, ("refuses", (str(checkpoint), str(saved)), {}))
+    for message, unchanged in ranks:
+        assert unchanged
+        assert "engine fsdp cannot continue" in message
+        assert (
+            "of engine megatron: it has no hf_parts.json: a version of megascend has written it that did not" in message
+        )
+        assert "Continue it with engine megatron, or export its weights there (export_hf)" in message
+
+
+@pytest.mark.nightly
+def test_adapters_go_with_the_checkpoint(parity_folder, tmp_path):
+    """From Megatron to FSDP2 and back, with their moments: losses as without the change."""
+    pair = Pair("adapters", "qwen3", 2, Parallel(tensor=2), {"ranks": 2}, {"num_hidden_layers": 2})
+    checkpoint = case_checkpoint(parity_folder, pair.arch, **pair.overrides)
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    options = {"adapters": Adapters(max_count=1, max_rank=4)}
+    whole = on_megatron(pair, checkpoint, 6, None, (2, first), "a", **options)
+    middle, *_ = in_process(tmp_path, ("leg", (str(checkpoint), 2, 4, first, (2, second), "a"), options))
+    last = on_megatron(pair, checkpoint, 2, second, None, "a", **options)
+    for leg, since in ((middle, 2), (last, 4)):
+        assert leg["steps"] == 6
+        for what in ("losses", "norms"):
+            assert leg[what] == pytest.approx(whole[what][since:], abs=1e-5, rel=1e-4), what
+        assert furthest(leg["weights"], whole["weights"]) < 1e-4
