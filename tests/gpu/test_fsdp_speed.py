@@ -50,7 +50,7 @@ def test_one_kernel_is_as_exact_as_a_call_a_sample(heads, window):
     for want, kernel, calls in zip(wanted, run(on_gpu, many), run(on_gpu, one_by_one), strict=True):
         errors = [float((got.cpu().double() - want).norm() / want.norm()) for got in (kernel, calls)]
         print(f"relative errors: one kernel {errors[0]:.1e}, a call a sample {errors[1]:.1e}")
-        assert errors[0] <= 1.5 * errors[1] + 1e-4
+        assert errors[0] <= 2 * errors[1] + 1e-4
 
 
 def told_by(checkpoint, cases):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -49,7 +51,8 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=page_locked) if settings.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     options_of_experts: dict[str, Any] = options | {"mesh": expert_mesh}
-    for layer in layers(model):
+    split = layers(model)  # by class names, which sharding changes
+    for layer in split:
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
             fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **options_of_experts)
         fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
@@ -59,7 +62,21 @@ def shard(
         # Needed again as soon as the backward pass begins.
         fully_shard([head] if norm is None else [norm, head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
+    if expert_mesh is not None:
+        gather_ahead(split)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gather_ahead(split: list[nn.Module]) -> None:
+    """Have each layer start the gathering of the next one, forward and backward, with its experts.
+
+    FSDP2 by itself starts a gathering in the forward pass when the host comes to the layer. A host that waits in every layer, for
+    the numbers of rows that experts get, comes there when the device has nothing left to do.
+    """
+    of_layers = [[unit for unit in layer.modules() if isinstance(unit, FSDPModule)] for layer in split]
+    for before, after in pairwise(of_layers):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before)
 
 
 def reshard(units: list[FSDPModule]) -> None:
