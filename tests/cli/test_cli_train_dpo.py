@@ -133,3 +133,14 @@ def test_pairs_need_dpo_and_dpo_needs_pairs(megascend, folder: Path) -> None:
     done = megascend("train", "run.yaml", *texts, cwd=folder)
     assert done.returncode == 2
     assert "dpo is set, and texts.jsonl holds no preference pairs" in done.stderr
+
+
+@pytest.mark.nightly
+def test_the_reference_of_an_adapter_is_the_model_without_it(megascend, single: Path, folder: Path) -> None:
+    lora = ("--set", "lora.rank=8", "--set", "optimizer.lr=0.005", "--set", "epochs=10", "--set", "output=lora")
+    done = megascend("train", "run.yaml", *lora, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(folder / "lora")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert sum(row["loss"] for row in rows[-2:]) < 0.5 * sum(row["loss"] for row in rows[:2])
+    assert rows[0]["tokens"] == metrics(single)[0]["tokens"]
