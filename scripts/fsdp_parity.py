@@ -47,6 +47,21 @@ ON_TWO: dict[str, tuple[str, Precision, dict[str, Any], float, float]] = {
         1.5e-4,
     ),
     "fp32, two copies": ("qwen3", "fp32", {"fsdp": Fsdp(replicate=2)}, 1e-5, 1.5e-4),
+    "MoE fp32, EP2": ("qwen3_moe", "fp32", {"parallel": Parallel(expert=2)}, 1e-5, 1.5e-4),
+    "MoE fp32, EP2 x SP2, recomputed": (
+        "qwen3_moe",
+        "fp32",
+        {"parallel": Parallel(expert=2, context=2, context_algorithm="ulysses"), "recompute": RECOMPUTED},
+        1e-5,
+        1.5e-4,
+    ),
+    "MoE bf16, EP2, recomputed": (
+        "qwen3_moe",
+        "bf16",
+        {"parallel": Parallel(expert=2), "recompute": RECOMPUTED},
+        0.15,
+        1.0,
+    ),
 }
 
 

@@ -275,7 +275,7 @@ class FsdpBackend(Backend):
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
         optimizer, schedule, batching, adapters, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
         recompute: ``granularity`` ``none``, ``full`` (each layer by itself) or ``selective`` (by operators).
-        moe: no auxiliary loss.
+        moe: no update of correction biases.
 
     Raises:
         ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, CollectiveTimeoutError: before any training.
@@ -339,6 +339,7 @@ class FsdpBackend(Backend):
                 adam=optimizer or Adam(),
                 schedule=schedule or Schedule(),
                 recompute=recomputed,
+                moe=moe or Moe(),
                 batching=batching or Batching(),
                 adapters=adapters,
                 seed=seed,

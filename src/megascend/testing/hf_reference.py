@@ -3,7 +3,8 @@
     python hf_reference.py JOB.json RESULT.safetensors
 
 JOB names a checkpoint, samples (token ids, prompt lengths, and what the loss needs) and optimizer settings. RESULT holds
-the losses and gradient norms of every step and the first logits of every sample. Policy and preference losses are written
+the losses and gradient norms of every step and the first logits of every sample; with ``weights`` the trained weights too, by the
+names of a checkpoint. All of it is computed in ``dtype``, default ``float32``. Policy and preference losses are written
 out here from their papers. With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its
 definition (Fedus et al. 2021, eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
 """
@@ -24,8 +25,11 @@ def main(job_path: str, result_path: str) -> None:
     torch.set_num_threads(1)
     with open(job_path) as file:
         job = json.load(file)
+    dtype = getattr(torch, job.get("dtype", "float32"))
+    # Grouped products of experts are not there in 64 bits.
+    eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     model = AutoModelForCausalLM.from_pretrained(
-        job["checkpoint"], dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        job["checkpoint"], dtype=dtype, attn_implementation="eager", local_files_only=True, **eager
     )
     model.train()
     samples = job["samples"]
@@ -36,8 +40,19 @@ def main(job_path: str, result_path: str) -> None:
             result[f"logits.{index}"] = model(tokens[None, :-1]).logits[0].contiguous()
     if job["steps"]:
         losses, norms = train(model, samples, job)
-        result["losses"], result["grad_norms"] = torch.tensor(losses), torch.tensor(norms)
+        result["losses"], result["grad_norms"] = torch.tensor(losses, dtype=dtype), torch.tensor(norms, dtype=dtype)
+    if job.get("weights"):
+        result |= {f"weights.{name}": tensor.contiguous() for name, tensor in checkpoint_weights(model).items()}
     save_file(result, result_path)
+
+
+def checkpoint_weights(model: Any) -> dict[str, Tensor]:
+    """By the names of a checkpoint, experts taken apart."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, own).items()}
 
 
 def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -67,11 +82,11 @@ def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tup
 
 def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str) -> Tensor:
     """The loss over all samples, each alone in its forward pass."""
-    total, count = torch.zeros(()), 0.0
+    total, count = torch.zeros((), dtype=model.dtype), 0.0
     margins: dict[Any, dict[bool, Tensor]] = {}
     for sample in samples:
         tokens = torch.tensor(sample["token_ids"])
-        logprobs = model(tokens[None, :-1]).logits[0].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
         if kind == "dpo":
             margin = (weights * (logprobs - torch.tensor(sample["ref_logprobs"]))).sum()

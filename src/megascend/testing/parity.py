@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -239,11 +239,13 @@ def causal_samples(tokens: list[list[int]]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Losses, gradient norms and the untrained model's logits (one fp32 [length, vocabulary] a sample)."""
+    """Losses, gradient norms, the untrained model's logits (one fp32 [length, vocabulary] a sample), and trained weights by the
+    names of a checkpoint, where they were asked for."""
 
     losses: list[float]
     grad_norms: list[float]
     logits: list[Tensor]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
@@ -304,12 +306,16 @@ def hf_reference(
     fields: list[dict[str, Any]] | None = None,
     aux_formula: str = "megatron",
     micro_batches: list[list[int]] | None = None,
+    dtype: str = "float32",
+    weights: bool = False,
 ) -> Trajectory:
     """What Hugging Face and torch AdamW make of the job. Kept in ``folder`` for the next caller with the same job.
 
     Args:
         fields: per sample, what ``loss`` needs beside the tokens: ``old_logprobs``, ``advantages``, ``pair``...
         micro_batches: samples over which the auxiliary loss is computed, each list by itself; default: all in one.
+        dtype: of parameters and of everything computed.
+        weights: also return the trained ones.
     """
     from safetensors.torch import load_file
 
@@ -328,11 +334,13 @@ def hf_reference(
         "aux_formula": aux_formula,
         "micro_batches": micro_batches or [list(range(len(tokens)))],
     }
+    job |= ({"dtype": dtype} if dtype != "float32" else {}) | ({"weights": True} if weights else {})
     tensors = load_file(reference(folder, "hf_reference.py", job))
     return Trajectory(
         tensors["losses"].tolist() if steps else [],
         tensors["grad_norms"].tolist() if steps else [],
         [tensors[f"logits.{index}"] for index in range(len(tokens))],
+        {name.removeprefix("weights."): tensor for name, tensor in tensors.items() if name.startswith("weights.")},
     )
 
 

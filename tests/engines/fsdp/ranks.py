@@ -53,8 +53,10 @@ class Found(dict[str, Any]):
         return self["norms"]
 
 
-def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any) -> dict[str, Any]:
-    """Losses and norms of rank 0, equal on all; log-probabilities after the last step; what each rank read and imported."""
+def trajectory(
+    checkpoint: str, world_size: int, steps: int = 10, weights: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Losses and norms of rank 0, equal on all; trained weights, where asked for; what each rank read and imported."""
 
     def on_rank() -> Found:
         backend = make(checkpoint, **options)
@@ -69,6 +71,8 @@ def trajectory(checkpoint: str, world_size: int, steps: int = 10, **options: Any
             found["micro_batches"] = result.micro_batches
             found["losses"].append(result.loss)
             found["norms"].append(backend.optimizer_step().grad_norm)
+        if weights:
+            found["weights"] = {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
         backend.close()
         found["foreign"] = sorted(name for name in sys.modules if name.startswith(FOREIGN))
         found["patched"] = torch.cuda.get_rng_state.__module__
@@ -281,11 +285,11 @@ def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> t
     return different, furthest
 
 
-def not_finite(checkpoint: str) -> list[tuple[Any, bool, float]]:
+def not_finite(checkpoint: str, **options: Any) -> list[tuple[Any, bool, float]]:
     """On two ranks: a step in which rank 1 alone has a NaN, whether it moved nothing, the loss of a good one after it."""
 
     def on_rank() -> Any:
-        with make(checkpoint) as backend:
+        with make(checkpoint, **options) as backend:
             samples = backend.shard(causal_samples(token_lists()))
             backend.forward_backward(samples)
             backend.optimizer_step()
@@ -333,7 +337,7 @@ def refused(checkpoint: str, folder: str) -> dict[str, str]:
         "parallel.expert=2": {"parallel": megascend.Parallel(expert=2), "adapters": megascend.Adapters()},
         "fsdp.replicate=3": {"fsdp": megascend.Fsdp(replicate=3)},
         "recompute.modules": {"recompute": megascend.Recompute(granularity="selective", modules=("mlp",))},
-        "moe.aux_loss": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
+        "moe.aux_loss=": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
         "more with its logits": {"model": folder},
     }
 

@@ -65,7 +65,6 @@ MORE: list[Layout] = [
     ("MoE EP2, HSDP 2x2", "qwen3_moe", {}, 4, {"parallel": EP2, "fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
     ("MoE EP2 x FSDP2, offload", "qwen3_moe", {}, 4, {"parallel": EP2, "fsdp": Fsdp(offload=True)}, 1e-5, 1e-4),
     ("MoE SP2, EP2, recomputed", "qwen3_moe", {}, 2, {"parallel": SP2_EP2, "recompute": RECOMPUTED}, 1e-5, 1e-4),
-    ("Qwen2-MoE (shared expert) EP2 x FSDP2", "qwen2_moe", {}, 4, {"parallel": EP2}, 1e-5, 1e-4),
     ("MoE bf16 EP2, recomputed", "qwen3_moe", {}, 2, {**BF16_RECOMPUTED, "parallel": EP2}, 0.15, 1.0),
     ("MoE bf16 DP2, recomputed", "qwen3_moe", {}, 2, BF16_RECOMPUTED, 0.15, 0.6),
 ]

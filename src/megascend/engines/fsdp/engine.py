@@ -24,6 +24,7 @@ from megascend.engines.fsdp.mesh import FsdpGroups
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.optimizer import Optimizer
 from megascend.engines.fsdp.output_head import LossHead
+from megascend.engines.fsdp.router_loss import RouterLoss
 from megascend.engines.fsdp.sequence import HeadExchange, check_heads
 from megascend.engines.fsdp.sharding import freeze, reshard, shard
 from megascend.engines.fsdp.shards import shards
@@ -63,6 +64,7 @@ class FsdpEngine:
         adam: Adam,
         schedule: Schedule,
         recompute: Recompute,
+        moe: Moe,
         batching: Batching,
         adapters: Adapters | None,
         seed: int,
@@ -110,6 +112,9 @@ class FsdpEngine:
                 tied=self._tied,
             )
             freeze(self.model, DTYPES[precision])
+        self._router_loss: RouterLoss | None = None
+        if moe.aux_loss != "none":
+            self._router_loss = RouterLoss(self.model, moe, groups, frozen=adapters is not None)
         self._share, expert_mesh = None, None
         if topology.expert > 1:
             self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
@@ -144,6 +149,9 @@ class FsdpEngine:
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         stored = []
+        router_loss = None if forward_only else self._router_loss
+        if router_loss is not None:
+            router_loss.begin(batches)
         try:
             for number, batch in enumerate(batches, 1):
                 if not self._fsdp.reshard_after_forward:
@@ -152,8 +160,11 @@ class FsdpEngine:
                     self.adapters.layers.enter(batch.segments)
                 packed = None if batch.packed is None else batch.packed.lengths
                 lengths = attention.sample_lengths(packed, self._exchange, self.device, DTYPES[self.precision])
-                with self.groups.monitor.phase("forward"):
+                watching = contextlib.nullcontext() if router_loss is None else router_loss.watching()
+                with self.groups.monitor.phase("forward"), watching:
                     total, found = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
+                if router_loss is not None:
+                    total = total + router_loss.of(batch)
                 if self.adapters is not None:
                     self.adapters.layers.require_called()
                 stored.append(found)
@@ -244,8 +255,6 @@ def check_settings(fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Mo
         raise ConfigError(
             f"engine fsdp: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"
         )
-    if moe.aux_loss != "none":
-        raise ConfigError(f"engine fsdp: moe.aux_loss={moe.aux_loss!r} is not there yet (docs/fsdp.md); set none")
     if moe.bias_update_rate:
         raise ConfigError(
             f"engine fsdp: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"

@@ -22,7 +22,7 @@ from megascend.changes import patch
 from megascend.config import Moe
 from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.megatron import load_balancing
+from megascend.engines import load_balancing
 from megascend.errors import ConfigError
 
 TO_BALANCE, CHOSEN = 0, 1

@@ -1,0 +1,110 @@
+"""The load-balancing loss of a sharded model's routers, of the tokens that samples have, in every layout.
+
+transformers' own is one of a forward pass, on one rank. Here it is one of a micro batch, however many ranks have parts of it, by
+either formula of :mod:`megascend.engines.load_balancing`, averaged over the micro batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.config import Moe
+from megascend.distributed.objects import all_reduce_numbers
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.load_balancing import Formula, gradients, scores
+from megascend.errors import ConfigError
+
+FUNCTION = "load_balancing_loss_func"
+"""In the module of every model for which transformers has such a loss: its routers choose by softmax."""
+
+
+class RouterLoss:
+    """Sees the logits of a model's routers in its forward passes.
+
+    Args:
+        model: of transformers.
+        moe: with a formula and a coefficient.
+        frozen: the model is not trained itself.
+
+    Raises:
+        ConfigError: transformers has no such loss for the model, or the model is frozen.
+    """
+
+    def __init__(self, model: Any, moe: Moe, groups: ProcessGroups, *, frozen: bool) -> None:
+        assert moe.aux_loss != "none"
+        self._formula: Formula = moe.aux_loss
+        self._coefficient, self._groups = moe.aux_loss_coefficient, groups
+        self._weight = 0.0
+        self._open = False
+        self._seen: list[Tensor] = []
+        recorder = _recorder(model, moe, frozen=frozen)
+        self._top_k = model.config.get_text_config().num_experts_per_tok
+        self._index = recorder.index
+        self._routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
+        for router in self._routers:
+            router.register_forward_hook(self._after)
+
+    def begin(self, batches: Sequence[MicroBatch]) -> None:
+        """Say what the rank computes next; those that it has only to meet others do not count. Collective."""
+        count = sum(not batch.dummy for batch in batches)
+        everywhere = all_reduce_numbers([float(count)], "dp", self._groups, what="micro batches")[0]
+        # Gradients are averaged over all ranks.
+        self._weight = self._coefficient * self._groups.topology.world_size / max(everywhere, 1.0)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep the logits of the forward pass in the block; what routers see afterwards is recomputation."""
+        self._seen, self._open = [], True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def of(self, batch: MicroBatch) -> Tensor:
+        """What this rank adds to its loss of the micro batch that has just been computed. Collective.
+
+        A scalar whose gradient is that of the loss; its value is not, since the counts of tokens have no gradient.
+        """
+        logits, self._seen = self._seen, []
+        assert len(logits) == len(self._routers), f"{len(logits)} of {len(self._routers)} routers were called"
+        real = (torch.zeros_like(batch.padding) if batch.dummy else ~batch.padding)[:, None]
+        probabilities = [scores(each.view(-1, each.shape[-1]), "softmax") for each in logits]
+        counts = torch.stack([_counts(each.detach(), self._top_k, real) for each in probabilities])
+        if self._groups.topology.context > 1:
+            dist.all_reduce(counts, group=self._groups.device_group("cp"))
+        tokens = 0 if batch.dummy else sum(batch.lengths)
+        factors = gradients(self._formula, counts, tokens, self._top_k)
+        sums = torch.stack([(each * real).sum(0) for each in probabilities])
+        return self._weight * (factors * sums).sum()
+
+    def _after(self, module: Any, inputs: Any, output: Any) -> None:
+        if self._open:
+            self._seen.append(output[self._index] if isinstance(output, tuple) else output)
+
+
+def _counts(probabilities: Tensor, top_k: int, real: Tensor) -> Tensor:
+    """fp32 [experts]: how many real tokens have each expert among their best."""
+    best = probabilities.topk(top_k, dim=-1).indices
+    return (torch.zeros_like(probabilities).scatter(1, best, 1.0) * real).sum(0)
+
+
+def _recorder(model: Any, moe: Moe, *, frozen: bool) -> Any:
+    """What transformers has to say of where a model's router logits are."""
+    setting, name = f"engine fsdp: moe.aux_loss={moe.aux_loss!r}", type(model).__name__
+    if frozen:
+        raise ConfigError(
+            f"{setting} with adapters would make every adapter's gradients depend on the others' samples; set none"
+        )
+    recorders = getattr(model, "_can_record_outputs", None) or {}
+    recorder = recorders.get("router_logits")
+    if not hasattr(sys.modules[type(model).__module__], FUNCTION) or not hasattr(recorder, "target_class"):
+        raise ConfigError(f"{setting}: transformers has no such loss for {name}; set none")
+    return recorder

@@ -1,0 +1,145 @@
+"""Experts of the FSDP engine: divided among ranks, and balanced by an auxiliary loss, against Hugging Face and torch AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, run_jobs
+
+from megascend import Batching, Moe, Parallel, Recompute
+from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+
+RANKS = Path(__file__).with_name("expert_ranks.py")
+RECOMPUTED: dict[str, Any] = {"recompute": Recompute(granularity="full")}
+EP2, EP4 = ({"parallel": Parallel(expert=size)} for size in (2, 4))
+EP2_SP2: dict[str, Any] = {"parallel": Parallel(expert=2, context=2, context_algorithm="ulysses")}
+ODD = (20, 34, 9, 27, 17, 40, 26, 11)  # padding under sequence parallelism
+COEFFICIENT = 0.5  # moves the gradient norm of the first step by more than 1e-2
+FACTORS = 1e-3
+"""Bound of a trained weight's Euclidean distance from Hugging Face's, over its norm."""
+
+AMPLIFIES = ("qwen2_moe",)
+"""Architectures whose ten steps make rounding larger than the bounds in Hugging Face itself: they are held against its fp64, at
+twice the distance of its fp32."""
+
+Layout = tuple[str, str, int, dict[str, Any], float, float]
+LAYOUTS: list[Layout] = [("Qwen2-MoE, EP4", "qwen2_moe", 4, EP4, 1e-5, 1e-4)]
+MORE: list[Layout] = [
+    ("Qwen3-MoE, EP4", "qwen3_moe", 4, EP4, 1e-5, 1e-4),
+    ("Qwen2-MoE, DP2", "qwen2_moe", 2, {}, 1e-5, 1e-4),
+    ("Qwen2-MoE, EP2 x FSDP2", "qwen2_moe", 4, EP2, 1e-5, 1e-4),
+    ("GLM-4-MoE, EP2", "glm4_moe", 2, EP2, 1e-5, 1e-4),
+    ("dots1, EP2", "dots1", 2, EP2, 1e-5, 1e-4),
+]
+
+
+def in_process(folder: Path, *jobs: Job) -> list[Any]:
+    """What functions of expert_ranks.py return, called one after the other in a process of their own."""
+    return run_jobs(RANKS, folder, *jobs)
+
+
+def figures(trajectory: Trajectory) -> Trajectory:
+    return Trajectory(trajectory.losses, trajectory.grad_norms, [])
+
+
+def hold_against_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> None:
+    """Ten steps of each layout; prints how far it is from Hugging Face, and how close its routers' closest choice was."""
+    paths = [case_checkpoint(parity_folder, arch) for _, arch, *_ in layouts]
+    checkpoints = sorted({str(path) for path in paths})
+    found = in_process(
+        tmp_path,
+        *[
+            ("trajectory", (str(path), ranks), options | {"weights": True})
+            for path, (_, _, ranks, options, *_) in zip(paths, layouts, strict=True)
+        ],
+        *[("smallest_margin", (path,), {}) for path in checkpoints],
+    )
+    for path, margin in zip(checkpoints, found[len(layouts) :], strict=True):
+        print(f"{Path(path).name}: smallest margin of a router {margin:.1e}")
+    problems = []
+    for (name, arch, _, _, loss, norm), path, ranks in zip(layouts, paths, found[: len(layouts)], strict=True):
+        reference = hf_reference(parity_folder, path, token_lists(), weights=True)
+        if arch in AMPLIFIES:
+            own, reference = (
+                figures(reference),
+                hf_reference(parity_folder, path, token_lists(), dtype="float64", weights=True),
+            )
+            rounding = differences(own, figures(reference))
+            loss, norm = 2 * rounding.loss, 2 * rounding.grad_norm
+            print(f"{arch}: Hugging Face's fp32 from its fp64: loss {rounding.loss:.1e}, norm {rounding.grad_norm:.1e}")
+        apart = differences(Trajectory(ranks["losses"], ranks["norms"], []), figures(reference))
+        assert ranks["weights"].keys() == reference.weights.keys()
+        weights = max(
+            float((ranks["weights"][key].to(value) - value).norm() / value.norm())
+            for key, value in reference.weights.items()
+        )
+        print(f"{name}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}, weights {weights:.1e}")
+        good = apart.loss <= loss and apart.grad_norm <= norm
+        if not good or weights > FACTORS:
+            problems.append((name, apart, weights))
+    assert not problems
+
+
+def test_divided_experts_equal_hugging_faces(parity_folder, tmp_path):
+    hold_against_hugging_face(LAYOUTS, parity_folder, tmp_path)
+
+
+@pytest.mark.nightly
+def test_experts_in_more_layouts_equal_hugging_faces(parity_folder, tmp_path):
+    hold_against_hugging_face(MORE, parity_folder, tmp_path)
+
+
+def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
+    """What a norm of experts on a mesh of their own can get wrong, a NaN of one rank, and settings that do not fit."""
+    experts, dense = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3_moe", "qwen3"))
+    ranks, norms, refused = in_process(
+        tmp_path,
+        ("not_finite", (experts,), EP2),
+        ("wrong_norms", (experts,), {}),
+        ("refused", (experts, dense), {}),
+    )
+    for step, unchanged, _ in ranks:
+        assert (step.skipped, step.skipped_in_a_row, unchanged) == (True, 1, True)
+    assert ranks[0][2] == ranks[1][2]
+    right = hf_reference(parity_folder, Path(experts), token_lists(), steps=1).grad_norms[0]
+    assert norms["right"] == pytest.approx(right, rel=1e-5)
+    assert "same mesh" in norms["torch"]
+    assert norms["without experts"] < 0.99 * right
+    assert norms["unscaled"] > 1.01 * right
+    assert all(what in message for what, message in refused.items()), refused
+
+
+def test_the_auxiliary_loss_is_hugging_faces_in_every_layout(parity_folder, tmp_path):
+    """Three steps; also with fewer micro batches than ranks have turns, so that one rank has none for the last."""
+    experts = case_checkpoint(parity_folder, "qwen3_moe")
+    cases: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+        ("transformers", ODD, EP2_SP2 | RECOMPUTED),
+        ("megatron", (40, 34, 27), {"batching": Batching(micro_batch_tokens=40)}),
+    ]
+    balanced = [
+        options | {"moe": Moe(aux_loss=formula, aux_loss_coefficient=COEFFICIENT)}  # type: ignore[arg-type]
+        for formula, _, options in cases
+    ]
+    found = in_process(
+        tmp_path,
+        *[
+            ("balanced", (str(experts), 2, lengths, 3), options)
+            for (_, lengths, _), options in zip(cases, balanced, strict=True)
+        ],
+    )
+    for (formula, lengths, _), (losses, norms, members) in zip(cases, found, strict=True):
+        assert sorted(index for group in members for index in group) == list(range(len(lengths)))
+        reference = hf_reference(
+            parity_folder,
+            experts,
+            token_lists(lengths=lengths),
+            3,
+            COEFFICIENT,
+            aux_formula=formula,
+            micro_batches=members,
+        )
+        apart = differences(Trajectory(losses, norms, []), figures(reference))
+        print(f"{formula}, {len(members)} micro batches: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}")
+        assert (apart.loss <= 1e-5, apart.grad_norm <= 1e-4) == (True, True), (formula, apart)
