@@ -125,17 +125,12 @@ def in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 def _register() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention.attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+    # No mask function of that name: transformers makes no mask then, nor looks for packed samples, for which it waits.
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-    changed(f"transformers' registries of attention, mask and experts functions know {NAME!r}")
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The attention function knows where samples end, and everything is causal."""
+    changed(f"transformers' registries of attention and experts functions know {NAME!r}")
 
 
 def experts_products() -> Experts:
