@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forked_programs import run_forked
-from megascend import Fsdp, Recompute
+from megascend import Fsdp, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
 
@@ -154,8 +154,7 @@ def test_compiled_layers_compute_the_same(parity_folder, tmp_path):
 def test_compiled_layers_compute_the_same_in_other_layouts(parity_folder, tmp_path):
     full, selective = (Recompute(granularity=granularity) for granularity in ("full", "selective"))
     layouts = [
-        ("qwen3", 2, {"fsdp": COMPILED}),
         ("qwen3", 2, {"fsdp": Fsdp(compile=True, reshard_after_forward=False), "recompute": full}),
-        ("qwen3_moe", 2, {"fsdp": COMPILED, "recompute": selective}),
+        ("qwen3_moe", 2, {"fsdp": COMPILED, "recompute": selective, "parallel": Parallel(expert=2)}),
     ]
     hold_against_hugging_face(parity_folder, tmp_path, "inductor", layouts, 10)

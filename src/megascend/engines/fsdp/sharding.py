@@ -73,7 +73,9 @@ def gather_ahead(split: list[nn.Module]) -> None:
     FSDP2 by itself starts a gathering in the forward pass when the host comes to the layer. A host that waits in every layer, for
     the numbers of rows that experts get, comes there when the device has nothing left to do.
     """
-    of_layers = [[unit for unit in layer.modules() if isinstance(unit, FSDPModule)] for layer in split]
+    of_layers: list[list[FSDPModule]] = [
+        [unit for unit in layer.modules() if isinstance(unit, FSDPModule)] for layer in split
+    ]
     for before, after in pairwise(of_layers):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before)
