@@ -241,3 +241,11 @@ def test_under_fsdp(checkpoint, tmp_path):
 @pytest.mark.nightly
 def test_more_under_fsdp(checkpoint, tmp_path):
     of_fsdp(MORE_FSDP_FAULTS, checkpoint, tmp_path)
+
+
+@pytest.mark.nightly
+def test_experts_under_fsdp(parity_folder, tmp_path):
+    """With expert parallelism, whose exchanges of tokens are further collectives."""
+    experts = {"parallel": Parallel(expert=2)}
+    cases = [("hang", 1, "forward", experts), ("die", 0, "backward", experts)]
+    of_fsdp(cases, case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2), tmp_path)

@@ -57,6 +57,7 @@ MORE = [
     Pair("tied MoE, TP2 EP2 and DP2", "qwen3_moe", 2, TP2_EP2, {"ranks": 2}, TIED),
     Pair("tied, TP2 and DP2", "qwen3", 2, Parallel(tensor=2), {"ranks": 2}, TIED),
     Pair("MoE, EP2 and DP2", "qwen3_moe", 2, Parallel(expert=2), {"ranks": 2}),
+    Pair("MoE, EP2 and EP2 x FSDP2", "qwen3_moe", 2, Parallel(expert=2), {"ranks": 4, "parallel": Parallel(expert=2)}),
     Pair("TP2 PP2 and HSDP 2x2", "qwen3", 4, Parallel(tensor=2, pipeline=2), {"ranks": 4, "fsdp": Fsdp(replicate=2)}),
     Pair("tied PP2 and DP3", "qwen3", 2, Parallel(pipeline=2), {"ranks": 3}, TIED),
     # Its routers' choices are closer than others': both engines part from Hugging Face as Hugging Face does from its fp64.
