@@ -25,8 +25,9 @@ REFUSED = ("softcap", "s_aux")
 """Keywords of attention functions for what is not computed here: a cap of the scores, sinks."""
 
 LONG = 1024
-"""Tokens; where packed samples are longer on average, a call for each is faster than the kernel for all of them. Time of the calls
-by the kernel's on an H200 (torch 2.11, bf16, forward and backward): 11.2 at 64 tokens, 2.9 at 256, 1.08 at 1024, 0.68 at 4096."""
+"""Tokens; where packed samples are longer on average, a call for each is faster than the kernel for all of them. Time of the
+calls by the kernel's on an H200 (torch 2.11, bf16, forward and backward): 11.2 at 64 tokens, 2.9 at 256, 1.08 at 1024, 0.68 at
+4096."""
 
 
 @dataclass(frozen=True)
