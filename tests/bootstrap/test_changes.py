@@ -58,7 +58,12 @@ FINE = (
             "view._broadcast_ep_pp",
             "view._set_layer_state",
             "view._convert_hf_state_dict",
+            "view.__class__",
+            "view.pp_size",
+            "view.ep_pp_size",
             "backend.groups.monitor.last_words",
+            "backend.on_micro_batch",
+            "monitor.on_phase",
             "parameter.main_grad",  # of the single engine's own model
         ],
         "made here",
@@ -66,6 +71,9 @@ FINE = (
     | dict.fromkeys(
         [
             "router.expert_bias",  # values of the model's own
+            "setattr(module, key, nn.Parameter(own, requires_grad=value.requires_grad))",  # a rank's share of the experts
+            "setattr(module, SHARE, share)",  # read by our experts function, which is listed
+            "setattr(module, COMPUTED_BY, function)",
             "setattr(config, name, value)",  # fields of the ModelConfig that is being configured
             "parameter.tensor_model_parallel",  # what Megatron's initialization would have set; told by a line of its own
             "parameter.partition_dim",
