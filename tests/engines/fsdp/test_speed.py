@@ -59,6 +59,13 @@ def test_what_attention_is_told_is_on_the_host_and_the_device():
     assert attention.sample_lengths(None, None, cpu, torch.float32).starts is None
 
 
+def test_the_kernel_for_packed_samples_is_for_short_ones(monkeypatch):
+    """As measured: docs/fsdp.md."""
+    monkeypatch.setattr(varlen, "available", lambda device, dtype: True)
+    for lengths, one_kernel in (((64,) * 9, True), ((1024, 1024), True), ((4096, 4096), False), ((4096, 100), False)):
+        assert attention.sample_lengths(lengths, None, torch.device("cpu"), torch.bfloat16).one_kernel == one_kernel
+
+
 def test_selective_recomputation_keeps_attention_and_every_second_product():
     """Products of a block of four matrices and attention, counted in the backward pass."""
     from torch.utils._python_dispatch import TorchDispatchMode
