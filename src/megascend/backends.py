@@ -310,7 +310,7 @@ class FsdpBackend(Backend):
             if runtime.platform.name == "npu":
                 npu.check_settings(settings)
                 npu.use_grouped_operator()
-            mesh.check_layout(topology, adapters)
+            mesh.check_layout(topology)
             mesh.mesh_ranks(topology.world_size, settings.replicate, topology.expert)
             check_settings(settings, topology, recomputed, moe or Moe(), adapters)
             made.append(mesh.FsdpGroups(settings.replicate))

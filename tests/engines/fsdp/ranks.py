@@ -334,7 +334,6 @@ def refused(checkpoint: str, folder: str) -> dict[str, str]:
     asked: dict[str, dict[str, Any]] = {
         "parallel.tensor=2": {"parallel": megascend.Parallel(tensor=2)},
         "parallel.context=2": {"parallel": megascend.Parallel(context=2)},
-        "parallel.expert=2": {"parallel": megascend.Parallel(expert=2), "adapters": megascend.Adapters()},
         "fsdp.replicate=3": {"fsdp": megascend.Fsdp(replicate=3)},
         "recompute.modules": {"recompute": megascend.Recompute(granularity="selective", modules=("mlp",))},
         "moe.aux_loss=": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},

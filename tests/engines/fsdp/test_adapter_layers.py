@@ -126,7 +126,8 @@ def test_experts_compute_what_transformers_does_with_merged_weights(kind, counts
     mine = inputs()
     with layers.applying(stacked):
         layers.enter(segments_of(counts))
-        found = getattr(module, COMPUTED_BY)(module, mine[0], index, mine[1])
+        compute, along = getattr(module, COMPUTED_BY)
+        found = compute(module, mine[0], index, mine[1], along())
         layers.require_called()
         found.backward(upstream)
     stacked.collect()

@@ -16,6 +16,7 @@ from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, case_check
 
 RANKS = Path(__file__).with_name("adapter_ranks.py")
 SP2 = Parallel(context=2, context_algorithm="ulysses")
+EP2, EP4, EP2_SP2 = Parallel(expert=2), Parallel(expert=4), SP2.model_copy(update={"expert": 2})
 RECOMPUTED = Recompute(granularity="full")
 PADDED = Batching(packing=False, micro_batch_tokens=200)
 ONE = {"one": Lora(rank=8, alpha=12.0, seed=8, targets=ALL)}
@@ -35,9 +36,19 @@ EXPERT_TENANTS = {
 Layout = tuple[str, str, dict[str, Lora], int, dict[str, Any]]
 LAYOUTS: list[Layout] = [
     ("Qwen3, three tenants, SP2, recomputed", "qwen3", TENANTS, 2, {"parallel": SP2, "recompute": RECOMPUTED}),
-    ("Qwen3-MoE, three tenants, DP2, recomputed", "qwen3_moe", EXPERT_TENANTS, 2, {"recompute": RECOMPUTED}),
+    (
+        "Qwen3-MoE, three tenants, EP2, recomputed",
+        "qwen3_moe",
+        EXPERT_TENANTS,
+        2,
+        {"parallel": EP2, "recompute": RECOMPUTED},
+    ),
 ]
 MORE: list[Layout] = [
+    ("Qwen3-MoE, three tenants, DP2, recomputed", "qwen3_moe", EXPERT_TENANTS, 2, {"recompute": RECOMPUTED}),
+    ("Qwen3-MoE, three tenants, EP2 x FSDP2", "qwen3_moe", EXPERT_TENANTS, 4, {"parallel": EP2}),
+    ("Qwen3-MoE, three tenants, EP2, SP2", "qwen3_moe", EXPERT_TENANTS, 2, {"parallel": EP2_SP2}),
+    ("Qwen3-MoE, one adapter, EP4", "qwen3_moe", {"one": Lora(rank=8, alpha=12.0, seed=8)}, 4, {"parallel": EP4}),
     ("Qwen3, one adapter, DP2", "qwen3", ONE, 2, {}),
     ("Qwen3, one adapter, SP2", "qwen3", ONE, 2, {"parallel": SP2}),
     ("Qwen3, three tenants, one rank", "qwen3", TENANTS, 1, {}),
@@ -151,7 +162,11 @@ def test_tenants_that_are_kept_apart_saved_exported_and_refused(parity_folder, t
         ("kept_apart", (dense,), {}),
         ("resumed", (dense, str(tmp_path / "saved")), {}),
         ("exported", (dense, starts[0], str(tmp_path / "of dense"), 2, ALL), {}),
-        ("exported", (experts, starts[1], str(tmp_path / "of experts"), 3, "all-linear"), {"fsdp": Fsdp(offload=True)}),
+        (
+            "exported",
+            (experts, starts[1], str(tmp_path / "of experts"), 2, "all-linear"),
+            {"parallel": EP2, "fsdp": Fsdp(offload=True)},
+        ),
         ("in_bf16", (dense,), {}),
         ("refused", (tied, experts), {}),
     )

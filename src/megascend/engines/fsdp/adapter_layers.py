@@ -21,10 +21,15 @@ Place = tuple[int, int, TargetModule]
 
 
 class AdapterLayers(AppliedAdapters):
-    """Hooks on a model's adapted layers, and which adapters they apply at the moment."""
+    """Hooks on a model's adapted layers, and which adapters they apply at the moment.
 
-    def __init__(self, model: Any, shape_groups: Sequence[ShapeGroup]) -> None:
+    Args:
+        divided: ranks hold different experts, and tokens are sent to them.
+    """
+
+    def __init__(self, model: Any, shape_groups: Sequence[ShapeGroup], *, divided: bool = False) -> None:
         super().__init__()
+        self._divided = divided
         self._not_called: dict[int, str] = {}
         of_experts: dict[int, tuple[Any, dict[str, Place]]] = {}
         for number, shape_group in enumerate(shape_groups):
@@ -42,7 +47,7 @@ class AdapterLayers(AppliedAdapters):
                 else:
                     module.register_forward_hook(partial(self._after, number, layer, target))
         for module, places in of_experts.values():
-            compute_experts_by(module, partial(self._experts, places))
+            compute_experts_by(module, partial(self._experts, places), self._adapters_of_tokens)
         model.get_input_embeddings().register_forward_hook(start_graph)
 
     def require_called(self) -> None:
@@ -73,12 +78,31 @@ class AdapterLayers(AppliedAdapters):
         self._note(module, target, out)
         return self.to_embedding(shape_group, target, inputs[0], out)
 
-    def _experts(self, places: dict[str, Place], module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """See :func:`megascend.engines.fsdp.experts.frozen_experts`."""
+    def _adapters_of_tokens(self) -> Tensor | None:
+        """int64 [n], if there are several."""
+        return None if self.mixed is None else self.mixed.adapter_index
+
+    def _experts(
+        self,
+        places: dict[str, Place],
+        module: Any,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        along: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`megascend.engines.fsdp.experts.frozen_experts`.
+
+        Args:
+            along: int64 [n], each row's adapter; None: they are of one.
+        """
         if self.stacked is None:
             return experts_products()(module, hidden, index, weights)
-        self._note(module, next(iter(places.values()))[2], hidden)
-        adapters, segments = len(self.stacked.adapters), self.mixed
+        if self._divided:  # rows have come from other ranks
+            self._not_called.pop(id(module), None)
+        else:
+            self._note(module, next(iter(places.values()))[2], hidden)
+        adapters = len(self.stacked.adapters)
         order = grouped = None
 
         def add(parameter: str, rows: ExpertRows, x: Tensor, out: Tensor) -> Tensor:
@@ -88,9 +112,8 @@ class AdapterLayers(AppliedAdapters):
             shape_group, layer, target = places[parameter]
             if grouped is None:
                 grouped = rows.segments
-                if segments is not None:
-                    of_rows = segments.adapter_index[rows.token]
-                    order, grouped = by_adapter_and_expert(of_rows, rows.expert, adapters, target.experts)
+                if along is not None:
+                    order, grouped = by_adapter_and_expert(along[rows.token], rows.expert, adapters, target.experts)
             return self.to_experts(shape_group, layer, order, grouped, x, out)
 
         return frozen_experts(module, hidden, index, weights, add)

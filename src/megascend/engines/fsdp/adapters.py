@@ -11,10 +11,11 @@ import torch
 from megascend.config import Adam, Adapters, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.fsdp.adapter_layers import AdapterLayers
+from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.errors import ConfigError
 from megascend.lora.mixed_adapters import MixedAdapters
 from megascend.lora.registry import AdapterRegistry
-from megascend.lora.target_modules import EMBEDDING, check_untied, matches
+from megascend.lora.target_modules import EMBEDDING, TargetModule, check_untied, matches
 from megascend.lora.transformers_targets import (
     drawn_as,
     embedding_and_output,
@@ -28,11 +29,13 @@ from megascend.topology.topology import Topology
 class FsdpAdapters(MixedAdapters):
     """Adapters in the layers of a frozen transformers model, many in one batch.
 
-    Every rank has all factors and steps them alike; gradients are summed over the ranks once a step.
+    Every rank has all factors, of its own experts where those are divided, and steps them alike; gradients are summed over the
+    ranks once a step.
 
     Args:
         model: not yet sharded; may be without memory.
         tied: the output layer is the embedding.
+        share: which experts will be this rank's; None: all.
         dtype: in which layers compute.
 
     Attributes:
@@ -57,6 +60,7 @@ class FsdpAdapters(MixedAdapters):
         device: torch.device,
         model_dir: Path,
         tied: bool,
+        share: ExpertShare | None,
     ) -> None:
         embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
         check_untied(limits.targets, embedding.removesuffix(EMBEDDING), tied=tied)
@@ -66,14 +70,15 @@ class FsdpAdapters(MixedAdapters):
                 f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
                 "experts are not adapted; name the other layers in adapters.targets"
             )
-        found = layer_targets(model) + ([] if tied else embedding_and_output(model))
+        found = [_of_rank(target, share) for target in layer_targets(model)]
+        found += [] if tied else embedding_and_output(model)
         everything = sorted(target.slices[0].name for target in found)
         allowed = [name for name in everything if matches(name, limits.targets)]
         drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in found]
         registry = AdapterRegistry.of_model(
             drawn, everything, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
         )
-        self.layers = AdapterLayers(model, registry.shape_groups)
+        self.layers = AdapterLayers(model, registry.shape_groups, divided=share is not None)
         self.transposed = {target.slices[0].name for target in found if is_transposed(target)}
         super().__init__(
             registry,
@@ -85,3 +90,11 @@ class FsdpAdapters(MixedAdapters):
             device=device,
             sequence_first=False,
         )
+
+
+def _of_rank(target: TargetModule, share: ExpertShare | None) -> TargetModule:
+    """Of experts, this rank's."""
+    if share is None or not target.is_expert:
+        return target
+    count = target.experts // share.size
+    return replace(target, experts=count, expert_start=share.index * count)

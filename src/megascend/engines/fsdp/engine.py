@@ -95,6 +95,9 @@ class FsdpEngine:
         recomputation.recompute(layers, recompute.granularity)
         if fsdp.compile:
             compilation.compile_layers(layers, transformers_api.is_fused_experts)
+        self._share = None
+        if topology.expert > 1:
+            self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
         self.adapters: FsdpAdapters | None = None
         self.optimizer: Optimizer | None = None
         if adapters is not None:
@@ -110,14 +113,14 @@ class FsdpEngine:
                 device=self.device,
                 model_dir=model_dir,
                 tied=self._tied,
+                share=self._share,
             )
             freeze(self.model, DTYPES[precision])
         self._router_loss: RouterLoss | None = None
         if moe.aux_loss != "none":
             self._router_loss = RouterLoss(self.model, moe, groups, frozen=adapters is not None)
-        self._share, expert_mesh = None, None
-        if topology.expert > 1:
-            self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
+        expert_mesh = None
+        if self._share is not None:
             transformers_api.divide_experts(self.model, self._share)
             expert_mesh = axes.expert_mesh(topology, groups)
         mesh = axes.mesh(topology.world_size, self.device.type)

@@ -70,20 +70,29 @@ class TokenExchange:
 
 
 def computed_where_experts_are(
-    module: Any, hidden: Tensor, index: Tensor, weights: Tensor, share: ExpertShare, compute: Experts
+    module: Any,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    share: ExpertShare,
+    compute: Experts,
+    along: Tensor | None = None,
 ) -> Tensor:
     """See :data:`megascend.engines.fsdp.grouped_experts.Experts`: by ``compute``, on the ranks that hold the experts.
 
     Args:
         module: this rank's experts.
         index: int64 [n, k], numbered over all ranks.
+        along: int64 [n], sent with the tokens; ``compute`` gets that of its rows as ``along``.
     """
     exchange = TokenExchange(index, share, module.num_experts)
     rows, expert = exchange.to_experts(hidden), exchange.expert
+    sent = {} if along is None else {"along": exchange.to_experts(along[:, None])[:, 0]}
     idle = not len(rows)
     if idle:  # its parameters' gradients are reduced together with others' all the same
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
-    made = compute(module, rows, expert[:, None], rows.new_ones(len(rows), 1))
+        sent = {name: values.new_zeros(1) for name, values in sent.items()}
+    made = compute(module, rows, expert[:, None], rows.new_ones(len(rows), 1), **sent)
     made = exchange.to_tokens(made[:0] if idle else made)
     return (made * weights[..., None]).sum(1).to(hidden.dtype)
 

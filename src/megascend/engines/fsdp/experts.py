@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from megascend.engines.fsdp.grouped_experts import Moved, Spread, permutation
 from megascend.lora.grouped import GroupedLinear, Segments
-from megascend.lora.segments import expert_segments
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,17 @@ def frozen_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, 
         index, weights: [n, k], each token's experts and their weights.
     """
     count = index.shape[1]
-    expert, order = index.flatten().sort(stable=True)
-    rows = ExpertRows(order // count, expert, expert_segments(expert, module.num_experts))
-    states = hidden[rows.token]
+    order, place, ends = permutation(index, module.num_experts)
+    rows = ExpertRows(order // count, index.flatten()[order], Segments(ends))
+    states: Any = Spread.apply(hidden, order, place, count)
     up = add("gate_up_proj", rows, states, _product(module, "gate_up_proj", rows, states))
     states = module._apply_gate(up)
     down = add("down_proj", rows, states, _product(module, "down_proj", rows, states))
     if getattr(module, "has_post_expert_norm", False):
         down = module.post_expert_norm(down)
-    weighted = down * weights.flatten()[order, None]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return weighted[back].unflatten(0, (-1, count)).sum(1).to(hidden.dtype)
+    weight_of_row: Any = Moved.apply(weights.flatten(), order, place)
+    made: Any = Moved.apply(down * weight_of_row[:, None], place, order)
+    return made.unflatten(0, (-1, count)).sum(1).to(hidden.dtype)
 
 
 def _product(module: Any, parameter: str, rows: ExpertRows, states: Tensor) -> Tensor:

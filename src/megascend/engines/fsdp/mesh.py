@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascend.config import Adapters
 from megascend.distributed.engine_groups import EngineGroups, PlainGroups
 from megascend.errors import TopologyError
 from megascend.topology.topology import Topology
@@ -42,8 +41,8 @@ def mesh_ranks(world_size: int, replicas: int, expert: int = 1) -> list[list[int
     return [list(range(first, first + size)) for first in range(0, world_size, size)]
 
 
-def check_layout(topology: Topology, adapters: Adapters | None) -> None:
-    """Refuse axes that this engine does not have, at all or with adapters.
+def check_layout(topology: Topology) -> None:
+    """Refuse axes that this engine does not have.
 
     Raises:
         TopologyError: with the setting to change.
@@ -53,11 +52,6 @@ def check_layout(topology: Topology, adapters: Adapters | None) -> None:
             raise TopologyError(
                 f"parallel.{axis}={topology.size(axis)}: engine fsdp has no such axis; set 1, or use engine megatron"
             )
-    if topology.expert > 1 and adapters is not None:
-        raise TopologyError(
-            f"parallel.expert={topology.expert} with adapters: engine fsdp has adapters on experts that all ranks have "
-            "only; set 1, or use engine megatron"
-        )
     if topology.context > 1 and topology.context_algorithm != "ulysses":
         raise TopologyError(
             f"parallel.context={topology.context} with context_algorithm={topology.context_algorithm!r}: engine fsdp exchanges "

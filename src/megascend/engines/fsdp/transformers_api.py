@@ -7,7 +7,7 @@ rank on which an expert has no token waits for others for ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +158,24 @@ def divide_experts(model: nn.Module, share: ExpertShare) -> None:
         setattr(module, SHARE, share)
 
 
-def compute_experts_by(module: nn.Module, function: Experts) -> None:
-    """Have ``function`` compute what fused experts make of their tokens, in place of transformers' own."""
-    setattr(module, COMPUTED_BY, function)
+def compute_experts_by(module: nn.Module, function: Experts, along: Callable[[], Tensor | None]) -> None:
+    """Have ``function`` compute what fused experts make of their tokens, in place of :func:`experts_products`.
+
+    Args:
+        along: asked in every forward pass: int64 [n], a number for each token, which ``function`` gets as ``along`` wherever the
+            token's experts are; or None, alike on all ranks.
+    """
+    setattr(module, COMPUTED_BY, (function, along))
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     index, weights = routing.saved_routing(top_k_index), routing.saved_routing(top_k_weights)
-    compute: Experts = getattr(module, COMPUTED_BY, None) or experts_products()
+    compute, asked = getattr(module, COMPUTED_BY, (experts_products(), None))
+    along = None if asked is None else asked()
     share: ExpertShare | None = getattr(module, SHARE, None)
     if share is not None:
-        return computed_where_experts_are(module, hidden_states, index, weights, share, compute)
-    return compute(module, hidden_states, index, weights)
+        return computed_where_experts_are(module, hidden_states, index, weights, share, compute, along)
+    return compute(module, hidden_states, index, weights, **({} if along is None else {"along": along}))
 
 
 def is_fused_experts(module: nn.Module) -> bool:
