@@ -70,7 +70,7 @@ def attention(lengths: tuple[int, ...]) -> None:
         for heads in (32, 4, 4)
     ]
     upstream = torch.randn(1, total, 32, 128, device=device, dtype=torch.bfloat16)
-    kernel = engine.sample_lengths(lengths, None, device, torch.bfloat16)
+    kernel = engine.sample_lengths(lengths, None, device, torch.bfloat16, compiled=True)  # long samples, too
     calls = engine.SampleLengths(lengths, starts=kernel.starts, longest=kernel.longest)
     module = torch.nn.Module()
 

@@ -63,7 +63,9 @@ def test_the_kernel_for_packed_samples_is_for_short_ones(monkeypatch):
     """As measured: docs/fsdp.md."""
     monkeypatch.setattr(varlen, "available", lambda device, dtype: True)
     for lengths, one_kernel in (((64,) * 9, True), ((1024, 1024), True), ((4096, 4096), False), ((4096, 100), False)):
-        assert attention.sample_lengths(lengths, None, torch.device("cpu"), torch.bfloat16).one_kernel == one_kernel
+        for compiled in (False, True):
+            found = attention.sample_lengths(lengths, None, torch.device("cpu"), torch.bfloat16, compiled=compiled)
+            assert found.one_kernel == (one_kernel or compiled)
 
 
 def test_selective_recomputation_keeps_attention_and_every_second_product():

@@ -54,13 +54,19 @@ class SampleLengths:
 
 
 def sample_lengths(
-    packed: tuple[int, ...] | None, exchange: HeadExchange | None, device: torch.device, dtype: torch.dtype
+    packed: tuple[int, ...] | None,
+    exchange: HeadExchange | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = False,
 ) -> SampleLengths:
     """What the attention of a micro batch has to know, made on the host; nothing waits for the device.
 
     Args:
         packed: tokens of each sample, padding included; None: a padded batch.
         dtype: of queries, keys and values.
+        compiled: layers are, which calls for each sample would cut in two.
     """
     if packed is None:
         return SampleLengths(None, exchange)
@@ -70,7 +76,7 @@ def sample_lengths(
         packed,
         exchange,
         order,
-        one_kernel=sum(packed) <= LONG * len(packed) and varlen.available(device, dtype),
+        one_kernel=(compiled or sum(packed) <= LONG * len(packed)) and varlen.available(device, dtype),
         starts=to_device(starts, device),
         longest=torch.tensor([max(packed)]),
     )

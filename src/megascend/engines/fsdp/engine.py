@@ -162,7 +162,9 @@ class FsdpEngine:
                 if self.adapters is not None:
                     self.adapters.layers.enter(batch.segments)
                 packed = None if batch.packed is None else batch.packed.lengths
-                lengths = attention.sample_lengths(packed, self._exchange, self.device, DTYPES[self.precision])
+                lengths = attention.sample_lengths(
+                    packed, self._exchange, self.device, DTYPES[self.precision], compiled=self._fsdp.compile
+                )
                 watching = contextlib.nullcontext() if router_loss is None else router_loss.watching()
                 with self.groups.monitor.phase("forward"), watching:
                     total, found = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
