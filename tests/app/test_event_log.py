@@ -13,7 +13,7 @@ from megascend.app.event_log import EventLog
 from megascend.app.loop import train
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
-from megascend.errors import ConfigError, DataError, MissingDependencyError
+from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from megascend.testing.parity import case_checkpoint
 
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, ca
 
 @pytest.fixture
 def config(parity_folder: Path, tmp_path: Path) -> RunConfig:
-    """A run whose data has a mistake."""
+    """A run whose data has a mistake, and whose model has no tokenizer, which is found first."""
     (tmp_path / "chat.jsonl").write_text('{"messages": "none"}\n')
     model = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     data = {"path": tmp_path / "chat.jsonl"}
@@ -86,11 +86,11 @@ def config(parity_folder: Path, tmp_path: Path) -> RunConfig:
 @pytest.mark.usefixtures("runtime")
 def test_errors_before_the_first_step_are_kept_and_do_not_make_a_run(config: RunConfig) -> None:
     for _ in range(2):  # the directory is not refused the second time
-        with pytest.raises(DataError):
+        with pytest.raises(CheckpointError, match="vocabulary is missing"):
             train(config)
     assert list(files(config.output)) == ["errors/attempt-0-rank-0.json"]
     (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")
-    assert (record["error"], record["step"], record["started"]) == ("DataError", 0, False)
+    assert (record["error"], record["step"], record["started"]) == ("CheckpointError", 0, False)
 
 
 @pytest.mark.usefixtures("runtime")
@@ -100,7 +100,7 @@ def test_another_run_stays_untouched(config: RunConfig) -> None:
     before = files(config.output)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         train(config)
-    with pytest.raises(DataError):
+    with pytest.raises(CheckpointError, match="vocabulary is missing"):
         train(config, overwrite=True)  # not before the first step is to begin
     assert files(config.output) == before
 

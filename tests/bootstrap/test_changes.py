@@ -73,7 +73,7 @@ FINE = (
             "router.expert_bias",  # values of the model's own
             "setattr(module, key, nn.Parameter(own, requires_grad=value.requires_grad))",  # a rank's share of the experts
             "setattr(module, SHARE, share)",  # read by our experts function, which is listed
-            "setattr(module, COMPUTED_BY, function)",
+            "setattr(module, COMPUTED_BY, (function, along))",
             "setattr(config, name, value)",  # fields of the ModelConfig that is being configured
             "parameter.tensor_model_parallel",  # what Megatron's initialization would have set; told by a line of its own
             "parameter.partition_dim",

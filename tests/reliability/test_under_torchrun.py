@@ -34,21 +34,24 @@ for groups.monitor.step in (1, 2):
 def test_a_rank_that_dies_before_and_one_that_dies_after_a_restart(tmp_path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    # A monitor that looks every three seconds leaves the survivor the time to say what it saw.
+    # torchrun ends the survivor when it next looks, every three seconds. Where that is before it has said what it saw, once more.
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | faults.environment(faults.Fault("die", rank=1, phase="object gather", step=2, attempt=1)),
-    )
-    assert done.returncode == 1
-    assert done.stdout.count("attempt 1 gathered [0, 1]") == 2, done.stdout + done.stderr[-4000:]
-    assert "FAULTS ARE ARMED" in done.stderr
-    (line,) = [
-        line for line in done.stderr.splitlines() if "PeerLostError: rank 0: 1 of 2 ranks did not arrive" in line
-    ]
+    said: list[str] = []
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env=os.environ | faults.environment(faults.Fault("die", rank=1, phase="object gather", step=2, attempt=1)),
+        )
+        assert done.returncode == 1
+        assert done.stdout.count("attempt 1 gathered [0, 1]") == 2, done.stdout + done.stderr[-4000:]
+        assert "FAULTS ARE ARMED" in done.stderr
+        lost = "PeerLostError: rank 0: 1 of 2 ranks did not arrive"
+        if said := [line for line in done.stderr.splitlines() if lost in line]:
+            break
+    (line,) = said
     assert "Rank 1 is gone: its process has ended, last heard of" in line
     assert "in gather_objects of step 2" in line

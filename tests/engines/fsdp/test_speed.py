@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from forked_programs import run_forked
-from megascend import Fsdp, Parallel, Recompute
+from forked_programs import environment, run_forked
+from megascend import Fsdp, Moe, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
+from megascend.errors import ConfigError
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+from megascend.topology.topology import plan
 
 PROGRAM = Path(__file__).with_name("speed_ranks.py")
 COMPILED = Fsdp(compile=True)
@@ -66,6 +68,17 @@ def test_the_kernel_for_packed_samples_is_for_short_ones(monkeypatch):
         for compiled in (False, True):
             found = attention.sample_lengths(lengths, None, torch.device("cpu"), torch.bfloat16, compiled=compiled)
             assert found.one_kernel == (one_kernel or compiled)
+
+
+def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(monkeypatch):
+    from megascend.engines.fsdp.engine import check_settings
+
+    topology = plan(Parallel(), 1)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 keeps torch.compile"):
+        check_settings(COMPILED, topology, Recompute(), Moe(), None)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    check_settings(COMPILED, topology, Recompute(), Moe(), None)
 
 
 def test_selective_recomputation_keeps_attention_and_every_second_product():
@@ -136,7 +149,9 @@ def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layout
         checkpoint = str(case_checkpoint(folder, arch))
         jobs.append(("trajectory", (checkpoint, world_size, backend, steps), options))
     torch.save(jobs, tmp_path / "job")
-    done = run_forked(PROGRAM, tmp_path / "job", tmp_path / "result", timeout_s=800)
+    # The Megatron engine's bootstrap, which this process may have had, sets it to 1.
+    variables = environment(TORCHDYNAMO_DISABLE="0")
+    done = run_forked(PROGRAM, tmp_path / "job", tmp_path / "result", timeout_s=800, variables=variables)
     assert done.returncode == 0, done.stderr[-6000:]
     problems = []
     for (_, (checkpoint, *_), options), found in zip(jobs, torch.load(tmp_path / "result"), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -248,6 +249,10 @@ class FsdpEngine:
 
 def check_settings(fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Moe, adapters: Adapters | None) -> None:
     """Raise ConfigError for settings that this engine does not have."""
+    if fsdp.compile and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        raise ConfigError(
+            "engine fsdp: fsdp.compile is set, and TORCHDYNAMO_DISABLE=1 keeps torch.compile from compiling; unset one of them"
+        )
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         beside = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile is not there with {beside} (docs/fsdp.md); set compile: false")
