@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,12 @@ from megascend.distributed.launch import Launch
 from megascend.errors import NonFiniteError
 
 if TYPE_CHECKING:
+    from megascend.app.objectives import Objective
     from megascend.app.run_samples import RunSamples
     from megascend.backend import Backend
     from megascend.batch.results import ForwardBackwardResult, StepResult
     from megascend.batch.sample import Sample
+    from megascend.data.order import Batches
 
 
 @dataclass(frozen=True)
@@ -145,23 +147,18 @@ def run(
             backend.add_adapter(ADAPTER, lora)
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
         samples.check_lengths(backend)
-        size = config.data.global_batch_size
         stream = samples.batches(config, objective)
+        size = config.data.global_batch_size
         objective.prepare(backend, samples.learned, samples.drawn(config, objective), size)
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
-        main_rank = backend.rank == 0
         counts = Counts()
         if progress := begin(config, backend, event_log, overwrite, resume, ("data", "counts")):
             stream.load_state_dict(progress["data"])
             counts = Counts(**progress["counts"])
-        if main_rank:
+        if backend.rank == 0:
             write_config(config)
-            print(start_line(config, backend, samples), flush=True)
-            for line in samples.remarks:
-                print(f"data: {line}", flush=True)
-            if backend.self_check is not None:
-                print(backend.self_check.summary(), flush=True)
+            tell_start(config, backend, samples)
 
         # Loop
         number = done = backend.step_count
@@ -169,26 +166,11 @@ def run(
             backend, config, event_log, lambda: {"data": stream.state_dict(), "counts": vars(counts)}
         )
         backend.platform.reset_peak_memory()
-        with RunLog(config.output, config.steps, config.tensorboard, enabled=main_rank, done=done) as log:
+        with RunLog(config.output, config.steps, config.tensorboard, enabled=backend.rank == 0, done=done) as log:
             backend.on_micro_batch = log.micro_batch
-            before = time.perf_counter()
+            steps = Steps(config, backend, samples, objective, stream, counts, log, adapter)
             for number in range(done + 1, config.steps + 1):
-                batch = objective.batch(samples.learned, next(stream))
-                result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=adapter)
-                dispatched = time.perf_counter() - before
-                step = backend.optimizer_step()
-                seconds = time.perf_counter() - before
-                counts.add(result, step, seconds)
-                measured = None
-                if samples.held_out is not None and (number % config.validation_every == 0 or number == config.steps):
-                    measured = counts.validation_loss = objective.measure(backend, samples.held_out, adapter, size)
-                log.write(
-                    record(number, result, step, seconds, dispatched, counts, stream.epochs, batch, backend, measured)
-                )
-                if step.skipped_in_a_row > config.max_skipped_steps:
-                    where = keep_batch(config, number, batch) if main_rank else None
-                    raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row, where))
-                before = time.perf_counter()
+                steps.take(number)
                 if saves.after_step(number, signals.received is not None):
                     break
         saves.finish(number)
@@ -199,24 +181,79 @@ def run(
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             tell_stop(backend, event_log, number, stopped, saves.problem)
         else:
-            exported = export(config, backend) if config.export else None
-            if main_rank and config.plot:
-                plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, samples))
-            tell_end(config, backend, event_log, number, counts)
+            exported = leave_results(config, backend, samples, log, event_log, counts)
     return TrainResult(
         number, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, exported, stopped,
         counts.validation_loss,
     )  # fmt: skip
 
 
-def tell_end(config: RunConfig, backend: Backend, event_log: EventLog, step: int, counts: Counts) -> None:
-    """Say that the run has done all its steps, and where to look."""
-    event_log.event("finished", step=step, loss=counts.loss)
+def tell_start(config: RunConfig, backend: Backend, samples: RunSamples) -> None:
+    """Say what is trained, on what, and what the self-check found."""
+    print(start_line(config, backend, samples), flush=True)
+    for line in samples.remarks:
+        print(f"data: {line}", flush=True)
+    if backend.self_check is not None:
+        print(backend.self_check.summary(), flush=True)
+
+
+def leave_results(
+    config: RunConfig, backend: Backend, samples: RunSamples, log: RunLog, event_log: EventLog, counts: Counts
+) -> Path | None:
+    """After the last step: export and plot where the run asks for them, and say where to look. Collective.
+
+    Returns:
+        Directory of the export, or None.
+    """
+    exported = export(config, backend) if config.export else None
+    if backend.rank == 0 and config.plot:
+        plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, samples))
+    event_log.event("finished", step=config.steps, loss=counts.loss)
     if backend.rank == 0:
-        summary = f"{step} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}"
+        summary = f"{config.steps} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}"
         if counts.validation_loss is not None:
             summary += f", validation loss {counts.validation_loss:.4f}"
         print(f"{summary}; see {config.output}", flush=True)
+    return exported
+
+
+@dataclass
+class Steps:
+    """The steps of a run, one after the other."""
+
+    config: RunConfig
+    backend: Backend
+    samples: RunSamples
+    objective: Objective
+    stream: Batches[int]
+    counts: Counts
+    log: RunLog
+    adapter: str | None
+    _since: float = field(default_factory=time.perf_counter)
+
+    def take(self, number: int) -> None:
+        """Train on the next batch, measure the validation loss where it is due, and log the step. Collective.
+
+        Raises:
+            NonFiniteError: more steps in a row than the run allows were skipped.
+        """
+        config, backend, objective, held_out = self.config, self.backend, self.objective, self.samples.held_out
+        batch = objective.batch(self.samples.learned, next(self.stream))
+        result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=self.adapter)
+        dispatched = time.perf_counter() - self._since
+        step = backend.optimizer_step()
+        seconds = time.perf_counter() - self._since
+        self.counts.add(result, step, seconds)
+        measured = None
+        if held_out is not None and (number % config.validation_every == 0 or number == config.steps):
+            measured = objective.measure(backend, held_out, self.adapter, config.data.global_batch_size)
+            self.counts.validation_loss = measured
+        epochs = self.stream.epochs
+        self.log.write(record(number, result, step, seconds, dispatched, self.counts, epochs, batch, backend, measured))
+        if step.skipped_in_a_row > config.max_skipped_steps:
+            where = keep_batch(config, number, batch) if backend.rank == 0 else None
+            raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row, where))
+        self._since = time.perf_counter()
 
 
 @dataclass

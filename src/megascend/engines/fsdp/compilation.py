@@ -1,7 +1,8 @@
 """``torch.compile`` for a model's layers.
 
-Each layer is compiled without its hooks, so that ``fully_shard`` gathers before it and reduces after it as ever, and all
-layers of a
+Each layer is compiled without its hooks, so that ``fully_shard`` gathers before it and reduces after it as ever. Layers of one
+class share what was compiled for the first of them. Layers with experts are compiled in parts, without routing and the products
+of experts, whose shapes depend on the tokens.
 """
 
 from __future__ import annotations
