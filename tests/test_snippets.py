@@ -147,18 +147,6 @@ def with_tenants(folder: Path) -> dict[str, Any]:
     return found | {"batches": dict.fromkeys(("alice", "bob"), found["samples"])}
 
 
-def with_a_trained_run(folder: Path) -> dict[str, Any]:
-    """A run's model, and an adapter on it, where ``megascend train`` leaves them."""
-    import megascend
-
-    backend = with_backend(folder, adapters=megascend.Adapters())["backend"]
-    backend.add_adapter("default", megascend.Lora(rank=2))
-    backend.save_adapter("default", "runs/lora/adapter")
-    backend.close()
-    shutil.copytree(folder / "tiny", "runs/quickstart/run/hf")
-    return {}
-
-
 def with_a_small_model(folder: Path) -> dict[str, Any]:
     shutil.copytree(folder / "tiny", "runs/quickstart/model")
     return {}
@@ -176,10 +164,6 @@ def check_sample(found: dict[str, Any]) -> None:
 
 def check_own_loss(found: dict[str, Any]) -> None:
     assert found["backend"].optimizer_step().grad_norm > 0
-
-
-def check_merged(found: dict[str, Any]) -> None:
-    assert Path("runs/merged/model.safetensors").is_file()
 
 
 def check_progress(found: dict[str, Any]) -> None:
@@ -248,7 +232,6 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/data.md", "def reverse_kl"): (1, with_backend, check_own_loss),
     ("docs/lora.md", "layers = "): (1, nothing, check_targets),
     ("docs/lora.md", "queue = megascend.AdapterQueue"): (1, with_tenants, check_tenants),
-    ("docs/cli.md", "backend = megascend.MegatronBackend"): (1, with_a_trained_run, check_merged),
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),
     ("docs/quickstart.md", "megascend.bootstrap()"): (2, with_a_small_model, check_trained),
@@ -390,7 +373,7 @@ COMMANDS = {
     "megascend rl examples/rl/sort_digits.yaml": "tests/cli/test_cli_rl.py",
     "megascend show-config": "tests/cli/test_cli_new_model.py",
     "megascend new-model": "tests/cli/test_cli_new_model.py",
-    "megascend export": "tests/cli/test_cli_train.py",
+    "megascend export": "tests/cli/test_cli_train_lora.py",
     "megascend doctor --run": "tests/cli/test_cli_doctor_run.py",
     "megascend doctor": "tests/cli/test_cli_doctor.py",
     "megascend simnpu": "tests/cli/test_cli_simnpu.py",

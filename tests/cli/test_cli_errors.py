@@ -163,7 +163,7 @@ def test_export_says_what_it_found_instead(megascend, tmp_path: Path) -> None:
     (with_adapter / "adapter").mkdir(parents=True)
     (with_adapter / "adapter" / "adapter_config.json").write_text("{}")
     found = {run: "run directory", tmp_path: "config.json", tmp_path / "no": "does not exist"}
-    merging = "export_hf(OUT, adapter='default')"
+    merging = "megascend export BASE OUT --adapter"
     for model, word in (found | {with_adapter: merging, with_adapter / "adapter": merging}).items():
         done = megascend("export", model, tmp_path / "exported")
         assert done.returncode == 2

@@ -43,6 +43,22 @@ config = model.peft_config["default"]
 print(json.dumps([alone, with_adapter, config.r, config.lora_alpha, sorted(config.target_modules)]))
 """
 
+# The greatest difference between the logits of a merged checkpoint and those of peft's merge_and_unload, and of the base model.
+MERGED = """
+import json, sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base, adapter, *exported = sys.argv[1:]
+load = lambda path: AutoModelForCausalLM.from_pretrained(path).float().eval()
+ids = torch.arange(4, 60)[None]
+with torch.no_grad():
+    alone = load(base)(ids).logits
+    merged = PeftModel.from_pretrained(load(base), adapter).merge_and_unload()(ids).logits
+    found = [load(path)(ids).logits for path in exported]
+assert all(AutoTokenizer.from_pretrained(path).chat_template for path in exported)
+print(json.dumps([(alone - merged).abs().max().item(), *((one - merged).abs().max().item() for one in found)]))
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -106,6 +122,39 @@ def test_peft_computes_with_the_adapter_what_was_trained(single: Path, folder: P
     # The update of the last step comes after its loss, so the adapter must be at least that good.
     assert with_adapter < rows[-1]["loss"]
     assert (rank, alpha, targets) == (4, 8, ["down_proj", "o_proj", "q_proj"])
+
+
+def test_export_merges_the_adapter_as_peft_does(megascend, single: Path, folder: Path) -> None:
+    done = megascend("export", "single", "wrong", cwd=folder)
+    assert done.returncode == 2
+    assert "megascend export BASE OUT --adapter single/adapter" in done.stderr
+    for engine in ("megatron", "single"):
+        arguments = ("--adapter", "single", "--engine", engine, "--dtype", "fp32")
+        done = megascend("export", "model", f"merged-{engine}", *arguments, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert "make sure" not in done.stderr
+        assert "model with single/adapter merged -> merged-" in done.stdout
+    done = run_reference(
+        MERGED, *(folder / name for name in ("model", "single/adapter", "merged-megatron", "merged-single"))
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    change, *apart = json.loads(done.stdout.splitlines()[-1])
+    assert change > 0.1
+    assert max(apart) < 1e-5
+
+
+def test_export_says_when_the_base_model_is_another_one(tmp_path: Path) -> None:
+    from megascend.cli.export import other_base
+
+    base, moved, other = tmp_path / "a" / "base", tmp_path / "b" / "base", tmp_path / "other"
+    for path in (base, moved, other):
+        path.mkdir(parents=True)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert other_base(tmp_path, base) is None
+    assert other_base(tmp_path, moved) == str(base)  # it is another directory, and the first one is still there
+    base.rmdir()
+    assert other_base(tmp_path, moved) is None
+    assert other_base(tmp_path, other) == str(base)
 
 
 @pytest.mark.nightly

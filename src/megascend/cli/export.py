@@ -1,12 +1,17 @@
-"""``megascend export``: a checkpoint through Megatron's model and back to Hugging Face format, in another precision."""
+"""``megascend export``: a checkpoint through an engine's model and back to Hugging Face format: in another precision, or
+with a LoRA adapter merged into it."""
 
 from __future__ import annotations
 
+import json
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from megascend.config import Lora
 
 
 class ExportType(str, Enum):
@@ -21,27 +26,91 @@ def export_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face checkpoint, or run directory of `megascend train`.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
     dtype: Annotated[ExportType, typer.Option("--dtype", help="Type of the exported weights.")] = ExportType.bf16,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter", metavar="DIR", help="Merge this LoRA adapter into MODEL: a run directory, or what peft wrote."
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="What loads the model: megatron, single (transformers) or fsdp.")
+    ] = "megatron",
 ) -> None:
-    """Load MODEL into Megatron-Core and write it to OUT in Hugging Face format.
+    """Load MODEL into an engine and write it to OUT in Hugging Face format.
 
-    Converts the precision, and shows that Megatron-Core and mcore-bridge can take the checkpoint. A run directory
-    stands for the model that its training exported (RUN/hf).
+    Converts the precision, merges an adapter, and shows that the engine can take the checkpoint. A run directory stands for the
+    model that its training exported (RUN/hf).
     """
     from megascend.errors import ConfigError
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
     source = find_checkpoint(model)
+    settings: dict[str, Any] = {"model": source, "precision": dtype.value}
+    merged = ""
+    if adapter is not None:
+        from megascend.config import Adapters
+
+        adapter = find_adapter(adapter)
+        lora = read_settings(adapter)
+        settings["adapters"] = Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
+        merged = f" with {adapter} merged"
+        if (trained_on := other_base(adapter, source)) is not None:
+            typer.secho(
+                f"{adapter} says that it was trained on {trained_on}, and is merged into {source}: make sure that these are "
+                "the same model",
+                fg=typer.colors.YELLOW,
+                err=True,
+            )
 
     import megascend
 
-    megascend.bootstrap()
-    backend = megascend.MegatronBackend(model=source, parallel=megascend.Parallel(), precision=dtype.value)
+    megascend.bootstrap(engine=engine)
+    backend = megascend.make_backend(engine, **settings)
     try:
-        backend.export_hf(out)
+        if adapter is not None:
+            backend.load_adapter("default", adapter, optimizer=False)
+        backend.export_hf(out, adapter=None if adapter is None else "default")
     finally:
         backend.close()
-    typer.echo(f"{source} -> {out} ({dtype.value})")
+    typer.echo(f"{source}{merged} -> {out} ({dtype.value})")
+
+
+def find_adapter(path: Path) -> Path:
+    """The adapter in peft's format that ``path`` stands for: itself, or a run directory's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from megascend.errors import CheckpointError
+
+    for folder in (path, path / "adapter"):
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    found = "holds no adapter_config.json" if path.exists() else "does not exist"
+    raise CheckpointError(
+        f"--adapter {path} {found}; expected what peft's save_pretrained writes, or the directory of a finished run with lora"
+    )
+
+
+def read_settings(adapter: Path) -> Lora:
+    """The adapter's rank and targets; refuses what is more than plain LoRA."""
+    from megascend.lora import peft_format
+
+    return peft_format.read(adapter)[0]
+
+
+def other_base(adapter: Path, model: Path) -> str | None:
+    """What the adapter says it was trained on, where that is not ``model`` by its path or, if it is gone, by its name."""
+    try:
+        named = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(named, str) or not named:
+        return None
+    base = Path(named)
+    same = base.resolve() == model.resolve() if base.is_dir() else base.name == model.resolve().name
+    return None if same else named
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -59,14 +128,13 @@ def find_checkpoint(path: Path) -> Path:
     for adapter in (path, path / "adapter"):
         if (adapter / "adapter_config.json").is_file():
             raise CheckpointError(
-                f"{adapter} is a LoRA adapter, not a model. To merge it into its base model, in Python: "
-                f"MegatronBackend(model=BASE, adapters=Adapters()), then load_adapter('default', {str(adapter)!r}) and "
-                "export_hf(OUT, adapter='default')"
+                f"{adapter} is a LoRA adapter, not a model. To merge it into its base model: megascend export BASE OUT "
+                f"--adapter {adapter}"
             )
     if (path / "metrics.jsonl").is_file():
         raise CheckpointError(
-            f"{path} is a run directory without an exported model (no hf/): the run did not finish, or had "
-            "export: false; sharded training checkpoints are not written by this version, so train it again"
+            f"{path} is a run directory without an exported model (no hf/): the run did not finish, or had export: false. "
+            "With a checkpoint, megascend train --resume auto goes on to its end and exports it"
         )
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: the directory does not exist")
