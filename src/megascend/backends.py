@@ -65,12 +65,31 @@ def make_backend(engine: str, **settings: Any) -> Backend:
     Raises:
         ConfigError: there is no such engine, or it has no setting of one of these names.
     """
+    _refuse_unknown(engine, settings)
+    return _backend_of(engine)(**settings)
+
+
+def check_backend(engine: str, runtime: Runtime, topology: Topology, model: Path, **settings: Any) -> None:
+    """Raise what a backend's constructor would raise before ranks meet. Of engines from outside, only their settings are known.
+
+    Args:
+        runtime: this process, prepared for the engine.
+        settings: of the backend's constructor, without ``model``.
+
+    Raises:
+        ConfigError, TopologyError, CheckpointError, VersionError: the engine cannot do what they ask for.
+    """
+    _refuse_unknown(engine, settings)
+    if engine in _checks:
+        _checks[engine](runtime, topology, model, **settings)
+
+
+def _refuse_unknown(engine: str, settings: Mapping[str, Any]) -> None:
     unknown = sorted(settings.keys() - settings_of(engine))
     if unknown:
         raise ConfigError(
             f"engine {engine!r} has no setting {', '.join(unknown)}; leave it out, or choose another engine"
         )
-    return _backend_of(engine)(**settings)
 
 
 def _backend_of(engine: str) -> Callable[..., Backend]:
@@ -138,13 +157,10 @@ class MegatronBackend(Backend):
         batches = batching or Batching()
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
-            runtime.check_batching(topology, batches)
-            runtime.load_megatron()
+            _check_megatron(runtime, topology, model_dir, batching=batches)
 
-            from megascend.engines.megatron.architecture import check_architecture
             from megascend.engines.megatron.groups import MegatronGroups, require_none_alive
 
-            check_architecture(model_dir)
             require_none_alive()  # before anything is patched under a backend that is in use
             return MegatronGroups()
 
@@ -250,12 +266,32 @@ class SingleBackend(Backend):
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
 
+def _check_megatron(
+    runtime: Runtime, topology: Topology, model_dir: Path, *, batching: Batching | None = None, **_: Any
+) -> None:
+    runtime.check_batching(topology, batching or Batching())
+    runtime.load_megatron()
+
+    from megascend.engines.megatron.architecture import check_architecture
+
+    check_architecture(model_dir)
+
+
 def _one_process(runtime: Runtime, topology: Topology, model_dir: Path) -> None:
     if topology.world_size != 1:
         raise TopologyError(
             f"engine single runs in one process, but {topology.world_size} were started (WORLD_SIZE); start one, or use "
             "MegatronBackend"
         )
+
+
+def _check_single(
+    runtime: Runtime, topology: Topology, model_dir: Path, *, recompute: Recompute | None = None, **_: Any
+) -> None:
+    from megascend.engines.single.engine import check_recompute
+
+    _one_process(runtime, topology, model_dir)
+    check_recompute(recompute or Recompute())
 
 
 class FsdpBackend(Backend):
@@ -303,16 +339,12 @@ class FsdpBackend(Backend):
         made: list[Any] = []
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
-            from megascend.engines.fsdp import mesh, npu, transformers_api
-            from megascend.engines.fsdp.engine import check_settings
+            _check_fsdp(runtime, topology, model_dir, fsdp=settings, recompute=recomputed, moe=moe, adapters=adapters)
 
-            transformers_api.check_version()
+            from megascend.engines.fsdp import mesh, npu
+
             if runtime.platform.name == "npu":
-                npu.check_settings(settings)
                 npu.use_grouped_operator()
-            mesh.check_layout(topology)
-            mesh.mesh_ranks(topology.world_size, settings.replicate, topology.expert)
-            check_settings(settings, topology, recomputed, moe or Moe(), adapters)
             made.append(mesh.FsdpGroups(settings.replicate))
             return made[0]
 
@@ -348,8 +380,37 @@ class FsdpBackend(Backend):
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
 
+def _check_fsdp(
+    runtime: Runtime,
+    topology: Topology,
+    model_dir: Path,
+    *,
+    fsdp: Fsdp | None = None,
+    recompute: Recompute | None = None,
+    moe: Moe | None = None,
+    adapters: Adapters | None = None,
+    **_: Any,
+) -> None:
+    from megascend.engines.fsdp import mesh, npu, transformers_api
+    from megascend.engines.fsdp.engine import check_settings
+
+    settings = fsdp or Fsdp()
+    transformers_api.check_version()
+    if runtime.platform.name == "npu":
+        npu.check_settings(settings)
+    mesh.check_layout(topology)
+    mesh.mesh_ranks(topology.world_size, settings.replicate, topology.expert)
+    check_settings(settings, topology, recompute or Recompute(), moe or Moe(), adapters)
+
+
 _backends: dict[str, Callable[..., Backend]] = {
     "megatron": MegatronBackend,
     "single": SingleBackend,
     "fsdp": FsdpBackend,
+}
+
+_checks: dict[str, Callable[..., None]] = {
+    "megatron": _check_megatron,
+    "single": _check_single,
+    "fsdp": _check_fsdp,
 }

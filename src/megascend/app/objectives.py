@@ -35,6 +35,10 @@ class Objective(Protocol):
         """What has to be known of these units of ``samples`` before the first step; ``batch`` of them at a time."""
         ...
 
+    def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
+        """The numbers of the samples of some units, each with the pair that it is of."""
+        ...
+
     def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
         """The samples of some units."""
         ...
@@ -69,6 +73,9 @@ class Tokens:
 
     def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
         return None
+
+    def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
+        return [(unit, None) for unit in units]
 
     def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
@@ -113,6 +120,9 @@ class Preferences:
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
 
+    def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
+        return [(2 * unit + side, unit) for unit in units for side in (0, 1)]
+
     def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
         """Samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum."""
         found = self._pairs(samples, units)
@@ -140,7 +150,7 @@ class Preferences:
 
     @staticmethod
     def _pairs(samples: Part, units: Iterable[int]) -> list[Sample]:
-        found = [sample for unit in units for sample in (samples[2 * unit], samples[2 * unit + 1])]
+        found = [samples[2 * unit + side] for unit in units for side in (0, 1)]
         for chosen, rejected in zip(found[::2], found[1::2], strict=True):
             if chosen.pair != rejected.pair or not chosen.chosen or rejected.chosen:
                 raise DataError("samples of preference pairs are out of order")

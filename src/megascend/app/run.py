@@ -86,6 +86,17 @@ def make_backend(config: TrainerConfig) -> Backend:
     """The backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
     from megascend import backends
 
+    return backends.make_backend(config.engine, model=config.model, **backend_settings(config))
+
+
+def backend_settings(config: TrainerConfig) -> dict[str, Any]:
+    """Those of a run's settings that its engine's backend is constructed with.
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    from megascend import backends
+
     lora = config.lora
     of_run = (
         "precision",
@@ -107,8 +118,7 @@ def make_backend(config: TrainerConfig) -> Backend:
     plain = {name: field.default for name, field in TrainerConfig.model_fields.items()}
     plain |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
     known = backends.settings_of(config.engine)
-    wanted = {name: value for name, value in settings.items() if name in known or value != plain[name]}
-    return backends.make_backend(config.engine, model=config.model, **wanted)
+    return {name: value for name, value in settings.items() if name in known or value != plain[name]}
 
 
 def begin(

@@ -6,7 +6,7 @@ from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import TrainerConfig
 from megascend.data.samples import Limits
 from megascend.huggingface.info import inspect_checkpoint
-from megascend.topology.topology import plan
+from megascend.topology.topology import Topology, plan
 
 
 def sample_limits(config: TrainerConfig, world_size: int) -> Limits:
@@ -17,15 +17,8 @@ def sample_limits(config: TrainerConfig, world_size: int) -> Limits:
         CheckpointError: the model is missing or damaged, as far as file headers tell.
     """
     shape = inspect_checkpoint(config.model).shape
-    topology = plan(config.parallel, world_size, shape)
+    layout = sequence_layout(config, plan(config.parallel, world_size, shape))
     batching = config.batching
-    packing = batching.packing and config.engine != "single"  # whose batches are always padded
-    layout = SequenceLayout(
-        packing=packing,
-        context_size=topology.context,
-        token_multiple=topology.tensor if topology.sequence_parallel else 1,
-        contiguous=config.engine == "fsdp",
-    )
     multiple = layout.padded_length(1)
     budget = batching.micro_batch_tokens
     known = [
@@ -34,4 +27,14 @@ def sample_limits(config: TrainerConfig, world_size: int) -> Limits:
         (shape.max_position, f"the model's context; max_position_embeddings: {shape.max_position}"),
     ]
     length, setting = min(((limit, setting) for limit, setting in known if limit is not None), key=lambda each: each[0])
-    return Limits(length, setting, shape.vocab_size, budget, multiple, packing)
+    return Limits(length, setting, shape.vocab_size, budget, multiple, layout.packing)
+
+
+def sequence_layout(config: TrainerConfig, topology: Topology) -> SequenceLayout:
+    """How the run's samples lie on the ranks; of context parallel ranks, the first."""
+    return SequenceLayout(
+        packing=config.batching.packing and config.engine != "single",  # whose batches are always padded
+        context_size=topology.context,
+        token_multiple=topology.tensor if topology.sequence_parallel else 1,
+        contiguous=config.engine == "fsdp",
+    )

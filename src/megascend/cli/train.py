@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from megascend.config import RunConfig
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
 
@@ -29,6 +32,12 @@ def train_command(
             help="Go on from a checkpoint: the newest whole one in the output directory, or that at PATH.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check all that can be known before training, show samples and figures; no training."
+        ),
+    ] = False,
 ) -> None:
     """Train a Hugging Face checkpoint as CONFIG says.
 
@@ -41,6 +50,9 @@ def train_command(
     from megascend.errors import ConfigError
 
     settings = load_config(config, overrides)
+    if dry_run:
+        show_dry_run(settings, nproc, overwrite, resume)
+        return
     if under_torchrun():
         if nproc is not None:
             raise ConfigError(
@@ -61,6 +73,27 @@ def train_command(
         raise typer.Exit(130) from None
     if stopped:
         raise typer.Exit(EXIT_STOPPED)
+
+
+def show_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resume: str | None) -> None:
+    """Check a run and print what it would be; under torchrun, the first rank does so for all."""
+    import sys
+
+    from megascend.app.dry_run import dry_run
+    from megascend.cli.dry_run_text import Style, report
+    from megascend.cli.messages import show_messages
+    from megascend.cli.preflight import check_run
+    from megascend.distributed.launch import Launch
+
+    launch = Launch.from_environment()
+    if launch.rank > 0:
+        return
+    world_size = nproc or launch.world_size
+    show_messages()
+    check_run(settings, world_size, overwrite, resume)
+    for line in report(dry_run(settings, world_size), Style.of(sys.stdout)):
+        print(line)
+    print("\ndry run: nothing is wrong that can be known before training; nothing was trained or written", flush=True)
 
 
 def train_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: str | None = None) -> str | None:

@@ -32,6 +32,16 @@ class Part(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._indices)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, int64 [samples]."""
+        return self._store.lengths[self._indices]
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """How many tokens of each sample have a weight in the loss, int64 [samples]."""
+        return self._store.supervised[self._indices]
+
     @overload
     def __getitem__(self, index: int) -> Sample: ...
 

@@ -18,6 +18,8 @@ from megascend.data.order import add_to_fingerprint
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
 NO_PAIR = -1
 REJECTED, CHOSEN = 0, 1
+BLOCK = 1024
+"""Samples that are looked at at once where all are."""
 
 
 class SampleStore(Sequence[Sample]):
@@ -63,6 +65,19 @@ class SampleStore(Sequence[Sample]):
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, int64 [samples]."""
         return self._index[:, 1] - 1
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """How many tokens of each sample have a weight in the loss, int64 [samples]. Reads all weights, block by block."""
+        found = np.zeros(len(self), dtype=np.int64)
+        for first in range(0, len(self), BLOCK):
+            rows = self._index[first : first + BLOCK]
+            start, end = rows[0, 0], rows[-1, 0] + rows[-1, 1]
+            weighted = (self._weights[start:end] > 0).astype(
+                np.int64
+            )  # that of a first token, no target, is stored as 0
+            found[first : first + BLOCK] = np.add.reduceat(weighted, rows[:, 0] - start)
+        return found
 
     @property
     def documents(self) -> np.ndarray:

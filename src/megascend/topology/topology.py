@@ -145,8 +145,9 @@ class Topology:
 
     def describe(self) -> str:
         """The layout in a few lines for a log."""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         lines = [
-            f"{self.world_size} ranks = tensor {self.tensor} x context {self.context} x data {self.data} "
+            f"{ranks} = tensor {self.tensor} x context {self.context} x data {self.data} "
             f"x pipeline {self.pipeline}"
             + (f" ({self.virtual_pipeline} chunks each)" if self.virtual_pipeline > 1 else "")
             + (", sequence parallel" if self.sequence_parallel else "")

@@ -70,7 +70,7 @@ class SingleEngine:
         limits = [limit for limit in (batching.max_length, info.shape.max_position) if limit is not None]
         self.max_length = min(limits, default=sys.maxsize)
         self.layout = SequenceLayout(packing=False)
-        _check_recompute(recompute)
+        check_recompute(recompute)
         seed_everything(seed)
         self.model = load_model(model_dir, DTYPES[precision], self.device)
         check_plain_head(self.model, info.shape.vocab_size)
@@ -240,7 +240,8 @@ def _whole(values: torch.Tensor) -> Chunks:
     return chunks
 
 
-def _check_recompute(recompute: Recompute) -> None:
+def check_recompute(recompute: Recompute) -> None:
+    """Raise ConfigError for recomputation that this engine does not have."""
     if recompute.granularity == "selective":
         raise ConfigError("engine single: recompute.granularity=selective is not known here; set full or none")
     if recompute.granularity == "full" and recompute.layers != 1:

@@ -1,0 +1,125 @@
+"""What ``megascend train --dry-run`` finds out: a run as far as it goes without a process group, a model or a step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascend.app.objectives import make_objective
+from megascend.app.run import backend_settings, load_tokenizer
+from megascend.app.run_samples import RunSamples
+from megascend.app.sample_limits import sample_limits, sequence_layout
+from megascend.app.step_plan import StepPlan, plan_steps
+from megascend.batch.sample import Sample
+from megascend.config import RunConfig
+from megascend.config.plugins import import_plugins
+from megascend.data.sample_pieces import Piece, pieces
+from megascend.data.statistics import Statistics
+from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.topology.topology import Topology, plan
+
+SHOWN = 3
+"""Samples that are shown, or pairs of them."""
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample of the first step.
+
+    Attributes:
+        name: what it is called, ``sample 7``.
+    """
+
+    name: str
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is known of a run that has not begun.
+
+    Attributes:
+        config: with the steps that ``epochs`` comes to.
+        platform: the one that the run would use.
+        learned, held_out: statistics of the samples; the latter None without a validation set.
+        remarks: what was left out of the data, cut or not read.
+        epochs: how often the steps go through the data.
+        shown: the first samples of the first step.
+        free_disk: bytes, where the output is to be.
+    """
+
+    config: RunConfig
+    platform: str
+    topology: Topology
+    info: ModelInfo
+    learned: Statistics
+    held_out: Statistics | None
+    remarks: tuple[str, ...]
+    epochs: float
+    steps: StepPlan
+    shown: list[ShownSample]
+    free_disk: int
+
+
+def dry_run(config: RunConfig, world_size: int) -> DryRun:
+    """Check what can be known of a run in one process, as the first of ``world_size`` ranks would begin it.
+
+    Prepares this process for the run's engine. Writes nothing but the samples in the cache folder, where the run finds them.
+
+    Raises:
+        MegascendError: what the ranks would raise before they meet.
+    """
+    import megascend
+    from megascend.backends import check_backend
+
+    import_plugins(config.plugins)
+    runtime = megascend.bootstrap(
+        config.platform,
+        config.parallel,
+        config.tf32,
+        config.engine,
+        config.precision,
+        config.provider,
+        config.affinity,
+    )
+    info = inspect_checkpoint(config.model)
+    topology = plan(config.parallel, world_size, info.shape)
+    check_backend(config.engine, runtime, topology, config.model, **backend_settings(config))
+
+    tokenizer = load_tokenizer(config.model)
+    samples = RunSamples.prepare(config, tokenizer, sample_limits(config, world_size))
+    objective = make_objective(config, samples.learned)
+    units = objective.units(samples.learned)
+    config = config.of_length(units)
+    first = objective.members(next(samples.batches(config, objective)))
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def shown(index: int, pair: int | None) -> ShownSample:
+        sample: Sample = samples.learned[index]
+        side = "chosen" if sample.chosen else "rejected"
+        name = f"sample {index + 1}" if pair is None else f"pair {pair + 1}, {side}"
+        return ShownSample(name, pieces(sample, decode))
+
+    return DryRun(
+        config=config,
+        platform=runtime.platform.name,
+        topology=topology,
+        info=info,
+        learned=Statistics.of(samples.learned),
+        held_out=None if samples.held_out is None else Statistics.of(samples.held_out),
+        remarks=samples.remarks,
+        epochs=config.steps * config.data.global_batch_size / units,
+        steps=plan_steps(config, samples, objective, sequence_layout(config, topology), topology),
+        shown=[shown(index, pair) for index, pair in first[: SHOWN * (2 if samples.learned.has_pairs else 1)]],
+        free_disk=shutil.disk_usage(nearest(config.output)).free,
+    )
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there."""
+    path = path.resolve()
+    return next(each for each in (path, *path.parents) if each.is_dir())

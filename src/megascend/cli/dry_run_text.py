@@ -1,0 +1,188 @@
+"""What ``megascend train --dry-run`` prints. Pure, but for the look at the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from megascend.app.dry_run import DryRun, ShownSample
+    from megascend.data.sample_pieces import Piece
+    from megascend.data.statistics import Statistics
+
+GIB = 2**30
+PIECE = 400
+"""Characters of a piece's beginning and of its end that are shown."""
+PIECES = 24
+"""Pieces of a sample's beginning and of its end that are shown."""
+CHECKPOINT_BYTES = 14
+"""Of a parameter in a checkpoint: the weight in bf16, the fp32 original and two moments."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How learned text is told from other text.
+
+    Attributes:
+        colour: by colours; else by marks.
+        unicode: the output can write every character.
+    """
+
+    colour: bool
+    unicode: bool = True
+
+    @classmethod
+    def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Style:
+        """Colours on a terminal, unless NO_COLOR (https://no-color.org) is set or it is a dumb one."""
+        wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+        encoding = (stream.encoding or "").lower().replace("-", "")
+        return cls(wanted and stream.isatty(), encoding.startswith("utf"))
+
+    @property
+    def legend(self) -> str:
+        """What the signs mean."""
+        newline = "↵" if self.unicode else "\\n"
+        if self.colour:
+            return f"{self.piece('learned', 1.0)}, {self.piece('not learned', 0.0)}; {newline} is a line break"
+        opening, closing = self._marks
+        return f"{opening}learned{closing}, not learned; {newline} is a line break"
+
+    @property
+    def _marks(self) -> tuple[str, str]:
+        return ("⟦", "⟧") if self.unicode else ("[[", "]]")
+
+    def piece(self, text: str, weight: float) -> str:
+        """Text of tokens with this weight; one that is neither 0 nor 1 is written beside it."""
+        beside = f"{weight:g} x " if weight not in (0.0, 1.0) else ""
+        if self.colour:
+            code = "32;1" if weight else "2"  # bold green, dim
+            # Line by line: some terminals and pagers end colours with the line.
+            return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in (beside + text).split("\n"))
+        opening, closing = self._marks
+        return f"{opening}{beside}{text}{closing}" if weight else text
+
+    def visible(self, text: str) -> str:
+        """Line breaks and tabs with a sign; other control characters, which could command the terminal, as escapes."""
+        newline = "↵\n" if self.unicode else "\\n\n"
+        shown = "".join(
+            newline if each == "\n" else each if each == "\t" or each.isprintable() else repr(each)[1:-1]
+            for each in text
+        )
+        return shown if self.unicode else shown.encode("ascii", "backslashreplace").decode()
+
+
+def report(found: DryRun, style: Style) -> Iterator[str]:
+    """The lines of a dry run."""
+    config, topology, shape = found.config, found.topology, found.info.shape
+    context = f", context {shape.max_position}" if shape.max_position else ""
+    yield (
+        f"model     {config.model}: {count(found.info.parameter_count)} parameters, {shape.num_layers} layers of width "
+        f"{shape.hidden_size}, vocabulary {shape.vocab_size}{context}"
+    )
+    trained = "all parameters" if config.lora is None else f"a LoRA adapter of rank {config.lora.rank}"
+    yield f"training  {trained}, engine {config.engine} on {found.platform}, {config.precision}"
+    layout, *more = topology.describe().splitlines()
+    yield f"layout    {layout}"
+    yield from (f"          {line}" for line in more)
+    yield f"steps     {_length(found)}"
+    yield f"output    {config.output}; {found.free_disk / GIB:.1f} GiB free there"
+    yield from (f"          warning: {line}" for line in warnings(found))
+    yield ""
+    yield from data_table(found)
+    yield from (f"          {line}" for line in found.remarks)
+    yield ""
+    yield f"the first samples of step 1, as the model sees them: {style.legend}"
+    for sample in found.shown:
+        yield from sample_text(sample, style)
+
+
+def count(number: int) -> str:
+    """A large number in words: ``1.72 billion``."""
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,}"
+
+
+def _length(found: DryRun) -> str:
+    config, plan = found.config, found.steps
+    unit = "pairs" if config.dpo is not None else "samples"
+    most = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
+    return (
+        f"{config.steps} of {config.data.global_batch_size} {unit} = {found.epochs:.3g} epochs; {most} a rank, the largest with "
+        f"{plan.tokens} of {config.batching.micro_batch_tokens} tokens, {plan.padding:.1%} padding (first {plan.steps} steps)"
+    )
+
+
+def warnings(found: DryRun) -> Iterator[str]:
+    """What will work, and probably is not meant."""
+    config = found.config
+    if found.steps.idle:
+        yield (
+            f"some of the {found.topology.data} data parallel ranks have no sample in a step: raise data.global_batch_size "
+            f"({config.data.global_batch_size})"
+        )
+    if config.schedule.kind != "constant" and 0 < config.schedule.total_steps < config.steps:
+        yield (
+            f"schedule.total_steps: {config.schedule.total_steps} ends before the {config.steps} steps do; the rest learn with "
+            f"min_lr {config.schedule.min_lr:g}"
+        )
+    needed = disk_needed(found)
+    if needed > found.free_disk:
+        yield f"checkpoints and export will take about {needed / GIB:.1f} GiB, more than is free"
+
+
+def disk_needed(found: DryRun) -> int:
+    """Bytes of the checkpoints that are kept, the one that is being written, and the export; of an adapter none to speak of."""
+    config = found.config
+    if config.lora is not None:
+        return 0
+    of_weight = 4 if config.precision == "fp32" else 2
+    kept = config.checkpoint.keep_last + 1 if config.checkpoint.every else 1
+    if config.checkpoint.every and config.checkpoint.keep_every:
+        kept += config.steps // config.checkpoint.keep_every
+    exports = config.export + (kept if config.checkpoint.hf else 0)
+    return found.info.parameter_count * (kept * CHECKPOINT_BYTES + exports * of_weight)
+
+
+def data_table(found: DryRun) -> Iterator[str]:
+    """Statistics, a line for each part of the data."""
+    yield (
+        f"{'data':<10}{'samples':>10}{'tokens':>14}{'supervised':>14}{'':>9}{'shortest':>10}{'median':>8}{'mean':>8}{'95 %':>8}"
+        f"{'longest':>9}"
+    )
+    yield _row("learned", found.learned)
+    if found.held_out is not None:
+        yield _row("held out", found.held_out)
+
+
+def _row(name: str, part: Statistics) -> str:
+    share = part.supervised / part.tokens
+    return (
+        f"{name:<10}{part.samples:>10,}{part.tokens:>14,}{part.supervised:>14,} {f'({share:.0%})':>8}{part.shortest:>10,}"
+        f"{part.median:>8,}{part.mean:>8,.0f}{part.p95:>8,}{part.longest:>9,}"
+    )
+
+
+def sample_text(sample: ShownSample, style: Style) -> Iterator[str]:
+    """A sample, its middle left out where it is long."""
+    tokens = sum(piece.tokens for piece in sample.pieces) - 1  # the last one is predicted, and not read
+    learned = sum(piece.tokens for piece in sample.pieces if piece.weight)
+    yield f"--- {sample.name}: {tokens} tokens, {learned} learned"
+    text = ""
+    for index, piece in enumerate(sample.pieces):
+        left_out = len(sample.pieces) - 2 * PIECES
+        if left_out > 0 and PIECES <= index < PIECES + left_out:
+            text += f"\n[... {left_out} pieces ...]\n" if index == PIECES else ""
+            continue
+        text += style.piece(_shortened(piece, style), piece.weight)
+    yield text
+
+
+def _shortened(piece: Piece, style: Style) -> str:
+    if len(piece.text) <= 3 * PIECE:
+        return style.visible(piece.text)
+    left_out = len(piece.text) - 2 * PIECE
+    return f"{style.visible(piece.text[:PIECE])} [... {left_out} characters ...] {style.visible(piece.text[-PIECE:])}"
