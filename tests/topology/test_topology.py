@@ -127,7 +127,7 @@ def test_one_process() -> None:
     topology = plan(Parallel(), 1, MOE)
     assert topology.groups("data", "context") == [[0]]
     assert topology.notes == ()
-    assert topology.describe().startswith("1 ranks = tensor 1 x context 1 x data 1 x pipeline 1\nexperts:")
+    assert topology.describe().startswith("1 rank = tensor 1 x context 1 x data 1 x pipeline 1\nexperts:")
 
 
 def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
