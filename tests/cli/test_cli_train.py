@@ -71,10 +71,11 @@ def score(model: Path, data: Path) -> float:
 @pytest.fixture(scope="module")
 def single(megascend, folder: Path) -> Path:
     """The run on one process, which starts as a user's does."""
-    arguments = ("--set", "output=single", "--set", "tensorboard=true")
+    arguments = ("--set", "output=single", "--set", "tensorboard=true", "--profile")
     done = megascend("train", "run.yaml", *arguments, cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stdout
+    assert "profile: steps 4 to 6 in single/profile/trace-rank-0.json.gz" in done.stdout
     return folder / "single"
 
 
@@ -86,7 +87,7 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     assert all(row["lr"] == 0.01 and not row["skipped"] and row["tokens_per_s"] > 0 for row in rows)
     assert all(0 < row["dispatch_seconds"] <= row["step_seconds"] for row in rows)
     assert rows[-1]["epoch"] == STEPS
-    names = ["config.yaml", "events.jsonl", "hf", "metrics.jsonl", "metrics.png", "tensorboard"]
+    names = ["config.yaml", "events.jsonl", "hf", "metrics.jsonl", "metrics.png", "profile", "tensorboard"]
     assert sorted(path.name for path in single.iterdir()) == names
     assert yaml.safe_load((single / "config.yaml").read_text())["optimizer"]["lr"] == 0.01
     # The update of the last step comes after its loss, so the export must be at least that good.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
 from megascend.app.plot import plot_metrics
+from megascend.app.profile import StepProfiler
 from megascend.app.resume import belongs, check_start
 from megascend.app.run import (
     ADAPTER,
@@ -169,10 +170,14 @@ def run(
         with RunLog(config.output, config.steps, config.tensorboard, enabled=backend.rank == 0, done=done) as log:
             backend.on_micro_batch = log.micro_batch
             steps = Steps(config, backend, samples, objective, stream, counts, log, adapter)
-            for number in range(done + 1, config.steps + 1):
-                steps.take(number)
+            numbers = range(done + 1, config.steps + 1)
+            profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, numbers)
+            for number in numbers:
+                with profiler.step(number):
+                    steps.take(number)
                 if saves.after_step(number, signals.received is not None):
                     break
+            profiler.finish()
         saves.finish(number)
 
         # Out

@@ -38,6 +38,10 @@ def train_command(
             "--dry-run", help="Check all that can be known before training, show samples and figures; no training."
         ),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Record three steps: a trace for Perfetto, and what took the time in them."),
+    ] = False,
 ) -> None:
     """Train a Hugging Face checkpoint as CONFIG says.
 
@@ -53,6 +57,8 @@ def train_command(
     if dry_run:
         show_dry_run(settings, nproc, overwrite, resume)
         return
+    if profile and settings.profile is None:
+        overrides = [*(overrides or []), "profile={}"]
     if under_torchrun():
         if nproc is not None:
             raise ConfigError(

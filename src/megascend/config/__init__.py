@@ -287,6 +287,17 @@ class Dpo(Section):
     beta: float = Field(0.1, gt=0, description="how strongly the model is held to the one that training starts from")
 
 
+class Profile(Section):
+    """A trace of some steps, by torch.profiler."""
+
+    after: Count = Field(3, description="steps of this process before those that are recorded")
+    steps: Size = Field(3, description="how many are recorded")
+    ranks: Literal["first", "all"] = Field("first", description="which ranks record: rank 0 alone, or all of them")
+    max_mib: Size = Field(
+        256, description="largest trace of a rank before it is compressed; fewer steps are recorded if need be"
+    )
+
+
 class Checkpoint(Section):
     """When a run saves what it needs to go on, to OUTPUT/checkpoints, and what becomes of it."""
 
@@ -405,6 +416,7 @@ class RunConfig(TrainerConfig):
     dpo: Dpo | None = Field(
         None, description="learn from preference pairs; default: from what the data say, token by token"
     )
+    profile: Profile | None = Field(None, description="write a trace of some steps to OUTPUT/profile")
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megascend.errors import ConfigError
 
@@ -95,6 +95,14 @@ class Platform(ABC):
     @abstractmethod
     def reset_peak_memory(self) -> None:
         """Start a new peak-memory measurement."""
+
+    def profiler(self, warm_up: int, steps: int) -> Any:
+        """A ``torch.profiler.profile`` of host and device, not started: it records ``steps`` steps after ``warm_up`` others."""
+        from torch.profiler import profile, schedule, supported_activities
+
+        return profile(
+            activities=supported_activities(), schedule=schedule(wait=0, warmup=warm_up, active=steps, repeat=1)
+        )
 
     def pci_address(self, local_rank: int) -> str | None:
         """Of the device that a process of this host uses, as Linux writes it (``0000:1b:00.0``); None where it is not told."""

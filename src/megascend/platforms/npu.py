@@ -54,6 +54,14 @@ class NpuPlatform(Platform):
     def synchronize(self) -> None:
         _torch_npu().synchronize()
 
+    def profiler(self, warm_up: int, steps: int) -> Any:
+        from torch_npu import profiler  # type: ignore[reportMissingImports]
+
+        return profiler.profile(
+            activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
+            schedule=profiler.schedule(wait=0, warmup=warm_up, active=steps, repeat=1),
+        )
+
     def memory(self) -> MemoryFigures:
         npu = _torch_npu()
         total = npu.get_device_properties(npu.current_device()).total_memory

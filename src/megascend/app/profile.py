@@ -1,0 +1,151 @@
+"""``megascend train --profile``: a trace of a few steps that Perfetto opens, and what took the time in them.
+
+OUTPUT/profile/trace-rank-0.json.gz    for https://ui.perfetto.dev, or chrome://tracing
+OUTPUT/profile/top-rank-0.txt          kernels and operators, the longest first
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.app.profile_table import render
+from megascend.config import Profile
+from megascend.files import replacing
+
+if TYPE_CHECKING:
+    from megascend.platforms.base import Platform
+
+logger = logging.getLogger(__name__)
+
+PROFILE = "profile"
+MIB = 1024**2
+
+
+class StepProfiler:
+    """Records some steps of a run on this rank; one step before them runs with the profiler on, for what that sets up.
+
+    What it writes is bounded: if a trace comes out larger than the settings allow, fewer steps are recorded once more; of a
+    single step that is too large nothing is kept, and a line says so. A disk that is full ends no run.
+    """
+
+    def __init__(self, settings: Profile | None, output: Path, platform: Platform, rank: int, steps: range) -> None:
+        """
+        Args:
+            settings: None records nothing.
+            steps: those of this process, by their numbers.
+        """
+        self._platform, self._rank, self._folder = platform, rank, output / PROFILE
+        self._limit = 0 if settings is None else settings.max_mib * MIB
+        self._recorded = range(0)
+        self._seconds = 0.0
+        self._session: Any = None
+        if settings is not None and (rank == 0 or settings.ranks == "all"):
+            self._recorded = recorded(steps, settings.after, settings.steps)
+        self._last = steps.stop - 1
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step. Local: ranks that record and ranks that do not meet as ever."""
+        if self._session is None and self._recorded and number >= self._recorded.start - 1:
+            self._begin(number)
+        if self._session is None:
+            yield
+            return
+        from torch.profiler import record_function
+
+        since = time.perf_counter()
+        try:
+            with record_function(f"megascend: step {number}"):
+                yield
+        except BaseException:
+            self.close()
+            raise
+        if number in self._recorded:
+            self._seconds += time.perf_counter() - since
+        if number == self._recorded.stop - 1:
+            self._end(number)
+        else:
+            self._session.step()
+
+    def finish(self) -> None:
+        """The run has no further step; says so if some were still to be recorded."""
+        if self._recorded:
+            logger.warning("profile: the run has ended before the steps that were to be recorded; there is no trace")
+        self.close()
+
+    def close(self) -> None:
+        """Forget what is being recorded."""
+        session, self._session, self._recorded = self._session, None, range(0)
+        if session is not None:
+            session.on_trace_ready = None
+            session.stop()
+
+    def _begin(self, number: int) -> None:
+        warm_up = self._recorded.start - number
+        self._seconds = 0.0
+        self._session = self._platform.profiler(warm_up, len(self._recorded))
+        self._session.start()
+
+    def _end(self, number: int) -> None:
+        session, steps = self._session, self._recorded
+        self._session, self._recorded = None, range(0)
+        session.stop()
+        try:
+            size = self._write(session, steps)
+        except OSError as error:
+            logger.warning("profile: %s cannot be written: %s", self._folder, error)
+            return
+        if size <= self._limit:
+            return
+        fewer = max(1, len(steps) * self._limit // size)
+        found = (
+            f"the trace of {len(steps)} step(s) takes {size / MIB:.0f} MiB, above profile.max_mib: {self._limit // MIB}"
+        )
+        if len(steps) > 1 and number + 1 + fewer <= self._last:
+            self._recorded = range(number + 2, number + 2 + fewer)
+            logger.warning("profile: %s; recording %d instead", found, fewer)
+        else:
+            logger.warning("profile: %s; nothing is kept: set data.global_batch_size lower, or the limit higher", found)
+
+    def _write(self, session: Any, steps: range) -> int:
+        """The size of the trace in bytes; where it is within the limit, both files are there."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=self._folder) as scratch:
+            whole = Path(scratch) / "trace.json"
+            session.export_chrome_trace(str(whole))
+            size = whole.stat().st_size
+            if size > self._limit:
+                return size
+            trace, table = (self._folder / f"{name}-rank-{self._rank}.{end}" for name, end in FILES)
+            events = json.loads(whole.read_bytes())["traceEvents"]
+            text = f"steps {steps.start} to {steps.stop - 1}: {render(events, len(steps), self._seconds)}"
+            with (
+                replacing(trace) as fresh,
+                whole.open("rb") as source,
+                gzip.open(fresh, "wb", compresslevel=5) as packed,
+            ):
+                shutil.copyfileobj(source, packed)
+            with replacing(table) as fresh:
+                fresh.write_text(text, encoding="utf-8")
+        if self._rank == 0:
+            where = f"{trace} (open it in https://ui.perfetto.dev); what took the time: {table}"
+            print(f"profile: steps {steps.start} to {steps.stop - 1} in {where}", flush=True)
+        return size
+
+
+FILES = (("trace", "json.gz"), ("top", "txt"))
+
+
+def recorded(steps: range, after: int, count: int) -> range:
+    """Which of ``steps`` are recorded: ``count`` of them behind the first ``after``, or as near to that as there are steps."""
+    start = max(steps.start, min(steps.start + after, steps.stop - count))
+    return range(start, min(start + count, steps.stop))

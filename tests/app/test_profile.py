@@ -1,0 +1,128 @@
+"""Traces of steps: which steps, what the table says of them, and how large they may be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megascend.app.profile import StepProfiler, recorded
+from megascend.app.profile_table import Row, busy_micros, kernels, operators, render
+from megascend.config import Profile
+from megascend.platforms.cpu import CpuPlatform
+
+
+def event(name: str, start: float, took: float, category: str = "cpu_op", thread: int = 1) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": took, "pid": 1, "tid": thread}
+
+
+HOST = [
+    event("linear", 0, 100),
+    event("matmul", 10, 60),
+    event("copy", 20, 10),
+    event("copy", 75, 5),
+    event("linear", 100, 50),
+    event("copy", 0, 7, thread=2),
+    event("cudaLaunchKernel", 12, 3, category="cuda_runtime"),
+    {"ph": "M", "name": "process_name"},
+]
+DEVICE = [event("gemm", 0, 40, "kernel", 7), event("gemm", 60, 20, "kernel", 7), event("add", 30, 20, "kernel", 8)]
+
+
+def test_an_operators_time_is_without_what_it_calls() -> None:
+    assert operators(HOST) == [Row("linear", 2, 85.0), Row("matmul", 1, 50.0), Row("copy", 3, 22.0)]
+
+
+def test_the_device_is_busy_while_any_kernel_runs() -> None:
+    assert kernels(HOST + DEVICE) == [Row("gemm", 2, 60.0), Row("add", 1, 20.0)]
+    assert busy_micros(HOST + DEVICE) == 70.0
+    text = render(HOST + DEVICE, steps=2, seconds=140e-6)
+    assert "busy for 50% of" in text
+    assert re.search(r"^ +0\.030 +42\.9% +1\.0  gemm$", text, re.MULTILINE)
+    assert re.search(r"^ +0\.011 +15\.7% +1\.5  copy$", text, re.MULTILINE)
+    assert "device" not in render(HOST, steps=2, seconds=140e-6)
+
+
+def test_steps_behind_the_first_ones_or_the_last_of_a_short_run() -> None:
+    assert recorded(range(1, 101), after=3, count=3) == range(4, 7)
+    assert recorded(range(51, 101), after=3, count=3) == range(54, 57)
+    assert recorded(range(1, 5), after=3, count=3) == range(2, 5)
+    assert recorded(range(1, 2), after=3, count=3) == range(1, 2)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., list[int]]:
+    """Runs steps of two matrix products each, and returns their numbers."""
+    import torch
+
+    def run(settings: Profile, steps: int = 8, rank: int = 0) -> list[int]:
+        profiler = StepProfiler(settings, tmp_path, CpuPlatform(), rank, range(1, steps + 1))
+        done = []
+        for number in range(1, steps + 1):
+            with profiler.step(number):
+                matrix = torch.ones(8, 8)
+                for _ in range(2):
+                    matrix = matrix @ matrix
+                done.append(number)
+        profiler.finish()
+        return done
+
+    return run
+
+
+def test_the_trace_has_the_recorded_steps_alone(
+    train: Callable[..., list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(Profile(after=2, steps=3)) == list(range(1, 9))
+    folder = tmp_path / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["top-rank-0.txt", "trace-rank-0.json.gz"]
+    events = json.loads(gzip.decompress((folder / "trace-rank-0.json.gz").read_bytes()))["traceEvents"]
+    named = [each["name"] for each in events if each.get("cat") == "user_annotation"]
+    assert [name for name in named if name.startswith("megascend")] == [f"megascend: step {n}" for n in (3, 4, 5)]
+    assert sum(each["name"] == "aten::mm" for each in events) == 6
+    table = (folder / "top-rank-0.txt").read_text()
+    assert table.startswith("steps 3 to 5: 3 steps, ")
+    assert re.search(r" 2\.0  aten::mm$", table, re.MULTILINE)
+    assert f"steps 3 to 5 in {folder / 'trace-rank-0.json.gz'}" in capsys.readouterr().out
+
+
+def test_other_ranks_record_if_all_are_to(train: Callable[..., list[int]], tmp_path: Path) -> None:
+    train(Profile(), rank=1)
+    assert not (tmp_path / "profile").exists()
+    train(Profile(ranks="all"), rank=1)
+    assert (tmp_path / "profile" / "top-rank-1.txt").exists()
+
+
+def test_of_what_is_too_large_less_is_recorded(
+    train: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megascend.app import profile
+
+    train(Profile(after=1, steps=1))
+    trace = tmp_path / "profile" / "trace-rank-0.json.gz"
+    size = len(gzip.decompress(trace.read_bytes()))
+    monkeypatch.setattr(profile, "MIB", int(1.8 * size))  # of the limit: room for one step of three
+    assert train(Profile(after=1, steps=16, max_mib=1), steps=40) == list(range(1, 41))
+    assert "recording" in caplog.text
+    again = (tmp_path / "profile" / "top-rank-0.txt").read_text()
+    assert re.match(r"steps 19 to \d+: \d steps?,", again)
+    monkeypatch.setattr(profile, "MIB", 10)
+    trace.unlink()
+    train(Profile(steps=1, max_mib=1))
+    assert "nothing is kept" in caplog.text
+    assert not trace.exists()
+
+
+def test_a_run_that_ends_early_says_so(
+    train: Callable[..., list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiler = StepProfiler(Profile(), tmp_path, CpuPlatform(), 0, range(1, 9))
+    with profiler.step(1):
+        pass
+    profiler.finish()
+    assert "before the steps that were to be recorded" in caplog.text
+    assert not (tmp_path / "profile").exists()
