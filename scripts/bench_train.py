@@ -516,7 +516,11 @@ def write_profile(steps: Steps, batch: torch.Tensor, path: Path, on_gpu: bool) -
     events = trace.key_averages()
     text = ""
     if on_gpu:
-        kernels = [event for event in events if event.self_device_time_total > 0 and event.device_type.name != "CPU"]
+        kernels = [
+            event  # annotations name stretches of time whose kernels are listed themselves
+            for event in events
+            if event.self_device_time_total > 0 and event.device_type.name != "CPU" and not event.is_user_annotation
+        ]
         kernels.sort(key=lambda event: -event.self_device_time_total)
         total = sum(event.self_device_time_total for event in kernels)
         text += f"device time of one step, all kernels: {total / 1000:.1f} ms\n"

@@ -1,8 +1,8 @@
 """Expert parallelism: ranks hold different experts, and send each token's state to those that hold its experts.
 
 A rank's experts are fused parameters again, of fewer experts, and are computed as all of them are elsewhere. Each layer waits
-once for the device, for how many rows come from and go to each rank. Recomputation repeats all exchanges alike, since its routing
-is the forward pass's.
+once for the device, for how many rows come from and go to each rank. A row's routing weight goes with it, to be applied where
+rows are narrow (``grouped_experts``). Recomputation repeats all exchanges alike, since its routing is the forward pass's.
 """
 
 from __future__ import annotations
@@ -57,14 +57,25 @@ class TokenExchange:
         numbers = torch.arange(experts, device=index.device).repeat(share.size)
         self.expert = numbers.repeat_interleave(received, output_size=sum(self._received))
 
-    def to_experts(self, values: Tensor) -> Tensor:
-        """[n, ...], a row for each token, to [m, ...], the rows that this rank's experts compute."""
+    def to_experts(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, ...], a row for each token, and [n, k] to the rows that this rank's experts compute, and a weight of each.
+
+        Returns:
+            [m, ...] and [m].
+        """
         rows: Any = Spread.apply(values, self._order, self._place, self._count)
-        return _exchanged(rows, self._sent, self._received, self._group)
+        weight_of_row: Any = Moved.apply(weights.flatten(), self._order, self._place)
+        rows, weight_of_row = _exchanged(self._sent, self._received, self._group, rows, weight_of_row)
+        return rows, weight_of_row
+
+    def along(self, values: Tensor) -> Tensor:
+        """int64 [n], a number for each token, to [m]."""
+        (numbers,) = _exchanged(self._sent, self._received, self._group, values[self._order // self._count])
+        return numbers
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """The way back: [m, ...] to [n, k, ...], what each of a token's experts has made of it."""
-        back = _exchanged(rows, self._received, self._sent, self._group)
+        (back,) = _exchanged(self._received, self._sent, self._group, rows)
         by_token: Any = Moved.apply(back, self._place, self._order)
         return by_token.unflatten(0, (-1, self._count))
 
@@ -86,15 +97,14 @@ def computed_where_experts_are(
         along: int64 [n], sent with the tokens; ``compute`` gets that of its rows as ``along``.
     """
     exchange = TokenExchange(index, share, module.num_experts)
-    rows, expert = exchange.to_experts(hidden), exchange.expert
-    sent = {} if along is None else {"along": exchange.to_experts(along[:, None])[:, 0]}
+    rows, weight_of_row = exchange.to_experts(hidden, weights)
+    expert, sent = exchange.expert, {} if along is None else {"along": exchange.along(along)}
     idle = not len(rows)
     if idle:  # its parameters' gradients are reduced together with others' all the same
-        rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
-        sent = {name: values.new_zeros(1) for name, values in sent.items()}
-    made = compute(module, rows, expert[:, None], rows.new_ones(len(rows), 1), **sent)
-    made = exchange.to_tokens(made[:0] if idle else made)
-    return (made * weights[..., None]).sum(1).to(hidden.dtype)
+        rows, weight_of_row = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), weight_of_row.new_zeros(1)
+        expert, sent = expert.new_zeros(1), {name: values.new_zeros(1) for name, values in sent.items()}
+    made = compute(module, rows, expert[:, None], weight_of_row[:, None], **sent)
+    return exchange.to_tokens(made[:0] if idle else made).sum(1).to(hidden.dtype)
 
 
 def keep_own_experts(model: nn.Module, share: ExpertShare, is_experts: Callable[[nn.Module], bool]) -> None:
@@ -119,21 +129,31 @@ def keep_own_experts(model: nn.Module, share: ExpertShare, is_experts: Callable[
 
 
 class _AllToAll(torch.autograd.Function):
+    """Several tensors as one function, so that ranks exchange them in one order, backward too."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, sent: list[int], received: list[int], group: ProcessGroup, *rows: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
+        return tuple(_all_to_all(each, sent, received, group) for each in rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = grads[0].contiguous()
-        back = grad.new_empty(sum(ctx.sent), *grad.shape[1:])
-        dist.all_to_all_single(back, grad, ctx.sent, ctx.received, group=ctx.group)
-        return back, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = (
+            _all_to_all(grad, ctx.received, ctx.sent, ctx.group) if needed else None
+            for grad, needed in zip(grads, ctx.needs_input_grad[3:], strict=True)
+        )
+        return None, None, None, *back
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+def _exchanged(sent: list[int], received: list[int], group: ProcessGroup, *rows: Tensor) -> tuple[Tensor, ...]:
     """``rows`` [sum of sent, ...], those for each rank after each other, to [sum of received, ...], from each rank."""
-    return _AllToAll.apply(rows, sent, received, group)
+    exchanged: Any = _AllToAll.apply(sent, received, group, *rows)
+    return exchanged
