@@ -48,7 +48,6 @@ MORE: list[Layout] = [
     ("MoE DP2", "qwen3_moe", {}, 2, {}, 1e-5, 1e-4),
     ("MoE on 3 ranks, 4 experts", "qwen3_moe", {}, 3, {}, 1e-5, 1e-4),
     ("MoE HSDP 2x2", "qwen3_moe", {}, 4, {"fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),
-    ("GLM-4-MoE DP2", "glm4_moe", {}, 2, {}, 1e-5, 1e-4),
     ("dots1 DP2", "dots1", {}, 2, {}, 1e-5, 1e-4),
     ("Llama DP2", "llama", {}, 2, {}, 1e-5, 1e-4),
     # Not in mcore-bridge:

@@ -20,7 +20,7 @@ COEFFICIENT = 0.5  # moves the gradient norm of the first step by more than 1e-2
 FACTORS = 1e-3
 """Bound of a trained weight's Euclidean distance from Hugging Face's, over its norm."""
 
-AMPLIFIES = ("qwen2_moe",)
+AMPLIFIES = ("qwen2_moe", "glm4_moe")
 """Architectures whose ten steps make rounding larger than the bounds in Hugging Face itself: they are held against its fp64, at
 twice the distance of its fp32."""
 
@@ -30,6 +30,7 @@ MORE: list[Layout] = [
     ("Qwen3-MoE, EP4", "qwen3_moe", 4, EP4, 1e-5, 1e-4),
     ("Qwen2-MoE, DP2", "qwen2_moe", 2, {}, 1e-5, 1e-4),
     ("Qwen2-MoE, EP2 x FSDP2", "qwen2_moe", 4, EP2, 1e-5, 1e-4),
+    ("GLM-4-MoE, DP2", "glm4_moe", 2, {}, 1e-5, 1e-4),
     ("GLM-4-MoE, EP2", "glm4_moe", 2, EP2, 1e-5, 1e-4),
     ("dots1, EP2", "dots1", 2, EP2, 1e-5, 1e-4),
 ]
