@@ -5,6 +5,7 @@ Programs are known by page and first line of code; commands by their beginning. 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -183,6 +184,17 @@ def check_trained(found: dict[str, Any]) -> None:
     assert found["step"].grad_norm > 0
 
 
+def check_tracker_is_told(found: dict[str, Any]) -> None:
+    from megascend.tracking.trackers import Trackers
+
+    trackers = Trackers({"lines": {}}, Path("run"), {})
+    trackers.log(1, {"loss": 0.5})
+    trackers.log_texts(1, {"one?": "two"})
+    trackers.close("finished")
+    lines = [json.loads(line) for line in Path("run/trackers/lines.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "train/loss": 0.5}, {"step": 1, "answers": {"one?": "two"}}]
+
+
 def check_loss_is_known(found: dict[str, Any]) -> None:
     from megascend.batch.losses import resolve
 
@@ -240,6 +252,7 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/contributing.md", "import torch"): (1, nothing, check_loss_is_known),
     ("docs/contributing.md", "class BigramBackend"): (1, nothing, check_engine_is_known),
     ("docs/contributing.md", "class MyProvider"): (1, nothing, check_provider_is_known),
+    ("docs/contributing.md", "import json"): (1, nothing, check_tracker_is_told),
     ("docs/contributing.md", "megascend.register_architecture"): (
         *(1, with_packages_from_outside),
         check_architecture_is_that_of_the_package,

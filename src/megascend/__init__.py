@@ -49,6 +49,9 @@ _PUBLIC = {
     "Adapters": "megascend.config",
     "Data": "megascend.config",
     "RunConfig": "megascend.config",
+    "register_tracker": "megascend.tracking",
+    "TrackedRun": "megascend.tracking",
+    "Tracker": "megascend.tracking",
     "load_config": "megascend.config",
     "MegascendError": "megascend.errors",
     "ConfigError": "megascend.errors",
@@ -133,6 +136,7 @@ if TYPE_CHECKING:
     from megascend.huggingface.architectures import register_architecture
     from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.lora.target_maps import register_lora_targets
+    from megascend.tracking import TrackedRun, Tracker, register_tracker
     from megascend.weightsync import WeightSync
 
 

@@ -18,6 +18,7 @@ from megascend.config import Data, Lora, RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.testing.parity import case_checkpoint
+from megascend.tracking.trackers import Trackers
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -40,7 +41,7 @@ def record(step: int, **changes: object) -> StepRecord:
 
 
 def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLog(tmp_path / "run", steps=2, tensorboard=False) as log:
+    with RunLog(tmp_path / "run", steps=2) as log:
         assert not (tmp_path / "run").exists()  # a run that never makes a step leaves nothing
         log.write(record(1))
         log.write(record(2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
@@ -54,21 +55,10 @@ def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLog(tmp_path / "run", steps=1, tensorboard=True, enabled=False) as log:
+    with RunLog(tmp_path / "run", steps=1, trackers=Trackers({"tensorboard": {}}, tmp_path, {}), enabled=False) as log:
         log.write(record(1))
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
-
-
-def test_tensorboard_holds_the_same_figures(tmp_path: Path) -> None:
-    with RunLog(tmp_path, steps=3, tensorboard=True) as log:
-        for step in (1, 2, 3):
-            log.write(record(step))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1.0, 0.5, 1 / 3], rel=1e-5)
 
 
 def test_a_long_step_is_told_of_every_so_many_seconds() -> None:
@@ -112,17 +102,13 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.png"]
 
 
-@pytest.mark.parametrize(("setting", "package"), [("plot", "matplotlib"), ("tensorboard", "tensorboard")])
-def test_a_missing_package_is_found_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, package: str
-) -> None:
+def test_a_missing_package_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    settings = {"plot": False, "tensorboard": False, setting: True}
-    config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path), **settings)
-    with pytest.raises(MissingDependencyError, match=rf"{setting}: true needs {package}.*megascend\[track\]"):
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path))
+    with pytest.raises(MissingDependencyError, match=r"plot: true needs matplotlib.*megascend\[track\]"):
         check_packages(config)
-    check_packages(config.model_copy(update={setting: False}))
+    check_packages(config.model_copy(update={"plot": False}))
 
 
 def test_a_target_that_no_layer_has_is_found_before_training(parity_folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megascend.app.run import (
     keep_batch,
     load_tokenizer,
     make_backend,
+    make_trackers,
     tell_stop,
     too_many_skips,
     utilisation,
@@ -85,8 +86,8 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
             that checkpoint, or the newest of that run.
 
     Raises:
-        ConfigError: the output directory holds a run, or a setting cannot work, ``lora.targets`` for example.
-        MissingDependencyError: ``plot`` or ``tensorboard`` is set and its package is not installed.
+        ConfigError: the output directory holds a run, or a setting cannot work, ``lora.targets`` or ``trackers`` for example.
+        MissingDependencyError: ``plot`` is set, or a tracker is named, and its package is not installed.
         DataError: the data cannot be trained on; the message names file and line.
         NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
@@ -166,8 +167,9 @@ def run(
         saves = CheckpointPolicy(
             backend, config, event_log, lambda: {"data": stream.state_dict(), "counts": vars(counts)}
         )
+        trackers = make_trackers(config, event_log, done)
         backend.platform.reset_peak_memory()
-        with RunLog(config.output, config.steps, config.tensorboard, enabled=backend.rank == 0, done=done) as log:
+        with RunLog(config.output, config.steps, trackers, enabled=backend.rank == 0, done=done) as log:
             backend.on_micro_batch = log.micro_batch
             steps = Steps(config, backend, samples, objective, stream, counts, log, adapter)
             numbers = range(done + 1, config.steps + 1)

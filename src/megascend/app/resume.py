@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 RUN_FILES = (
     "metrics.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard", CHECKPOINTS, EVENTS, ERRORS, "non_finite",
-    "profile",
+    "profile", "trackers",
 )  # fmt: skip
 """Everything a run writes into its output directory."""
 JOURNAL = (EVENTS, ERRORS)

@@ -14,6 +14,8 @@ from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.errors import CheckpointError, ConfigError
 from megascend.files import replacing
 from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.tracking.registry import check_trackers
+from megascend.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,16 +28,19 @@ ADAPTER = "default"
 """Name of a run's adapter, the same as peft gives to one that it loads."""
 
 
-def check_packages(config: TrainerConfig) -> None:
-    """Find out before training that a package which the settings need at the end of it is missing.
+def check_packages(config: TrainerConfig, *, plugins_to_come: bool = False) -> None:
+    """Find out before training that a package which the settings need is missing, or a tracker unknown.
+
+    Args:
+        plugins_to_come: modules that the run names, and may register trackers, have not been imported yet.
 
     Raises:
-        MissingDependencyError: one is; the message names the extra that installs it.
+        ConfigError: there is no tracker of a name.
+        MissingDependencyError: a package is missing; the message names the extra that installs it.
     """
     if config.plot:
         require_extra("matplotlib", "plot")
-    if config.tensorboard:
-        require_extra("tensorboard", "tensorboard")
+    check_trackers(config.tracker_options, plugins=plugins_to_come and bool(config.plugins))
 
 
 def check_lora(config: TrainerConfig) -> None:
@@ -180,6 +185,17 @@ def write_config(config: TrainerConfig) -> None:
     config.output.mkdir(parents=True, exist_ok=True)
     with replacing(config.output / "config.yaml") as fresh:
         fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def make_trackers(config: TrainerConfig, event_log: EventLog, done: int) -> Trackers:
+    """The trackers that the settings name, for a run that begins after step ``done``; for rank 0."""
+    return Trackers(
+        config.tracker_options,
+        config.output,
+        config.model_dump(mode="json"),
+        done,
+        lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
+    )
 
 
 def keep_batch(config: TrainerConfig, step: int, batch: Sequence[Sample]) -> Path:

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes on: metrics.jsonl, a TensorBoard log, and a progress display. Rank 0 only."""
+"""What a run leaves behind while it goes on: metrics.jsonl, figures for its trackers, and a progress display. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megascend.files import replacing
+
+if TYPE_CHECKING:
+    from megascend.tracking.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +36,6 @@ class Record:
         skipped: True if a non-finite gradient made all ranks skip the update.
         seconds: time since the first step began.
     """
-
-    SCALARS: ClassVar[tuple[str, ...]] = ()
-    """What goes to TensorBoard."""
 
     step: int
     skipped: bool
@@ -79,8 +79,6 @@ class StepRecord(Record):
         validation_loss: after this step, or None where it was not measured.
         metrics: what the loss reported beside its value, by name.
     """
-
-    SCALARS: ClassVar[tuple[str, ...]] = ("loss", "grad_norm", "lr", "tokens_per_s", "validation_loss")
 
     loss: float
     grad_norm: float
@@ -156,19 +154,22 @@ class StepClock:
 class RunLog:
     """Context manager over the outputs of a run; a display is closed and a file flushed however the run ends."""
 
-    def __init__(self, output: Path, steps: int, tensorboard: bool, enabled: bool = True, done: int = 0) -> None:
+    def __init__(
+        self, output: Path, steps: int, trackers: Trackers | None = None, enabled: bool = True, done: int = 0
+    ) -> None:
         """
         Args:
+            trackers: closed with the log.
             enabled: False, as on every rank but the first: nothing is written or shown.
             done: steps of an earlier part of the run, whose rows stay; what it has of later ones is dropped.
         """
         self._output = output
         self._enabled = enabled
-        self._use_tensorboard = tensorboard
+        self._trackers = trackers if enabled else None
+        self._steps = steps
         self._display = make_display(steps)
         self._clock = StepClock(steps, done)
         self._file: AppendFile | None = None
-        self._tensorboard: Any = None
         self._done = done
         self.rows: list[dict[str, Any]] = []
 
@@ -184,8 +185,9 @@ class RunLog:
             self._display.stop()
         if self._file is not None:
             self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._trackers is not None:
+            complete = bool(self.rows) and self.rows[-1]["step"] >= self._steps
+            self._trackers.close("failed" if kind is not None else "finished" if complete else "stopped")
 
     def write(self, record: Record) -> None:
         """Record one step. The files are created with the first one: a run that fails to start leaves none."""
@@ -196,10 +198,8 @@ class RunLog:
             self._file = self._open()
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
-        if self._tensorboard is not None:
-            for key in record.SCALARS:
-                if row[key] is not None:
-                    self._tensorboard.add_scalar(f"train/{key}", row[key], record.step)
+        if self._trackers is not None:
+            self._trackers.log(record.step, row)
         self._display.show(record)
         self._clock.step_done(record, record.step - self._done)
 
@@ -210,12 +210,6 @@ class RunLog:
 
     def _open(self) -> AppendFile:
         self._output.mkdir(parents=True, exist_ok=True)
-        if self._use_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(
-                str(self._output / "tensorboard"), purge_step=self._done + 1 if self._done else None
-            )
         path = self._output / "metrics.jsonl"
         if self._done:
             self.rows = [row for row in read_rows(path) if row["step"] <= self._done]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 
 
@@ -20,6 +21,11 @@ def show_messages(environment: Mapping[str, str] = os.environ) -> None:
     handler.setFormatter(RankFormatter(environment))
     logger.addHandler(handler)
     logger.propagate = False
+
+
+def ask_nothing() -> None:
+    """Let no package ask the user: a tracker without a key would wait for an answer behind the progress bar. For commands."""
+    sys.stdin = open(os.devnull)  # noqa: SIM115  until the process ends
 
 
 class RankFormatter(logging.Formatter):

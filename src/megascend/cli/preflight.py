@@ -36,7 +36,7 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
 
     check_start(config.output, overwrite, resume, Launch())
     check_plugins(config.plugins)
-    check_packages(config)
+    check_packages(config, plugins_to_come=True)
     check_topology(config, world_size)
     check_lora(config)
     check_files(config.data.path, config.data)

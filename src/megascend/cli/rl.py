@@ -79,7 +79,7 @@ def check_rl_run(config: RlConfig, world_size: int, overwrite: bool, resume: str
 
     check_start(config.output, overwrite, resume, Launch())
     check_plugins(config.plugins)
-    check_packages(config)
+    check_packages(config, plugins_to_come=True)
     check_topology(config, world_size)
     check_lora(config)
     read_prompts(config.rollout.prompts)
@@ -93,10 +93,13 @@ def rl_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: 
     import warnings
 
     from megascend.app.rl.loop import train_rl
-    from megascend.cli.messages import show_messages
+    from megascend.cli.messages import ask_nothing, show_messages
     from megascend.config.rl import load_rl_config
 
     show_messages()
     # Deprecations inside these packages are nothing that a user of this command could act on.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
-    return train_rl(load_rl_config(config, overrides), overwrite=overwrite, resume=resume).stopped
+    settings = load_rl_config(config, overrides)
+    if settings.trackers:
+        ask_nothing()
+    return train_rl(settings, overwrite=overwrite, resume=resume).stopped

@@ -110,10 +110,13 @@ def train_rank(config: Path, overrides: list[str] | None, overwrite: bool, resum
     import warnings
 
     from megascend.app.loop import train
-    from megascend.cli.messages import show_messages
+    from megascend.cli.messages import ask_nothing, show_messages
     from megascend.config import load_config
 
     show_messages()
     # Deprecations inside these packages are nothing that a user of this command could act on.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
-    return train(load_config(config, overrides), overwrite=overwrite, resume=resume).stopped
+    settings = load_config(config, overrides)
+    if settings.trackers:
+        ask_nothing()
+    return train(settings, overwrite=overwrite, resume=resume).stopped

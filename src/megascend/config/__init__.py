@@ -380,7 +380,12 @@ class TrainerConfig(Section):
     provider_options: ProviderOptions = Field(
         {}, description="settings of the provider's own, by name (NPU: arguments of its command line, with underscores)"
     )
-    tensorboard: bool = False
+    trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
+        (),
+        description="where figures go beside metrics.jsonl: tensorboard, wandb, swanlab, trackio, mlflow, or what a plug-in "
+        "registers; by name, or as NAME: {options of its own}",
+    )
+    tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
     plot: bool = Field(True, description="draw loss, grad norm and throughput to metrics.png at the end")
     export: bool = Field(
         True, description="at the end write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
@@ -393,6 +398,20 @@ class TrainerConfig(Section):
         True,
         description="hold a small slice of the model against transformers before training; once for a configuration",
     )
+
+    @property
+    def tracker_options(self) -> dict[str, dict[str, Any]]:
+        """Options of every tracker, by name."""
+        named = [{entry: {}} if isinstance(entry, str) else entry for entry in self.trackers]
+        found = {name: options for entry in named for name, options in entry.items()}
+        return {"tensorboard": {}} | found if self.tensorboard else found
+
+    @model_validator(mode="after")
+    def _trackers(self) -> Self:
+        names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"trackers: {', '.join(twice)} is there twice")
+        return self
 
     def ending_with(self, steps: int) -> Self:
         """These settings, with schedules that name no end ending with a run of ``steps`` steps.

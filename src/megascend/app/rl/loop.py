@@ -22,11 +22,13 @@ from megascend.app.run import (
     export,
     load_tokenizer,
     make_backend,
+    make_trackers,
     tell_stop,
     write_config,
 )
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
+from megascend.config.plugins import import_plugins
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
 from megascend.rollout.prompts import read_prompts
@@ -89,6 +91,7 @@ def train_rl(
     check_start(config.output, overwrite, resume, launch)
     event_log = EventLog(config.output, launch, active=belongs(config.output, resume, launch))
     with event_log.keeping_errors(lambda: 0):
+        import_plugins(config.plugins)
         check_packages(config)
         check_lora(config)
         if engines is None:
@@ -194,7 +197,8 @@ def run(
         saves = CheckpointPolicy(
             backend, config, event_log, lambda: {"rollouts": rollouts.state_dict(), "rl": vars(progress)}
         )
-        with RunLog(config.output, config.steps, config.tensorboard, enabled=main_rank, done=done) as log:
+        trackers = make_trackers(config, event_log, done)
+        with RunLog(config.output, config.steps, trackers, enabled=main_rank, done=done) as log:
             steps = Steps(config, backend, rollouts, sync, offset, adapter, held_out, progress)
             for number in range(done + 1, config.steps + 1):
                 groups = rollouts.take(number - 1, lambda: signals.received is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megascend.app.run_log import Record
 from megascend.rollout.buffer import Counts
@@ -41,11 +41,6 @@ class RlRecord(Record):
         sync_s: the trainer stood still for an update of the engines.
         pause_s: the longest that an engine sampled nothing for it.
     """
-
-    SCALARS: ClassVar[tuple[str, ...]] = (
-        "reward", "reward_learned", "eval_reward", "loss", "grad_norm", "lr", "lag", "mismatch", "mismatch_max", "kl",
-        "response_tokens", "tokens_per_s", "wait_s", "sync_s", "pause_s",
-    )  # fmt: skip
 
     reward: float
     reward_learned: float

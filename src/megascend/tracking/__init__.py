@@ -1,0 +1,6 @@
+"""Trackers: TensorBoard, W&B and the like, by their names in a run file."""
+
+from megascend.tracking.base import TrackedRun, Tracker
+from megascend.tracking.registry import register_tracker
+
+__all__ = ["TrackedRun", "Tracker", "register_tracker"]

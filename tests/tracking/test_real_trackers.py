@@ -1,0 +1,132 @@
+"""Trackers with the packages that they are for, offline: a run, stopped and resumed, is one run with all its figures.
+
+Nightly, and skipped where a package is missing: the four of them take half a gigabyte and 40 s of processor time for what an
+upstream release alone can break. ``pip install 'megascend[wandb,swanlab,trackio,mlflow]'`` brings them.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megascend.tracking.trackers import FOLDER, Trackers, read_run_ids
+
+CONFIG = {"seed": 1234, "optimizer": {"lr": 1e-5, "betas": [0.9, 0.999]}, "lora": None}
+LOSSES = {1: 4.0, 2: 2.0, 3: 1.0, 4: 0.5}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        find_spec(package) is None, reason=f"{package} is not installed: pip install 'megascend[{package}]'"
+    )
+
+
+def log_and_resume(tracker: str, output: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Steps 1 and 2, and in what is another process to the tracker 3 and 4; the ids of both."""
+    ids = []
+    for done, outcome in ((0, "stopped"), (2, "finished")):
+        trackers = Trackers({tracker: {}}, output, CONFIG, done)
+        for step in (done + 1, done + 2):
+            trackers.log(step, {"loss": LOSSES[step], "validation_loss": None, "tokens": 10 * step})
+        trackers.log_texts(done + 2, {"one?": f"answer {done + 2}"})
+        trackers.close(outcome)
+        ids.append(read_run_ids(output / FOLDER)[tracker])
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("megascend")] == []
+    assert ids[0] == ids[1]
+    return ids
+
+
+@pytest.mark.nightly
+@needs("wandb")
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log_and_resume("wandb", tmp_path, caplog)
+    found, settings, answers = {}, {}, []
+    files = sorted((tmp_path / FOLDER / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2  # of one run: offline, every process has a file
+    assert len({path.name for path in files}) == 1
+    for path in files:
+        for record in wandb_records(path):
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if "train/loss" in row:
+                found[row["_step"]] = row["train/loss"]
+            for item in record.run.config.update:
+                settings[item.key] = json.loads(item.value_json)
+        answers += [json.loads(table.read_text())["data"] for table in path.parent.rglob("*.table.json")]
+    assert found == LOSSES
+    assert (settings["seed"], settings["optimizer"]["lr"]) == (1234, 1e-5)
+    assert answers == [[[2, "one?", "answer 2"]], [[4, "one?", "answer 4"]]]
+
+
+def wandb_records(path: Path) -> list:
+    """W&B's file is a log of LevelDB's: blocks of 32 KiB, whose records begin with a checksum, a length and a kind."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, part, found = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        room = 32768 - place % 32768
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        if room < 7 or kind == 0:
+            place += room
+            continue
+        part += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(part))
+            part = b""
+    return found
+
+
+@pytest.mark.nightly
+@needs("swanlab")
+def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    log_and_resume("swanlab", tmp_path, caplog)
+    runs = sorted((tmp_path / FOLDER / "swanlab").glob("run-*"))
+    assert len({path.name.rpartition("-")[2] for path in runs}) == 1
+    texts = [path.read_text() for run in runs for path in run.glob("media/**/*.txt")]
+    assert sorted(texts) == ["answer 2", "answer 4"]
+    whole = b"".join(path.read_bytes() for run in runs for path in run.glob("*.swanlab"))
+    assert b"train/loss" in whole
+    assert b"train/validation_loss" not in whole
+    assert any("lr: 1.0e-05" in path.read_text() for run in runs for path in run.glob("files/config.yaml"))
+
+
+@pytest.mark.nightly
+@needs("trackio")
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "database"))
+    import trackio.sqlite_storage as storage  # has read where its files are, if it was imported before
+
+    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path / "database", raising=False)
+    log_and_resume("trackio", tmp_path / "run", caplog)
+    [path] = (tmp_path / "database").rglob("megascend.db")
+    with sqlite3.connect(path) as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        settings = [json.loads(text) for (text,) in database.execute("select config from configs")]
+    figures = [(name, step, json.loads(values)) for name, step, values in rows]
+    assert {step: values["train/loss"] for _, step, values in figures if "train/loss" in values} == LOSSES
+    assert {name for name, _, _ in figures} == {"run"}
+    assert "answer 4" in str(figures[-1][2])
+    assert settings[0]["optimizer"]["lr"] == 1e-5
+
+
+@pytest.mark.nightly
+@needs("mlflow")
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)  # artifacts go to ./mlruns
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = log_and_resume("mlflow", tmp_path / "run", caplog)[0]
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    run = client.get_run(run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert {each.step: each.value for each in client.get_metric_history(run_id, "train/loss")} == LOSSES
+    assert (run.data.params["optimizer.lr"], run.data.params["lora"]) == ("1e-05", "None")
+    assert "answer 4" in Path(client.download_artifacts(run_id, "generation/step-4.txt", str(tmp_path))).read_text()

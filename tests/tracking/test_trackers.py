@@ -1,0 +1,177 @@
+"""Trackers by name: what they are told, what is refused before training, and that their failures end nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from megascend.app.run import check_packages
+from megascend.config import Data, RunConfig
+from megascend.errors import ConfigError, MissingDependencyError
+from megascend.tracking import TrackedRun, registry
+from megascend.tracking.background import BackgroundTracker
+from megascend.tracking.registry import check_trackers, register_tracker
+from megascend.tracking.trackers import Trackers
+
+ROW = {"step": 3, "loss": 0.5, "validation_loss": None, "skipped": False, "tokens": 7, "mfu": float("nan")}
+
+
+class Kept:
+    """Keeps what it is told."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run, self.told = run, []
+        self.run_id: str | None = run.run_id or "run-1"
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        if step in self.run.options.get("fails_at", ()):
+            raise OSError("no network")
+        self.told.append((step, dict(figures)))
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self.told.append((step, dict(texts)))
+
+    def close(self, outcome: str) -> None:
+        self.told.append(outcome)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kept]]:
+    """The trackers called ``kept`` that were opened."""
+    found: list[Kept] = []
+
+    def open_kept(run: TrackedRun) -> Kept:
+        if run.options.get("refuses"):
+            raise RuntimeError("not logged in")
+        found.append(Kept(run))
+        return found[-1]
+
+    monkeypatch.setattr(registry, "_kinds", dict(registry._kinds))
+    register_tracker("kept", open_kept)
+    return found
+
+
+def config(path: Path, *trackers: object, **changes: object) -> RunConfig:
+    return RunConfig(model=path, output=path, data=Data(path=path), plot=False, trackers=trackers, **changes)
+
+
+def test_trackers_are_named_with_options_or_without(tmp_path: Path) -> None:
+    named = config(tmp_path, "mlflow", {"wandb": {"project": "mine"}}, tensorboard=True)
+    assert named.tracker_options == {"tensorboard": {}, "mlflow": {}, "wandb": {"project": "mine"}}
+    assert config(tmp_path).tracker_options == {}
+    with pytest.raises(ConfigError, match="wandb is there twice"):
+        config(tmp_path, "wandb", {"wandb": {}})
+
+
+def test_an_unknown_name_and_a_missing_package_are_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"no 'wandbb'; there are tensorboard, wandb, swanlab, trackio, mlflow"):
+        check_packages(config(tmp_path, "wandbb"))
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    for name, extra in (("tensorboard", "track"), ("wandb", "wandb"), ("mlflow", "mlflow")):
+        with pytest.raises(
+            MissingDependencyError, match=rf"{name} needs {name}.*megascend\[{extra}\].*leave {name} out"
+        ):
+            check_packages(config(tmp_path, name))
+    # A plug-in may register it: where it is imported, not before any process is started.
+    check_packages(config(tmp_path, "mine", plugins=["package"]), plugins_to_come=True)
+    with pytest.raises(ConfigError, match="no 'mine'"):
+        check_packages(config(tmp_path, "mine", plugins=["package"]))
+
+
+def test_a_tracker_gets_the_numbers_of_the_run_log(opened: list[Kept], tmp_path: Path) -> None:
+    check_trackers(["kept"])
+    with pytest.raises(ConfigError, match="another tracker is called 'kept'"):
+        register_tracker("kept", Kept)
+    trackers = Trackers({"kept": {"a": 1}}, tmp_path / "run-7", {"seed": 5})
+    assert not (tmp_path / "run-7").exists()  # a run that does not start leaves nothing
+    trackers.log(3, ROW)
+    trackers.log_texts(3, {"one?": "two"})
+    trackers.close("finished")
+    [kept] = opened
+    assert kept.told == [
+        (3, {"train/loss": 0.5, "train/skipped": 0.0, "train/tokens": 7.0}), (3, {"one?": "two"}), "finished",
+    ]  # fmt: skip
+    assert (kept.run.name, kept.run.config, kept.run.options) == ("run-7", {"seed": 5}, {"a": 1})
+    assert kept.run.folder.is_dir()
+
+
+def test_a_resumed_run_is_the_same_one_to_a_tracker(opened: list[Kept], tmp_path: Path) -> None:
+    for done in (0, 3, 0):
+        trackers = Trackers({"kept": {}}, tmp_path, {}, done)
+        trackers.log(done + 1, ROW)
+        trackers.close("stopped")
+    assert [(kept.run.resumed_after, kept.run.run_id) for kept in opened] == [(0, None), (3, "run-1"), (0, None)]
+    assert json.loads((tmp_path / "trackers" / "run_ids.json").read_text()) == {"kept": "run-1"}
+
+
+def test_a_failure_is_said_once_and_costs_no_further_record(
+    opened: list[Kept], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = []
+    trackers = Trackers({"kept": {"fails_at": (2, 3)}}, tmp_path, {}, on_failure=lambda *told: events.append(told))
+    for step in (1, 2, 3, 4):
+        trackers.log(step, {"loss": 1.0})
+    trackers.close("finished")
+    assert [told[0] for told in opened[0].told[:-1]] == [1, 4]
+    assert events == [("kept", "OSError: no network")]
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracker kept: OSError: no network; training goes on", "tracker kept: 2 records were lost",
+    ]  # fmt: skip
+
+
+def test_a_tracker_that_cannot_be_opened_ends_nothing(
+    opened: list[Kept], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = Trackers({"kept": {"refuses": True}}, tmp_path, {})
+    for step in (1, 2, 3):
+        trackers.log(step, {"loss": 1.0})
+    trackers.close("finished")
+    assert "it cannot be opened: RuntimeError: not logged in; training goes on" in caplog.text
+    assert "3 records were lost" in caplog.text
+    assert opened == []
+
+
+def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    released, problems = threading.Event(), []
+
+    class Hanging(Kept):
+        def log(self, step: int, figures: Mapping[str, float]) -> None:
+            released.wait(60)
+
+    run = TrackedRun("run", tmp_path, {})
+    tracker = BackgroundTracker(
+        "slow", Hanging, run, lambda *_: None, lambda _, problem: problems.append(problem), waiting=4
+    )
+    for step in range(20):
+        tracker.log(step, {})
+    assert problems == ["4 records wait for it"]
+    with caplog.at_level(logging.WARNING):
+        tracker.close("finished", timeout_s=0.2)
+    assert "not through after" in caplog.text
+    released.set()
+
+
+def test_tensorboard_holds_the_figures_the_settings_and_the_answers(tmp_path: Path) -> None:
+    for done, steps in ((0, (1, 2, 3)), (2, (3, 4))):  # resumed after step 2: step 3 of before is gone
+        trackers = Trackers({"tensorboard": {}}, tmp_path, {"seed": 5}, done)
+        for step in steps:
+            trackers.log(step, {"loss": 1.0 / step + done})
+        trackers.log_texts(steps[-1], {"one?": "two"})
+        trackers.close("finished")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3 + 2, 4: 0.25 + 2}, rel=1e-5)
+    [settings] = events.Tensors("config/text_summary")
+    assert b'"seed": 5' in settings.tensor_proto.string_val[0]
+    answers = events.Tensors("generation/0/text_summary")
+    assert [(each.step, b"two" in each.tensor_proto.string_val[0]) for each in answers][-1] == (4, True)
