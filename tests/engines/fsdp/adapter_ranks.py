@@ -9,7 +9,7 @@ import torch
 from adapter_cases import DROPPING, samples_of, steps
 from ranks import do_jobs, equal, make, on_ranks
 
-from megascend import Adapters, Lora
+from megascend import AdapterQueue, Adapters, Lora
 from megascend.errors import MegascendError
 from megascend.testing.lora_parity import ALL, PeftTrajectory, train_mixed, train_one, write_adapter
 from megascend.testing.parity import causal_samples, first_of_equals, token_lists
@@ -135,6 +135,45 @@ def kept_apart(checkpoint: str) -> dict[str, bool]:
             "not a number": equal(a, with_nan[0]),
             "one step after the other": equal(a + b, in_turn[0] + in_turn[1]),
         }
+
+    return on_ranks(on_rank, 2)[0]
+
+
+def queued(checkpoint: str) -> dict[str, Any]:
+    """Two ranks: two steps of two tenants through a queue, with a bad request after each, against each tenant's steps alone."""
+
+    def on_rank() -> dict[str, Any]:
+        settings = {"a": Lora(rank=3, seed=1), "b": Lora(rank=8, seed=2, targets=("v_proj", "down_proj"))}
+        samples = {name: [sample for sample in samples_of("ab") if sample.adapter == name] for name in settings}
+        alone = []
+        for name, lora in settings.items():
+            with make(checkpoint, adapters=Adapters()) as backend:
+                backend.add_adapter(name, lora)
+                steps(backend, samples[name], 2)
+                alone += vectors(backend, name)
+        with make(checkpoint, adapters=Adapters()) as backend:
+            for name, lora in settings.items():
+                backend.add_adapter(name, lora)
+            queue = AdapterQueue(backend)
+            refused = []
+            for _ in range(2):
+                for name, of_tenant in samples.items():
+                    queue.forward_backward(name, of_tenant)
+                    queue.optimizer_step(name)
+                refused += [queue.forward_backward("a", []), queue.optimizer_step("a")]
+            logprobs = queue.forward("b", samples["b"])
+            queue.drain()
+            for future in refused:
+                try:
+                    future.result()
+                except MegascendError:
+                    continue
+                raise AssertionError("an empty request has run")
+            apart = [float((x - y).abs().max()) for x, y in zip(alone, vectors(backend, "a", "b"), strict=True)]
+            mine = backend.shard(samples["b"])
+            direct = backend.forward(mine).logprobs
+            said = [logprobs.result()[[id(s) for s in samples["b"]].index(id(sample))] for sample in mine]
+            return {"apart": max(apart), "forward": equal(direct, said)}
 
     return on_ranks(on_rank, 2)[0]
 

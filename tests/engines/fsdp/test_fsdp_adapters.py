@@ -155,11 +155,12 @@ def test_tenants_that_are_kept_apart_saved_exported_and_refused(parity_folder, t
     )
     experts = str(case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2))
     starts = [str(tmp_path / arch) for arch in ("dense", "experts")]
-    _, _, apart, resumed, *exported, held, refused = in_process(
+    _, _, apart, queued, resumed, *exported, held, refused = in_process(
         tmp_path,
         ("written", (dense, {starts[0]: ONE["one"]}, ALL), {}),
         ("written", (experts, {starts[1]: Lora(rank=4, seed=8)}), {}),
         ("kept_apart", (dense,), {}),
+        ("queued", (dense,), {}),
         ("resumed", (dense, str(tmp_path / "saved")), {}),
         ("exported", (dense, starts[0], str(tmp_path / "of dense"), 2, ALL), {}),
         (
@@ -171,6 +172,8 @@ def test_tenants_that_are_kept_apart_saved_exported_and_refused(parity_folder, t
         ("refused", (tied, experts), {}),
     )
     assert all(apart.values()), apart
+    assert queued["apart"] < 1e-5  # a step of Adam is about 5e-3
+    assert queued["forward"]
     assert resumed["same"]
     assert resumed["again"] == resumed["figures"]
     assert resumed["on one"] == [pytest.approx(row, abs=2e-5, rel=0) for row in resumed["again"]]
