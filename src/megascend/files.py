@@ -116,6 +116,30 @@ def _exchange(one: Path, other: Path) -> bool:
     return renameat2(here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange) == 0
 
 
+def why_not_writable(directory: Path) -> str | None:
+    """Why no file can be written to a directory, which need not be there yet; None if one can. Leaves nothing behind."""
+    missing: list[Path] = []
+    there = directory
+    while not os.path.lexists(there):
+        missing.append(there)
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    made: list[Path] = []
+    try:
+        for path in reversed(missing):
+            path.mkdir()
+            made.append(path)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"{there if made == [] else directory}: {error.strerror or error}"
+    finally:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):  # another process has begun to use it
+                path.rmdir()
+
+
 # --- for several processes ---
 
 

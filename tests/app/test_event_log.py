@@ -11,6 +11,7 @@ import pytest
 from megascend.app import loop
 from megascend.app.event_log import EventLog
 from megascend.app.loop import train
+from megascend.cli.run_report import read_run
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
@@ -89,8 +90,9 @@ def test_errors_before_the_first_step_are_kept_and_do_not_make_a_run(config: Run
         with pytest.raises(CheckpointError, match="vocabulary is missing"):
             train(config)
     assert list(files(config.output)) == ["errors/attempt-0-rank-0.json"]
-    (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")
-    assert (record["error"], record["step"], record["started"]) == ("CheckpointError", 0, False)
+    for record in lines(config.output / "errors" / "attempt-0-rank-0.json"):
+        assert (record["error"], record["step"], record["started"]) == ("CheckpointError", 0, False)
+    assert [attempt.outcome for attempt in read_run(config.output).attempts] == ["error", "error"]
 
 
 @pytest.mark.usefixtures("runtime")

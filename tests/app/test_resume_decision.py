@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from megascend.app.event_log import agent
 from megascend.app.resume import (
     JOURNAL,
+    RESULTS,
     RUN_FILES,
     Start,
     belongs,
@@ -18,6 +22,7 @@ from megascend.app.resume import (
     decide,
     differences,
     restarts,
+    run_files,
 )
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
@@ -48,7 +53,7 @@ def names(start: Start) -> list[str]:
 
 def test_a_new_directory(tmp_path: Path) -> None:
     for output in (tmp_path / "new", tmp_path):
-        assert decide(output, False, None, Launch()) == Start(clear=RUN_FILES)
+        assert decide(output, False, None, Launch()) == Start(clear=RESULTS)
         start = decide(output, False, "auto", Launch())
         assert start.candidates == ()
         assert "no checkpoint" in start.said
@@ -61,7 +66,8 @@ def test_an_earlier_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path:
             refuse(output, False, None, Launch())
     assert decide(output, True, None, Launch()) == Start(clear=RUN_FILES)
     assert names(decide(output, False, "auto", Launch())) == ["step-00000008", "step-00000004"]
-    assert decide(output, True, "auto", Launch()).clear == ()
+    with pytest.raises(ConfigError, match="--overwrite and --resume auto contradict each other"):
+        check_start(output, True, "auto", Launch())
 
 
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
@@ -71,14 +77,37 @@ def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     assert "--resume" not in str(caught.value)
     with pytest.raises(ConfigError, match="no complete checkpoint of it; start over with --overwrite"):
         decide(output, False, "auto", Launch())
-    assert decide(output, True, "auto", Launch()).clear == RUN_FILES
+
+
+def test_a_run_that_failed_in_step_1_may_be_tried_again(tmp_path: Path) -> None:
+    """Its process has ended, as an error of it or the lack of the process says, and no step is logged or saved."""
+    start = {"event": "start", "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    (tmp_path / "config.yaml").write_text("model: m\n")
+    (tmp_path / "metrics.jsonl").touch()
+    events, errors = tmp_path / "events.jsonl", tmp_path / "errors"
+    gone = 2**22 + 1  # above any process id
+    for event, ended in (
+        (start, False),
+        (start | {"pid": gone}, True),
+        (start | {"pid": gone, "host": "other"}, False),
+    ):
+        events.write_text(json.dumps(event) + "\n")
+        assert bool(run_files(tmp_path)) is not ended
+    errors.mkdir()
+    (errors / "attempt-0-rank-1.json").write_text(json.dumps({"time": start["time"] + 1}) + "\n")
+    for resume in (None, "auto"):
+        check_start(tmp_path, False, resume, Launch())
+        assert decide(tmp_path, False, resume, Launch()).clear == RESULTS  # what the journal says stays
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        check_start(tmp_path, False, None, Launch())
 
 
 def test_errors_alone_are_no_run(tmp_path: Path) -> None:
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "attempt-0-rank-0.json").write_text("{}\n")
     check_start(tmp_path, False, None, Launch())
-    assert decide(tmp_path, False, None, Launch()).clear == RUN_FILES
+    assert decide(tmp_path, False, None, Launch()).clear == RESULTS
     assert decide(tmp_path, False, "auto", Launch()).candidates == ()
     assert belongs(tmp_path, None, Launch())
 

@@ -17,6 +17,7 @@ from megascend.huggingface.files import (
     read_config,
     tensor_shapes,
 )
+from megascend.huggingface.model_shape import ModelShape
 
 TENSORS = {"a.weight": torch.zeros(3, 2), "b.bias": torch.zeros(5, dtype=torch.bfloat16), "c": torch.tensor(1.0)}
 SHAPES = {"a.weight": (3, 2), "b.bias": (5,), "c": ()}
@@ -104,18 +105,17 @@ def test_other_formats_are_told_to_be_converted(folder):
 
 
 def test_embedding_and_output_must_have_the_configs_sizes():
-    config = {"vocab_size": 10, "hidden_size": 4}
+    sizes = ModelShape(4, num_layers=1, num_heads=1, num_query_groups=1, vocab_size=10, ffn_hidden_size=8)
     good = {
         "model.embed_tokens.weight": (10, 4),
         "lm_head.weight": (10, 4),
         "model.layers.0.mlp.up_proj.weight": (8, 4),
     }
-    check_vocabulary(config, good)
-    check_vocabulary({"text_config": config, "vocab_size": 3}, good)
+    check_vocabulary(sizes, good)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         for shape in ((12, 4), (10, 8)):
             with pytest.raises(CheckpointError) as raised:
-                check_vocabulary(config, good | {name: shape})
+                check_vocabulary(sizes, good | {name: shape})
             assert f"{name} has shape {shape}, config.json says (10, 4)" in str(raised.value)
 
 

@@ -7,11 +7,13 @@ import gc
 import json
 import os
 import random
+from typing import Any
 
 import pytest
 
 from forked_programs import run_command
 from megascend import Adam, Adapters, Batching, Lora, Sample, Schedule
+from megascend.app.resume import checkpoints_at
 from megascend.config import RunConfig
 from megascend.errors import DistributedTestError
 from megascend.testing import faults, run_distributed
@@ -107,9 +109,8 @@ def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layou
     world_size, output = LAYOUTS[layout][0], tmp_path / "run"
     settings = config(models, layout, output)
     killed(lambda: train(settings), world_size, place(seed, layout, world_size))
-    (result, *_) = run_distributed(
-        lambda: train(settings, resume="auto", overwrite=True), world_size, init=False, timeout_s=90
-    )
+    how: dict[str, Any] = {"resume": "auto"} if checkpoints_at(output) else {"overwrite": True}
+    (result, *_) = run_distributed(lambda: train(settings, **how), world_size, init=False, timeout_s=90)
     assert outcome(result, output) == uninterrupted[layout]
 
 

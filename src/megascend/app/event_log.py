@@ -1,7 +1,7 @@
 """What happened to a run, for people and for ``megascend doctor --run``.
 
 OUTPUT/events.jsonl                        rank 0: a line for every start, save, stop...
-OUTPUT/errors/attempt-0-rank-3.json        the error that ended a rank, in its own words
+OUTPUT/errors/attempt-0-rank-3.json        the error that ended a rank, in its own words; a line for each time the run was started
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class EventLog:
         self.active = active
         self.started = False
         self._failed = False
+        self._since = round(time.time(), 3)
         self._kept: BaseException | None = None
 
     def start(self, **values: Any) -> None:
@@ -50,7 +51,7 @@ class EventLog:
     def event(self, kind: str, **values: Any) -> None:
         """Add a line on rank 0; ``values`` are JSON."""
         if self._launch.rank == 0:
-            self._write(self._output / EVENTS, {"event": kind, **values}, append=True)
+            self._write(self._output / EVENTS, {"event": kind, **values})
 
     @contextlib.contextmanager
     def keeping_errors(self, step: Callable[[], int]) -> Iterator[None]:
@@ -75,23 +76,24 @@ class EventLog:
             "world_size": self._launch.world_size,
             "started": self.started,
             "agent": self._agent,
+            "since": self._since,
             "step": step,
             "error": type(error).__name__,
             "message": str(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
-        self._write(where, values, append=False)
+        self._write(where, values)
 
-    def _write(self, path: Path, values: dict[str, Any], *, append: bool) -> None:
+    def _write(self, path: Path, values: dict[str, Any]) -> None:
         if not self.active:
             return
         stamp = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid()}
         line = json.dumps(values | stamp | {"attempt": self._launch.attempt}) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a" if append else "w", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8") as file:
                 # A line that a crash cut off must not swallow this one.
-                file.write(("\n" if append and _cut_off(path) else "") + line)
+                file.write(("\n" if _cut_off(path) else "") + line)
         except OSError as problem:
             if not self._failed:
                 self._failed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from megascend.app.run import (
     write_config,
 )
 from megascend.app.run_log import RunLog, StepRecord
+from megascend.app.start_checks import check_settings
 from megascend.app.stop_signals import StopSignals
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from megascend.batch.results import ForwardBackwardResult, StepResult
     from megascend.batch.sample import Sample
     from megascend.data.order import Batches
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
     with event_log.keeping_errors(lambda: 0):
         import_plugins(config.plugins)
         check_packages(config)
+        check_settings(config, config.data_paths(), overwrite)
         check_lora(config)
         try:
             return run(config, launch, event_log, overwrite, resume)
@@ -200,6 +205,8 @@ def tell_start(config: RunConfig, backend: Backend, samples: RunSamples) -> None
     print(start_line(config, backend, samples), flush=True)
     for line in samples.remarks:
         print(f"data: {line}", flush=True)
+    for line in config.schedule_remarks():
+        logger.warning(line)
     if backend.self_check is not None:
         print(backend.self_check.summary(), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig, renamed_keys
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
+from megascend.files import why_not_writable
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
@@ -28,6 +30,10 @@ RUN_FILES = (
 """Everything a run writes into its output directory."""
 JOURNAL = (EVENTS, ERRORS)
 """What of it tells how earlier attempts have ended."""
+RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
+"""The rest of it."""
+WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "tensorboard", CHECKPOINTS)
+"""What a run leaves that has failed in its first step."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,19 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
     """Refuse early, on every rank, what :func:`decide` would refuse for certain.
 
     Raises:
-        ConfigError: the directory holds a run that is neither to be resumed nor overwritten, or is not a directory.
+        ConfigError: the directory holds a run that is neither to be resumed nor overwritten, or is to be both; or it cannot be
+            written to, as rank 0 sees it.
         CheckpointError: there is nothing at ``resume``.
     """
+    if overwrite and resume is not None:
+        raise ConfigError(
+            f"--overwrite and --resume {resume} contradict each other: the first removes the run that the second goes on from; "
+            "leave one out"
+        )
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output: {output} exists and is not a directory")
+    if launch.rank == 0 and (problem := why_not_writable(output)):
+        raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
     # Of a restarted run, only rank 0 is sure to be beside the launcher that it began with.
     first = launch.attempt == 0 or (launch.rank == 0 and not restarts(output))
     if first and resume is None and not overwrite:
@@ -76,12 +90,11 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
         if own:
             return Start(own, said=f"attempt {launch.attempt}: going on from the last checkpoint")
         if resume is None or str(resume) == "auto":
-            results = tuple(name for name in RUN_FILES if name not in JOURNAL)
-            return Start(clear=results, said=f"attempt {launch.attempt}: no checkpoint yet, starting again at step 1")
+            return Start(clear=RESULTS, said=f"attempt {launch.attempt}: no checkpoint yet, starting again at step 1")
     if resume is None:
         if not overwrite:
             refuse_earlier_run(output)
-        return Start(clear=RUN_FILES)
+        return Start(clear=RUN_FILES if overwrite else RESULTS)
     if str(resume) != "auto":
         found = checkpoints_at(Path(resume))
         if not found:
@@ -89,12 +102,12 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
         return Start(tuple(found))
     if own:
         return Start(own)
-    if not overwrite and run_files(output):
+    if run_files(output):
         raise ConfigError(
             f"--resume auto: {output} holds a run but no complete checkpoint of it; start over with --overwrite, or choose "
             "another directory with --set output=PATH"
         )
-    return Start(clear=RUN_FILES, said=f"--resume auto: no checkpoint in {output / CHECKPOINTS}, starting at step 1")
+    return Start(clear=RESULTS, said=f"--resume auto: no checkpoint in {output / CHECKPOINTS}, starting at step 1")
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -116,9 +129,46 @@ def refuse_earlier_run(output: Path) -> None:
 
 
 def run_files(output: Path) -> list[str]:
-    """What a run has left in ``output``. Errors alone are no run: none of those attempts got as far as the first step."""
+    """What a run has left in ``output`` that must not be lost.
+
+    Nothing, where no run has taken a step: errors alone are of attempts that never began, and one that has failed in its first
+    step may be tried again.
+    """
     held = [name for name in RUN_FILES if (output / name).exists()]
-    return [] if held == [ERRORS] else held
+    if held == [ERRORS] or (set(held) <= set(WITHOUT_STEPS) and failed_in_step_1(output)):
+        return []
+    return held
+
+
+def failed_in_step_1(output: Path) -> bool:
+    """True if the last run in ``output`` has surely ended, without a step that is logged or saved."""
+    checkpoints = output / CHECKPOINTS
+    if read_lines(output / "metrics.jsonl")[0] or (checkpoints.is_dir() and any(checkpoints.iterdir())):
+        return False
+    starts = [event for event in read_lines(output / EVENTS)[0] if event.get("event") == "start"]
+    if not starts:
+        return False
+    since = starts[-1].get("time")
+    if not isinstance(since, (int, float)):
+        return False
+    errors = [error for path in (output / ERRORS).glob("*.json") for error in read_lines(path)[0]]
+    recorded = any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
+    return recorded or is_gone(starts[-1])
+
+
+def is_gone(start: dict[str, Any]) -> bool:
+    """True if the process that wrote a ``start`` event was one of this host and has ended."""
+    import psutil
+
+    pid, host = start.get("pid"), start.get("host")
+    if not isinstance(pid, int) or host != socket.gethostname():
+        return False
+    try:
+        return psutil.Process(pid).create_time() > start["time"]
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:

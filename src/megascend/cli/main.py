@@ -8,12 +8,14 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from megascend.cli import doctor, export, new_model, rl, show_config, simnpu, train
+from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
 from simnpu.errors import SimnpuError
 
@@ -22,10 +24,23 @@ DEBUG_VARIABLE = "MEGASCEND_DEBUG"
 
 
 class ReportingGroup(TyperGroup):
-    """Prints an error of megascend's, or of the simulated device's, as one red line and exits with 2.
+    """Prints an error of megascend's, or of the simulated device's, or a wrong option, as one red line and exits with 2.
 
     Other exceptions keep their traceback.
     """
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **options)
+        try:
+            code = super().main(*args, standalone_mode=False, **options)
+        except Exception as error:
+            # Typer's exceptions are click's, or those of its own copy of click, as its version has it.
+            if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
+                raise
+            typer.secho(describe_usage_error(error), fg=typer.colors.RED, err=True)
+            sys.exit(EXIT_ERROR)
+        sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
@@ -39,9 +54,18 @@ class ReportingGroup(TyperGroup):
 
 def report_error(error: MegascendError | SimnpuError) -> None:
     """Write one line for ``error`` to stderr, red on a terminal, naming the rank when there are several."""
-    rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    rank = os.environ.get("RANK") if several_ranks(os.environ) else None
     where = f" (rank {rank})" if rank is not None else ""
     typer.secho(f"{type(error).__name__}{where}: {error}", fg=typer.colors.RED, err=True)
+
+
+def describe_usage_error(error: Any) -> str:
+    """What is wrong with a command line, in one line."""
+    said = " ".join(error.format_message().split())
+    problems = getattr(error.__cause__, "errors", list)()  # pydantic's, which name the value
+    given = f" (got {problems[0]['input']!r})" if problems and "input" in problems[0] else ""
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "megascend"
+    return f"UsageError: {said.rstrip('.')}{given}; see {command} --help"
 
 
 def show_version(wanted: bool) -> None:

@@ -42,8 +42,13 @@ class RankFormatter(logging.Formatter):
 
 def prefix(environment: Mapping[str, str]) -> str:
     """``[rank N] `` in a world of several, else nothing."""
-    several = int(environment.get("WORLD_SIZE", "1")) > 1
-    return f"[rank {environment.get('RANK', '?')}] " if several else ""
+    return f"[rank {environment.get('RANK', '?')}] " if several_ranks(environment) else ""
+
+
+def several_ranks(environment: Mapping[str, str]) -> bool:
+    """Whether this is one process of a world of several. What is no number is an error that somebody else reports."""
+    size = environment.get("WORLD_SIZE", "1")
+    return size.isdecimal() and int(size) > 1
 
 
 class _Shown(logging.StreamHandler):

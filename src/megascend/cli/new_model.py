@@ -16,8 +16,13 @@ def new_model_command(
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
     kv_heads: Annotated[int, typer.Option("--kv-heads", min=1, help="Key/value heads (query groups).")] = 2,
     ffn: Annotated[int | None, typer.Option(min=8, help="Feed-forward size, of one expert for MoE.")] = None,
-    experts: Annotated[int, typer.Option(min=2, help="Experts of a layer; MoE only.")] = 4,
-    experts_per_token: Annotated[int, typer.Option("--experts-per-token", min=1, help="MoE only.")] = 2,
+    experts: Annotated[
+        int | None, typer.Option(min=2, help="Experts of a layer; MoE only. Default: 4.", show_default=False)
+    ] = None,
+    experts_per_token: Annotated[
+        int | None,
+        typer.Option("--experts-per-token", min=1, help="MoE only. Default: 2.", show_default=False),
+    ] = None,
     vocab: Annotated[int | None, typer.Option(min=1, help="Vocabulary size; default: the tokenizer's, padded.")] = None,
     context: Annotated[int, typer.Option(min=16, help="Longest sequence in tokens.")] = 2048,
     tie: Annotated[bool, typer.Option("--tie/--no-tie", help="One matrix for the embedding and the output.")] = False,

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascend.config import RunConfig, TrainerConfig
     from megascend.topology.topology import Topology
+
+PROCESSES_PER_CORE = 4
+"""Above which processes on CPUs are busy with each other."""
+
+
+def check_processes(platform: str, nproc: int) -> None:
+    """Refuse more processes than this host can hold. Of several on a device it imports torch, which starting them needs anyway.
+
+    Raises:
+        ConfigError: there are more than devices, or than four a core.
+        PlatformError: the platform cannot be used here.
+    """
+    cores = len(os.sched_getaffinity(0))
+    advice = "start fewer, or spread them over hosts with torchrun"
+    if nproc > PROCESSES_PER_CORE * cores:
+        raise ConfigError(
+            f"--nproc {nproc}: this process may use {cores} core{'s' if cores > 1 else ''}, and the limit is "
+            f"{PROCESSES_PER_CORE} processes a core, {PROCESSES_PER_CORE * cores} in all: {advice}"
+        )
+    if nproc == 1 or platform == "cpu":
+        return
+    from megascend.platforms import choose
+
+    chosen = choose(platform)
+    devices = chosen.device_count()
+    if devices is not None and nproc > devices:
+        raise ConfigError(
+            f"--nproc {nproc}: platform {chosen.name} has {devices} device{'s' if devices > 1 else ''} on this host, and every "
+            f"process needs one: {advice}"
+        )
 
 
 def check_topology(config: TrainerConfig, world_size: int) -> Topology:
@@ -30,6 +63,7 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     """
     from megascend.app.resume import check_start
     from megascend.app.run import check_lora, check_packages
+    from megascend.app.start_checks import check_settings
     from megascend.config.plugins import check_plugins
     from megascend.data.check import check_files
     from megascend.distributed.launch import Launch
@@ -38,7 +72,9 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     check_plugins(config.plugins)
     check_packages(config, plugins_to_come=True)
     check_topology(config, world_size)
+    check_settings(config, config.data_paths(), overwrite)
     check_lora(config)
+    check_processes(config.platform, world_size)
     check_files(config.data.path, config.data)
     if config.validation is not None and config.validation.path is not None:
         check_files(config.validation.path, config.data)

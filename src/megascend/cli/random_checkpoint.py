@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError
-from megascend.files import replace
+from megascend.files import replace, why_not_writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -17,6 +17,7 @@ IM_START, IM_END, END_OF_TEXT = SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", 
 TOKENS = 256 + len(SPECIAL_TOKENS)
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that any usual tensor parallel size divides it."""
+EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 
 CHATML = (
     "{% for message in messages %}"
@@ -40,8 +41,8 @@ class ModelSize:
     heads: int = 4
     kv_heads: int = 2
     ffn: int | None = None
-    experts: int = 4
-    experts_per_token: int = 2
+    experts: int | None = None
+    experts_per_token: int | None = None
     vocab: int | None = None
     context: int = 2048
     tie: bool = False
@@ -56,12 +57,29 @@ class ModelSize:
             )
         if self.heads % self.kv_heads:
             raise ConfigError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
-        if self.experts_per_token > self.experts:
-            raise ConfigError(f"--experts-per-token {self.experts_per_token} exceeds --experts {self.experts}")
+        self._check_experts()
         if self.vocab is not None and self.vocab < TOKENS:
             raise ConfigError(
                 f"--vocab {self.vocab} is below the tokenizer's {TOKENS} (256 bytes and 3 special tokens)"
             )
+
+    def _check_experts(self) -> None:
+        given = {"--experts": self.experts, "--experts-per-token": self.experts_per_token}
+        if ARCHITECTURES[self.arch] is not _experts:
+            moe = ", ".join(name for name, settings in ARCHITECTURES.items() if settings is _experts)
+            for option, value in given.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"{option} {value}, but --arch {self.arch} has no experts: leave it out, or use {moe}"
+                    )
+        experts, per_token = self.expert_counts
+        if per_token > experts:
+            raise ConfigError(f"--experts-per-token {per_token} exceeds --experts {experts}")
+
+    @property
+    def expert_counts(self) -> tuple[int, int]:
+        """Experts of a layer, and those that a token is sent to."""
+        return self.experts or EXPERTS, self.experts_per_token or EXPERTS_PER_TOKEN
 
     @property
     def padded_vocab(self) -> int:
@@ -74,10 +92,11 @@ def _attention_bias(_: ModelSize) -> dict[str, Any]:
 
 
 def _experts(size: ModelSize) -> dict[str, Any]:
+    experts, per_token = size.expert_counts
     return {
         "attention_bias": False,
-        "num_experts": size.experts,
-        "num_experts_per_tok": size.experts_per_token,
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
         "moe_intermediate_size": size.ffn or size.hidden,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -147,10 +166,12 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     """Create the model and write it to ``out``, all of it or nothing; returns the number of parameters.
 
     Raises:
-        ConfigError: ``out`` holds something already.
+        ConfigError: ``out`` holds something already, or cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one or remove it")
+    if problem := why_not_writable(out):
+        raise ConfigError(f"{out} cannot be written: {problem}")
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -71,7 +71,8 @@ def check_rl_run(config: RlConfig, world_size: int, overwrite: bool, resume: str
     """
     from megascend.app.resume import check_start
     from megascend.app.run import check_lora, check_packages
-    from megascend.cli.preflight import check_topology
+    from megascend.app.start_checks import check_settings
+    from megascend.cli.preflight import check_processes, check_topology
     from megascend.config.plugins import check_plugins
     from megascend.distributed.launch import Launch
     from megascend.rollout.prompts import read_prompts
@@ -81,7 +82,9 @@ def check_rl_run(config: RlConfig, world_size: int, overwrite: bool, resume: str
     check_plugins(config.plugins)
     check_packages(config, plugins_to_come=True)
     check_topology(config, world_size)
+    check_settings(config, config.data_paths(), overwrite)
     check_lora(config)
+    check_processes(config.platform, world_size)
     read_prompts(config.rollout.prompts)
     if config.evaluation is not None:
         read_prompts(config.evaluation.prompts)

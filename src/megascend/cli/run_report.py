@@ -160,11 +160,12 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
         )
     events, remarks = read_lines(directory / EVENTS)
     metrics, cut = read_lines(directory / "metrics.jsonl")
-    errors: list[dict[str, Any]] = []
+    last: dict[tuple[Any, ...], dict[str, Any]] = {}  # what a process said last is what ended it
     for path in sorted((directory / ERRORS).glob("*.json")):
         found, bad = read_lines(path)
-        errors += found
+        last |= {(path.name, record.get("host"), record.get("pid"), record.get("since")): record for record in found}
         remarks += bad
+    errors = list(last.values())
     starts = [event for event in events if event.get("event") == "start"]
     return RunReport(
         directory=directory,
@@ -192,11 +193,14 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
         elif parts:
             parts[-1].append(event)
     kept: list[list[RankError]] = [[] for _ in parts]
-    early: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for record in errors:
+    early: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for record in sorted(errors, key=lambda record: _seconds(record.get("time"))):
         index = _attempt_of(record, [part[0] for part in parts])
         if index is None:
-            early.setdefault((str(record.get("agent")), _number(record.get("attempt"))), []).append(record)
+            # A shell starts several runs: a rank's second error is of the next one.
+            same = [of for of in early if of[:2] == (str(record.get("agent")), _number(record.get("attempt")))]
+            again = sum(any(found.get("rank") == record.get("rank") for found in early[of]) for of in same)
+            early.setdefault((str(record.get("agent")), _number(record.get("attempt")), again), []).append(record)
         else:
             kept[index].append(_rank_error(record))
     drafts = [_attempt(part, found) for part, found in zip(parts, kept, strict=True)]

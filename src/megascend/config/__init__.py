@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
 from megascend.errors import ConfigError
@@ -30,6 +30,11 @@ ModuleName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]
 
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
+"""Of waiting: torch's clocks overflow far above a year."""
+Seed = Annotated[int, Field(ge=0, lt=2**62)]
+"""torch takes 63 bits, and Megatron adds some thousands for each rank."""
 
 
 class _RaisesConfigError(type(BaseModel)):
@@ -45,7 +50,18 @@ class _RaisesConfigError(type(BaseModel)):
 class Section(BaseModel, metaclass=_RaisesConfigError):
     """Base of all settings: immutable, strict about names, and one error class for whatever is wrong."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_it_is_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic takes for something else: true for 1, nothing for the present directory."""
+        wanted = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and "bool" not in wanted and ("int" in wanted or "float" in wanted):
+            raise ValueError("a number is expected here, not true or false")
+        if value == "" and "Path" in wanted:
+            raise ValueError("a path is expected here, not an empty string")
+        return value
 
 
 class Parallel(Section):
@@ -71,7 +87,7 @@ class Adam(Section):
     """AdamW as Megatron runs it: fp32 main parameters, global gradient-norm clipping."""
 
     lr: float = Field(1e-5, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0, description="not applied to biases and one-dimensional weights")
     max_grad_norm: float = Field(1.0, ge=0, description="0 switches clipping off; the norm is reported either way")
@@ -112,6 +128,11 @@ class Schedule(Section):
         """
         if self.kind == "constant" or self.total_steps:
             return self
+        if self.warmup_steps >= steps:
+            raise ConfigError(
+                f"schedule.warmup_steps: {self.warmup_steps} takes all of the {steps} steps of the run (steps, or what epochs "
+                f"take), and kind: {self.kind} needs some after them: lower it"
+            )
         return Schedule(**self.model_dump() | {"total_steps": steps})
 
 
@@ -193,7 +214,7 @@ class Lora(Section):
         description="Hugging Face names of the layers, whole or their ends (q_proj, mlp.down_proj, lm_head, embed_tokens); "
         "all-linear: every linear layer of attention, MLPs and experts, not the other two",
     )
-    seed: Count | None = Field(None, description="of A's first values and of dropout; default: the backend's")
+    seed: Seed | None = Field(None, description="of A's first values and of dropout; default: the backend's")
     optimizer: Adam | None = Field(
         None, description="of this adapter alone; default: the backend's. Its state is small and not sharded"
     )
@@ -308,7 +329,7 @@ class Checkpoint(Section):
     keep_every: Count = Field(0, description="those whose step is a multiple of this stay for good; 0: none")
     asynchronous: bool = Field(True, description="write while training goes on; training stands still for a copy only")
     hf: bool = Field(False, description="also export the model into each, for transformers; not in the background")
-    timeout_s: Size = Field(1800, description="seconds after which one that is waited for counts as failed")
+    timeout_s: Seconds = Field(1800, description="seconds after which one that is waited for counts as failed")
     on_failure: Literal["stop", "continue"] = Field(
         "stop", description="what happens when a checkpoint cannot be written: the run ends, or goes on and tries again"
     )
@@ -359,7 +380,7 @@ class TrainerConfig(Section):
     tf32: bool = Field(
         False, description="CUDA only: products of fp32 matrices in TensorFloat-32, with 10 bits of mantissa"
     )
-    seed: Count = 1234
+    seed: Seed = 1234
     parallel: Parallel = Parallel()
     fsdp: Fsdp = Fsdp()
     optimizer: Adam = Adam()
@@ -393,7 +414,7 @@ class TrainerConfig(Section):
     max_skipped_steps: Size = Field(
         10, description="stop after this many non-finite steps in a row; the last batch is kept in OUTPUT/non_finite"
     )
-    timeout_s: Size = Field(600, description="seconds after which a missing rank is an error")
+    timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error")
     self_check: bool = Field(
         True,
         description="hold a small slice of the model against transformers before training; once for a configuration",
@@ -412,6 +433,38 @@ class TrainerConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"trackers: {', '.join(twice)} is there twice")
         return self
+
+    @model_validator(mode="after")
+    def _falling(self) -> Self:
+        lora = self.lora
+        pairs = [("", self.optimizer, self.schedule)]
+        if lora is not None and (lora.optimizer or lora.schedule):
+            pairs.append(("lora.", lora.optimizer or self.optimizer, lora.schedule or self.schedule))
+        for where, optimizer, schedule in pairs:
+            if schedule.kind != "constant" and schedule.min_lr > optimizer.lr:
+                raise ValueError(
+                    f"{where}schedule.min_lr: {schedule.min_lr:g} is above {where}optimizer.lr: {optimizer.lr:g}, from which the "
+                    "learning rate falls to it"
+                )
+        return self
+
+    def schedule_remarks(self) -> list[str]:
+        """What is odd about the schedule for a run of ``steps`` steps."""
+        schedule, steps = self.schedule, self.steps
+        if self.lora is not None and self.lora.schedule is not None:
+            schedule = self.lora.schedule
+        if schedule.warmup_steps >= steps > 0:
+            return [
+                f"schedule.warmup_steps: {schedule.warmup_steps} is not less than steps: {steps}, so that the learning rate "
+                "never reaches optimizer.lr"
+            ]
+        if schedule.kind == "constant" or not 0 < schedule.total_steps < steps:
+            return []
+        return [
+            f"steps: {steps} goes beyond schedule.total_steps: {schedule.total_steps}: the last {steps - schedule.total_steps} "
+            f"steps have the learning rate schedule.min_lr: {schedule.min_lr:g}; leave total_steps out to have the schedule end "
+            "with the run"
+        ]
 
     def ending_with(self, steps: int) -> Self:
         """These settings, with schedules that name no end ending with a run of ``steps`` steps.
@@ -454,6 +507,10 @@ class RunConfig(TrainerConfig):
             self.ending_with(self.steps)
         return self
 
+    def data_paths(self) -> dict[str, Path | None]:
+        """What the run reads beside the model, by its setting."""
+        return {"data.path": self.data.path, "validation.path": self.validation.path if self.validation else None}
+
     @property
     def validation_every(self) -> int:
         """Steps from one measurement of the validation loss to the next; 0 without a validation set."""
@@ -488,40 +545,11 @@ def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[
     Raises:
         ConfigError: the file is missing or not a mapping, or an override is malformed.
     """
-    import yaml
+    from megascend.config.run_file import apply_overrides, read_yaml
 
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"no config file at {path.resolve()}")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
-    for override in overrides or []:
-        apply_override(values, override)
+    values = read_yaml(Path(path))
+    apply_overrides(values, overrides or [])
     return values
-
-
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set one ``a.b.c=value`` in nested ``values`` (in place)."""
-    import yaml
-
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set takes KEY=VALUE, for example parallel.tensor=2; got {override!r}")
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        if values.get(parent) is None:  # left out, or an optional section written as null
-            values[parent] = {}
-        values = values[parent]
-        if not isinstance(values, dict):
-            raise ConfigError(f"--set {override}: {parent!r} is not a section")
-    try:
-        values[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from None
 
 
 def explain(error: ValidationError, title: str) -> str:

@@ -104,6 +104,11 @@ class RlConfig(TrainerConfig):
             raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
         return self
 
+    def data_paths(self) -> dict[str, Path | None]:
+        """What the run reads beside the model, by its setting."""
+        prompts = self.evaluation.prompts if self.evaluation is not None else None
+        return {"rollout.prompts": self.rollout.prompts, "evaluation.prompts": prompts}
+
 
 def load_rl_config(path: str | Path, overrides: list[str] | None = None) -> RlConfig:
     """Read a YAML run file of ``megascend rl`` and apply ``a.b=value`` overrides (values are YAML too).

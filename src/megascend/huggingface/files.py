@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import struct
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
+from megascend.huggingface.model_shape import ModelShape
 
 # Files beside the weights that make a directory loadable by transformers.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
@@ -39,9 +41,11 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not even text
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # not JSON, or not even text
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
     return value
@@ -84,6 +88,8 @@ def weight_files(model_dir: Path) -> list[Path]:
         weight_map = _json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map that says which file holds which tensor")
+        if not all(isinstance(name, str) and name for name in weight_map.values()):
+            raise CheckpointError(f"{index}: its weight_map must give the name of a file for every tensor")
         return [model_dir / name for name in sorted(set(weight_map.values()))]
     if (model_dir / "model.safetensors").is_file():
         return [model_dir / "model.safetensors"]
@@ -97,35 +103,46 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
     """The safetensors header: 8 bytes length, JSON, then the data (huggingface.co/docs/safetensors, "Format")."""
     if not path.is_file():
         raise CheckpointError(f"{path} is listed in {WEIGHT_INDEX} but missing")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length + 8 > size:
-            raise CheckpointError(f"{path} is truncated or not safetensors: {size} bytes cannot hold its header")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            raise CheckpointError(f"{path} is not safetensors: its header is not JSON") from None
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if length + 8 > size:
+                raise CheckpointError(f"{path} is truncated or not safetensors: {size} bytes cannot hold its header")
+            content = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        header = json.loads(content)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not safetensors: its header is not JSON") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is not safetensors: its header is not a JSON object")
     header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
+    try:
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
+        found = {
+            name: TensorHeader(str(entry["dtype"]), tuple(map(operator.index, entry["shape"])), path)
+            for name, entry in header.items()
+        }
+    except (KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path} is not safetensors: its header must give dtype, shape and data_offsets of every tensor ({error})"
+        ) from None
     if end != size:
         raise CheckpointError(f"{path} is truncated: {size} bytes on disk, {end} expected")
-    return {name: TensorHeader(entry["dtype"], tuple(entry["shape"]), path) for name, entry in header.items()}
+    return found
 
 
-def check_vocabulary(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> None:
     """mcore-bridge pads a short embedding with zeros, silently: hold it against the configuration first."""
-    text = config.get("text_config", config)
+    expected = (sizes.vocab_size, sizes.hidden_size)
     for name, shape in shapes.items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2:
-            expected = (text["vocab_size"], text["hidden_size"])
-            if shape != expected:
-                raise CheckpointError(
-                    f"{name} has shape {shape}, config.json says {expected}: they are of different models"
-                )
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2 and shape != expected:
+            raise CheckpointError(
+                f"{name} has shape {shape}, config.json says {expected}: they are of different models"
+            )
 
 
 def copy_companions(source: Path, target: Path, dtype: str) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.exported import extra_tensors
 from megascend.huggingface.files import TensorHeader, check_vocabulary, read_config, tensor_headers
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.model_shape import ModelShape, optional_size
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,26 @@ def inspect_checkpoint(model_dir: Path) -> ModelInfo:
         CheckpointError: something is missing, truncated, or of another model.
     """
     config = read_config(model_dir)
+    text = config.get("text_config") or config
+    try:
+        shape = ModelShape.from_hf_config(config)
+        topk, head_dim = optional_size(text, "num_experts_per_tok") or 0, optional_size(text, "head_dim")
+        optional_size(text, "num_nextn_predict_layers")
+    except ConfigError as error:
+        raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
     tensors = tensor_headers(model_dir)
-    check_vocabulary(config, {name: header.shape for name, header in tensors.items()})
+    check_vocabulary(shape, {name: header.shape for name, header in tensors.items()})
     for name in extra_tensors(config, tensors):
         del tensors[name]
     shapes = {name: header.shape for name, header in tensors.items()}
-    shape = ModelShape.from_hf_config(config)
-    text = config.get("text_config", config)
     tied = "lm_head.weight" not in shapes
-    topk = text.get("num_experts_per_tok") or 0
     active = 0.0
     for name, dims in shapes.items():
         size = math.prod(dims)
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
-    head_dim = text.get("head_dim") or shape.hidden_size // shape.num_heads
+    head_dim = head_dim or shape.hidden_size // shape.num_heads
     return ModelInfo(
         shape=shape,
         tensors=tensors,

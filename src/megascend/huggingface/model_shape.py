@@ -49,16 +49,18 @@ class ModelShape:
             ConfigError: a size is missing or is not a positive number; the message names the keys looked for.
         """
         text = config.get("text_config")
-        if isinstance(text, Mapping):
+        if text is not None and not isinstance(text, Mapping):
+            raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
+        if text is not None:
             config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
-        num_heads = _required(config, "num_attention_heads", "n_head", "num_heads")
+        num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
         has_latent_attention = config.get("kv_lora_rank") is not None  # MLA: K and V are made per head
-        num_experts = _optional(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        ffn = _optional(config, "intermediate_size", "ffn_hidden_size", "n_inner")
-        hidden_size = _required(config, "hidden_size", "n_embd", "d_model")
-        moe_ffn = _optional(config, "moe_intermediate_size", "expert_intermediate_size") or ffn
-        shared = _optional(config, "shared_expert_intermediate_size")
-        shared_count = _optional(config, "n_shared_experts", "num_shared_experts")
+        num_experts = optional_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        ffn = optional_size(config, "intermediate_size", "ffn_hidden_size", "n_inner")
+        hidden_size = required_size(config, "hidden_size", "n_embd", "d_model")
+        moe_ffn = optional_size(config, "moe_intermediate_size", "expert_intermediate_size") or ffn
+        shared = optional_size(config, "shared_expert_intermediate_size")
+        shared_count = optional_size(config, "n_shared_experts", "num_shared_experts")
         if shared is None and shared_count and moe_ffn:
             shared = shared_count * moe_ffn
         if num_experts is None and ffn is None:
@@ -67,17 +69,17 @@ class ModelShape:
             ffn = 4 * hidden_size  # GPT-2's default
         return cls(
             hidden_size=hidden_size,
-            num_layers=_required(config, "num_hidden_layers", "n_layer", "num_layers"),
+            num_layers=required_size(config, "num_hidden_layers", "n_layer", "num_layers"),
             num_heads=num_heads,
             num_query_groups=num_heads
             if has_latent_attention
-            else _optional(config, "num_key_value_heads", "num_query_groups", "multi_query_group_num") or num_heads,
-            vocab_size=_required(config, "vocab_size", "padded_vocab_size"),
+            else optional_size(config, "num_key_value_heads", "num_query_groups", "multi_query_group_num") or num_heads,
+            vocab_size=required_size(config, "vocab_size", "padded_vocab_size"),
             ffn_hidden_size=ffn if num_experts is None or _has_dense_layers(config) else None,
             num_experts=num_experts,
             moe_ffn_hidden_size=moe_ffn if num_experts is not None else None,
             shared_expert_ffn_hidden_size=shared if num_experts is not None else None,
-            max_position=_optional(config, "max_position_embeddings", "n_positions", "seq_length"),
+            max_position=optional_size(config, "max_position_embeddings", "n_positions", "seq_length"),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
 
@@ -92,20 +94,21 @@ def _has_dense_layers(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _optional(config: Mapping[str, Any], *names: str) -> int | None:
+def optional_size(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of these keys that is set; zero counts as not set (configs write ``num_experts: 0``)."""
     for name in names:
         value = config.get(name)
         if value is None or value == 0:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"the model config's {name} must be a positive whole number, found {value!r}")
+            raise ConfigError(f"the model config's {name} must be a positive whole number, found {value!r:.60}")
         return value
     return None
 
 
-def _required(config: Mapping[str, Any], *names: str) -> int:
-    value = _optional(config, *names)
+def required_size(config: Mapping[str, Any], *names: str) -> int:
+    """Like :func:`optional_size`, but an error where none is set."""
+    value = optional_size(config, *names)
     if value is None:
         kind = config.get("model_type", "unknown type")
         raise ConfigError(f"the model config ({kind}) has none of {', '.join(names)}")

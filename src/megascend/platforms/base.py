@@ -104,6 +104,10 @@ class Platform(ABC):
             activities=supported_activities(), schedule=schedule(wait=0, warmup=warm_up, active=steps, repeat=1)
         )
 
+    def device_count(self) -> int | None:
+        """Devices of this host, each for one process; None where processes share one. Imports torch, selects no device."""
+        return None
+
     def pci_address(self, local_rank: int) -> str | None:
         """Of the device that a process of this host uses, as Linux writes it (``0000:1b:00.0``); None where it is not told."""
         return None

@@ -48,6 +48,11 @@ class CudaPlatform(Platform):
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return shorten_dump(os.environ)
 
+    def device_count(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
     def device(self, local_rank: int):
         import torch
 

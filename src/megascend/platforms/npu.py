@@ -39,6 +39,9 @@ class NpuPlatform(Platform):
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return limit_hccl(os.environ, timeout_s)
 
+    def device_count(self) -> int:
+        return _torch_npu().device_count()
+
     def device(self, local_rank: int):
         import torch
 

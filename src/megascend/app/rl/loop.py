@@ -27,6 +27,7 @@ from megascend.app.run import (
     write_config,
 )
 from megascend.app.run_log import RunLog
+from megascend.app.start_checks import check_settings
 from megascend.app.stop_signals import StopSignals
 from megascend.config.plugins import import_plugins
 from megascend.config.rl import RlConfig
@@ -93,6 +94,7 @@ def train_rl(
     with event_log.keeping_errors(lambda: 0):
         import_plugins(config.plugins)
         check_packages(config)
+        check_settings(config, config.data_paths(), overwrite)
         check_lora(config)
         if engines is None:
             from megascend.app.rl.engines import make_engines

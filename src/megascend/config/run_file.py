@@ -1,0 +1,131 @@
+"""Run files: YAML, and ``a.b=value`` on top of it. What the settings mean is not looked at here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megascend.errors import ConfigError
+
+ALTERNATIVES = (("steps", "epochs"), ("validation.path", "validation.fraction"))
+"""Settings of which a run has one: one that is given on the command line takes the place of the file's other one."""
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8 (a byte order mark may be there) or not YAML, or holds no mapping; or a key
+            is there twice, or is no string.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; expected a run file in YAML")
+    if not os.path.lexists(path):
+        raise ConfigError(f"no config file at {path.resolve()}")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}: not UTF-8 text (byte {error.start}: {error.reason}); save the file as UTF-8"
+        ) from None
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
+    return values
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set each ``a.b.c=value`` in nested ``values`` (in place).
+
+    Raises:
+        ConfigError: one is malformed.
+    """
+    split = [_split(override) for override in overrides]
+    given = {key for key, _ in split}
+    for pair in ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            if one in given and other not in given:
+                _remove(values, other)
+    for key, text in split:
+        _set(values, key, text)
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"--set takes KEY=VALUE, for example parallel.tensor=2; got {override!r}")
+    return key, text
+
+
+def _set(values: dict[str, Any], key: str, text: str) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if values.get(parent) is None:  # left out, or an optional section written as null
+            values[parent] = {}
+        values = values[parent]
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {key}={text}: {parent!r} is not a section")
+    values[leaf] = _parse(text, f"--set {key}={text}")
+
+
+def _remove(values: dict[str, Any], key: str) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        values = values.get(parent) or {}
+        if not isinstance(values, dict):
+            return
+    values.pop(leaf, None)
+
+
+def _parse(text: str, where: str) -> Any:
+    """What YAML says.
+
+    Raises:
+        ConfigError: it is not valid; the message begins with ``where`` and the line.
+    """
+    import yaml
+
+    try:
+        return yaml.load(text, _loader())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where}{place}: not valid YAML: {what}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2026-13-01 is a ValueError
+        what = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{where}: not valid YAML: {what}") from None
+
+
+@cache
+def _loader() -> Any:
+    """PyYAML's safe loader, which takes the last of two equal keys without a word."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: dict[Any, int] = {}
+            for key_node, _ in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":
+                    continue
+                key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+                if not isinstance(key, str):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value!r:.60} is read as {key!r:.60}, not as a name: quote it",
+                        key_node.start_mark,
+                    )  # fmt: skip
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is there twice, the first time in line {seen[key]}",
+                        key_node.start_mark,
+                    )  # fmt: skip
+                seen[key] = line
+            return super().construct_mapping(node, deep)
+
+    return Loader
