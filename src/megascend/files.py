@@ -26,6 +26,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend"
 
 
+def real(path: Path) -> Path:
+    """The absolute path without links; of links that lead back to themselves as far as can be told, where pathlib raises."""
+    return Path(os.path.realpath(path))
+
+
 class Hash(Protocol):
     """What hashlib and xxhash make."""
 

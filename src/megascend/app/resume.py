@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ JOURNAL = (EVENTS, ERRORS)
 """What of it tells how earlier attempts have ended."""
 RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
 """The rest of it."""
-WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "tensorboard", CHECKPOINTS)
+WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "tensorboard", "trackers", CHECKPOINTS)
 """What a run leaves that has failed in its first step."""
 
 
@@ -64,7 +65,7 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
             f"--overwrite and --resume {resume} contradict each other: the first removes the run that the second goes on from; "
             "leave one out"
         )
-    if output.exists() and not output.is_dir():
+    if os.path.lexists(output) and not output.is_dir():
         raise ConfigError(f"output: {output} exists and is not a directory")
     if launch.rank == 0 and (problem := why_not_writable(output)):
         raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
@@ -74,6 +75,8 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
         refuse_earlier_run(output)
     if resume is not None and str(resume) != "auto" and not Path(resume).is_dir():
         raise CheckpointError(f"--resume {resume}: there is no such directory")
+    if launch.rank == 0:
+        decide(output, overwrite, resume, launch)
 
 
 def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> Start:

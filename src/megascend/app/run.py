@@ -71,14 +71,16 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     if not model.is_dir():
-        raise CheckpointError(f"no model at {model.resolve()} (model): the directory does not exist")
+        raise CheckpointError(f"no model at {model.absolute()} (model): the directory does not exist")
     make_known_to_transformers(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise CheckpointError(f"{model}: transformers cannot load the tokenizer (tokenizer.json): {error}") from error
+    except Exception as error:  # tokenizers raises nothing narrower
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{model}: transformers cannot load the tokenizer (tokenizer.json): {said}") from error
     # Where the vocabulary is missing, transformers makes an empty one, by which every text is the same.
-    ordinary = len(tokenizer) - len(set(tokenizer.all_special_ids))
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ordinary = len(tokenizer) - len(added | set(tokenizer.all_special_ids))
     if ordinary < 2:
         raise CheckpointError(
             f"{model}: the tokenizer knows {len(tokenizer)} token{'s' if len(tokenizer) != 1 else ''}, of which {ordinary} are "
@@ -172,7 +174,7 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
     """Remove the files ``names`` that an earlier run left in ``output``, and nothing else."""
     for name in names:
         path = output / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from megascend.data.prepare import prepare_samples
 from megascend.data.samples import Limits
 from megascend.data.split import Part, hold_out, whole
 from megascend.errors import DataError
+from megascend.files import real
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,12 +44,11 @@ class RunSamples:
             DataError: some of it cannot be trained on.
         """
         data, validation = config.data, config.validation
-        if validation is not None and validation.path is not None:
-            inside = validation.path.resolve().is_relative_to(data.path.resolve())
-            if inside:
-                raise DataError(
-                    f"validation.path: {validation.path} lies in data.path: {data.path}, so it would be learned: move it"
-                )
+        held_out = None if validation is None else validation.path
+        if held_out is not None and real(held_out).is_relative_to(real(data.path)):
+            raise DataError(
+                f"validation.path: {held_out} lies in data.path: {data.path}, so it would be learned: move it"
+            )
         store = prepare_samples(data.path, data, tokenizer, limits, config.model)
         remarks, longest = list(store.remarks), int(store.lengths.max())
         if validation is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megascend.app.resume import RUN_FILES
 from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
+from megascend.files import real
 from megascend.huggingface.info import inspect_checkpoint
 
 
@@ -36,15 +37,18 @@ def check_paths(config: TrainerConfig, read: Mapping[str, Path], overwrite: bool
     Raises:
         ConfigError: it would.
     """
-    output = config.output.resolve()
+    output = real(config.output)
     for setting, path in read.items():
-        if path.is_dir() and output.is_relative_to(path.resolve()):
+        if path.is_dir() and output.is_relative_to(real(path)):
             raise ConfigError(
                 f"output: {config.output} lies in {setting}: {path}, so the run's files would be read as data: choose another"
             )
     for setting, path in {"model": config.model, **read}.items():
+        places = {real(path), path.absolute()}  # a link itself is removed, too
         for name in RUN_FILES if overwrite else ():
-            if path.resolve().is_relative_to(output / name):
+            if any(
+                place.is_relative_to(above / name) for place in places for above in (output, config.output.absolute())
+            ):
                 raise ConfigError(
                     f"{setting}: {path} is one of the files of an earlier run in output: {config.output}, which --overwrite "
                     "removes: choose another output, or copy it first"

@@ -42,9 +42,12 @@ def export_command(
     model that its training exported (RUN/hf).
     """
     from megascend.errors import ConfigError
+    from megascend.files import why_not_writable
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
+    if problem := why_not_writable(out):
+        raise ConfigError(f"{out} cannot be written: {problem}")
     source = find_checkpoint(model)
     settings: dict[str, Any] = {"model": source, "precision": dtype.value}
     merged = ""

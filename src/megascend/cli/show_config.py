@@ -28,14 +28,14 @@ def show_config_command(
 
     values = read_settings(config, overrides)
     settings: TrainerConfig = RlConfig(**values) if "rollout" in values else RunConfig(**values)
-    typer.echo(to_yaml(settings.model_dump(mode="json")), nl=False)
     if nproc is None:
-        return
-    if not settings.model.exists():
-        typer.echo(f"# layout not checked: there is no {settings.model} yet")
-        return
-    topology = check_topology(settings, nproc)
-    for line in topology.describe().splitlines():
+        layout = ""
+    elif not settings.model.exists():
+        layout = f"layout not checked: there is no {settings.model} yet"
+    else:
+        layout = check_topology(settings, nproc).describe()
+    typer.echo(to_yaml(settings.model_dump(mode="json")), nl=False)
+    for line in layout.splitlines():
         typer.echo(f"# {line}")
 
 

@@ -24,7 +24,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a run file in YAML")
     if not os.path.lexists(path):
-        raise ConfigError(f"no config file at {path.resolve()}")
+        raise ConfigError(f"no config file at {path.absolute()}")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:

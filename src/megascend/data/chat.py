@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.data.document import Message, Messages
@@ -22,6 +23,29 @@ KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONIN
 """Keys of messages that templates may leave out without a remark; what they leave out of the last three is looked for."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = ("firstpartofaprobe", "secondpartofaprobe")
+
+
+def check_template(text: str, path: Path) -> None:
+    """Find out that a chat template cannot be compiled.
+
+    Raises:
+        DataError: the message names the line.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[[]], chat_template=text)
+    except Exception as error:
+        # What else is wrong may be so with no message only, and is said of the conversations.
+        if (line := syntax_error_line(error)) is not None:
+            raise DataError(f"data.chat_template: {path}:{line}: not a template: {error}") from error
+
+
+def syntax_error_line(error: Exception) -> int | None:
+    """The line of a template that cannot be compiled; None for other errors."""
+    from jinja2 import TemplateSyntaxError
+
+    return error.lineno if isinstance(error, TemplateSyntaxError) else None
 
 
 class ChatTemplate:
@@ -103,7 +127,11 @@ class ChatTemplate:
                     raise
                 rendered, marked = attempt(textual)  # DeepSeek's templates write arguments as they are
         except Exception as error:
-            raise DataError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
+            line = syntax_error_line(error)
+            where = "" if line is None else f" in line {line}"
+            raise DataError(
+                f"the chat template refuses the conversation: {type(error).__name__}{where}: {error}"
+            ) from error
         return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
 
     def _with_content(self, message: Message) -> Message:

@@ -87,7 +87,7 @@ def data_files(path: Path, findings: Findings) -> list[Path]:
             raise DataError(f"{path}: files ending in {path.suffix!r} are not read (data.path); known: {known}")
         return [path]
     if not path.is_dir():
-        raise DataError(f"no training data at {path.resolve()} (data.path): neither a file nor a folder")
+        raise DataError(f"no training data at {path.absolute()} (data.path): neither a file nor a folder")
     try:
         found = sorted(file for file in path.rglob("*") if not file.is_dir())
     except OSError as error:

@@ -14,6 +14,7 @@ import xxhash
 
 from megascend.batch.sample import Sample
 from megascend.config import Data
+from megascend.data.chat import check_template
 from megascend.data.check import read_template
 from megascend.data.files import data_files, dataset_format, iterate_documents
 from megascend.data.findings import Findings
@@ -51,7 +52,8 @@ def prepare_samples(
     if not dataset_format(path):
         data_files(path, Findings())
     template = read_template(data.chat_template)
-    if template is not None:
+    if template is not None and data.chat_template is not None:
+        check_template(template, data.chat_template)
         tokenizer.chat_template = template
     how = data.model_dump(
         mode="json", include={"split", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}

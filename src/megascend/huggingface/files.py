@@ -29,10 +29,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
         raise CheckpointError(
-            f"model: {Path(model_dir).resolve()} is not a directory; it must hold a Hugging Face checkpoint"
+            f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint"
         )
     if not path.is_file():
-        raise CheckpointError(f"model: {path.resolve()} is missing; a Hugging Face checkpoint has one")
+        raise CheckpointError(f"model: {path.absolute()} is missing; a Hugging Face checkpoint has one")
     config = _json_object(path)
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type")

@@ -21,7 +21,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         DataError: there is no such file, a line is malformed, or there is none.
     """
     if not path.is_file():
-        raise DataError(f"no prompts at {path.resolve()}: not a file")
+        raise DataError(f"no prompts at {path.absolute()}: not a file")
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

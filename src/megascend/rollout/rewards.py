@@ -33,7 +33,7 @@ def check_name(name: str) -> tuple[str, str]:
             f"reward: {name!r} must name a function as package.module:function or path/to/file.py:function"
         )
     if where.endswith(".py") and not Path(where).is_file():
-        raise ConfigError(f"reward: there is no file {Path(where).resolve()}")
+        raise ConfigError(f"reward: there is no file {Path(where).absolute()}")
     return where, attribute
 
 

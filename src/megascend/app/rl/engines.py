@@ -23,6 +23,17 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
     return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
 
 
+def check_addresses(engines: Sequence[str]) -> None:
+    """Find out, without a request, that an entry of ``engines`` names none.
+
+    Raises:
+        ConfigError: it is neither ``local`` nor an address.
+    """
+    for address in engines:
+        if address != "local" and not (address.startswith("http://") and address.removeprefix("http://").strip("/")):
+            raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
+
+
 def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
     """The engine ``address``, the ``index``-th of the run."""
     if address == "local":
@@ -35,13 +46,12 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
             precision=config.precision,
             seed=config.seed + index,
         )
-    if address.startswith("http://"):
-        from megascend.rollout.engines.vllm import VllmEngine
+    from megascend.rollout.engines.vllm import VllmEngine
 
-        # Under the same name a resumed run has its engines back.
-        owner = f"{socket.gethostname()}:{config.output.resolve()}"
-        return VllmEngine(address, owner=owner, generate_timeout_s=config.rollout.timeout_s)
-    raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
+    check_addresses([address])
+    # Under the same name a resumed run has its engines back.
+    owner = f"{socket.gethostname()}:{config.output.resolve()}"
+    return VllmEngine(address, owner=owner, generate_timeout_s=config.rollout.timeout_s)
 
 
 def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:

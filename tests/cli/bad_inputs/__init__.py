@@ -1,0 +1,15 @@
+"""Bad inputs, as tables: what is bad, and which words of the message a user acts on."""
+
+from __future__ import annotations
+
+from bad_inputs.commands import COMMANDS
+from bad_inputs.data import DATA
+from bad_inputs.models import MODELS
+from bad_inputs.row import Bad
+from bad_inputs.settings import SETTINGS
+
+BAD_INPUTS: dict[str, Bad] = {
+    f"{part}: {name}": bad
+    for part, rows in {"data": DATA, "settings": SETTINGS, "model": MODELS, "command": COMMANDS}.items()
+    for name, bad in rows.items()
+}

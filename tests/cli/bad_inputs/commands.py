@@ -1,0 +1,155 @@
+"""Command lines, output directories, states to resume from and environments that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bad_inputs.row import Bad, command, words
+
+
+def earlier_run(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def exported_run(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "hf").symlink_to((folder / "model").resolve())
+
+
+def adapter(folder: Path) -> None:
+    (folder / "lora").mkdir()
+    (folder / "lora" / "adapter_config.json").write_text("{}")
+
+
+def file(name: str, content: str = "precious") -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def checkpoint(content: str) -> Callable[[Path], Any]:
+    """A directory that says of itself that it is a checkpoint."""
+
+    def make(folder: Path) -> None:
+        path = folder / "out" / "checkpoints" / "step-00000001"
+        path.mkdir(parents=True)
+        (path / "manifest.json").write_text(content)
+
+    return make
+
+
+def rl(change: str, says: str) -> Bad:
+    return Bad(words(says), ("rl", "rl.yaml", "--set", change))
+
+
+def reward_file(folder: Path) -> None:
+    (folder / "reward.py").write_text("def other(response, example):\n    return 0.0\n")
+
+
+OPTIONS = {
+    "no such command": command("trian", says="trian | train"),
+    "no run file": command("train", says="Missing argument | config | megascend train --help"),
+    "no such option": command("train run.yaml --gpus 2", says="No such option | --gpus | megascend train --help"),
+    "an option without its value": command("train run.yaml --set", says="--set | requires an argument"),
+    "a run file too many": command("train run.yaml run.yaml", says="unexpected extra argument | run.yaml"),
+    "no processes": command("train run.yaml --nproc 0", says="--nproc | 1 | '0'"),
+    "processes in words": command("train run.yaml --nproc two", says="--nproc | integer | 'two'"),
+    "more processes than cores": command("train run.yaml --nproc 4096", says="--nproc 4096 | 4 processes a core | torchrun"),
+    "--nproc under torchrun": command(
+        "train run.yaml --nproc 2", says="--nproc 2 under torchrun", RANK="0", WORLD_SIZE="2"
+    ),
+    "show-config: layout": command(
+        "show-config run.yaml --nproc 2 --set parallel.tensor=4", says="world size 2 | parallel.tensor=4 | 4 processes"
+    ),
+    "show-config: nothing there": command("show-config nowhere.yaml", says="no config file at | nowhere.yaml"),
+    "show-config: unknown key": command("show-config rl.yaml --set rollout.max_lags=2", says="rollout.max_lags: unknown"),
+    "new-model: architecture": command("new-model new --arch gpt9", says="--arch 'gpt9' | qwen3, qwen3_moe, llama, qwen2"),
+    "new-model: no layers": command("new-model new --layers 0", says="--layers | 1 | '0'"),
+    "new-model: heads": command("new-model new --heads 3", says="--hidden 128 | --heads (6)"),
+    "new-model: key and value heads": command("new-model new --kv-heads 3", says="--heads 4 | --kv-heads 3"),
+    "new-model: experts of a dense one": command("new-model new --experts 8", says="--experts 8 | --arch qwen3 | qwen3_moe"),
+    "new-model: experts per token": command(
+        "new-model new --arch qwen3_moe --experts 2 --experts-per-token 3", says="--experts-per-token 3 | --experts 2"
+    ),
+    "new-model: vocabulary": command("new-model new --vocab 10", says="--vocab 10 | 259"),
+    "new-model: something there": command("new-model model", says="model exists and is not an empty directory"),
+    "new-model: below a file": command(
+        "new-model data.jsonl/new", says="data.jsonl/new cannot be written | data.jsonl is not a directory"
+    ),
+    "export: type": command("export model new --dtype fp8", says="--dtype | 'fp8' | 'fp32'"),
+    "export: nothing there": command("export nowhere new", says="no checkpoint at nowhere"),
+    "export: no model": command("export . new", says="config.json | not a Hugging Face checkpoint"),
+    "export: unfinished run": command(
+        "export out new", says="out is a run directory without an exported model", arrange=earlier_run
+    ),
+    "export: something there": command("export model model", says="model exists and is not an empty directory"),
+    "export: below a file": command(
+        "export model data.jsonl/new", says="data.jsonl/new cannot be written | is not a directory"
+    ),
+    "doctor: nothing there": command("doctor --run nowhere", says="--run nowhere | no such directory"),
+    "doctor: no run": command("doctor --run model", says="--run model | no run has written | events.jsonl"),
+    "doctor: nothing to verify": command("doctor --verify", says="--verify | --run DIR"),
+    "doctor: no time": command("doctor --timeout 0", says="--timeout | 1 | '0'"),
+    "simnpu: no command": command("simnpu", says="Missing argument | COMMAND"),
+    "simnpu: no such command": command("simnpu no-such-program", says="no-such-program"),
+}  # fmt: skip
+OUTPUTS = {
+    "a file": command("train run.yaml", says="output: out exists and is not a directory", arrange=file("out")),
+    "below a file": command(
+        "train run.yaml --set output=data.jsonl/out", says="output: data.jsonl/out | data.jsonl is not a directory"
+    ),
+    "not to be written": command("train run.yaml --set output=/proc/out", says="output: /proc/out cannot be written | /proc"),
+    "a name too long": Bad(
+        words("output: | cannot be written | too long"), ("train", "run.yaml", "--set", f"output={'x' * 300}")
+    ),
+    "a link to nothing": command(
+        "train run.yaml", says="output: out exists and is not a directory", arrange=lambda f: (f / "out").symlink_to("no")
+    ),
+    "an earlier run": command(
+        "train run.yaml", says="output: out | earlier run | metrics.jsonl | --overwrite", arrange=earlier_run
+    ),
+    "its model overwritten": command(
+        "train run.yaml --overwrite --set model=out/hf", says="model: out/hf | output: out | --overwrite", arrange=exported_run
+    ),
+    "overwritten and resumed": command(
+        "train run.yaml --overwrite --resume auto", says="--overwrite and --resume auto contradict each other"
+    ),
+    "resume: nothing there": command("train run.yaml --resume nowhere", says="--resume nowhere | no such directory"),
+    "resume: no checkpoint": command(
+        "train run.yaml --resume auto", says="--resume auto | no complete checkpoint", arrange=earlier_run
+    ),
+    "rl: an earlier run": command("rl rl.yaml", says="output: out | earlier run | --overwrite", arrange=earlier_run),
+}  # fmt: skip
+ENVIRONMENTS = {
+    "RANK alone": command("train run.yaml", says="RANK and WORLD_SIZE only RANK is set | torchrun", RANK="0"),
+    "WORLD_SIZE in words": command("train run.yaml", says="WORLD_SIZE='two'", RANK="0", WORLD_SIZE="two"),
+    "RANK beyond the world": command("train run.yaml", says="RANK=3 is outside WORLD_SIZE=2", RANK="3", WORLD_SIZE="2"),
+    "nowhere to meet": command("train run.yaml", says="MASTER_ADDR and MASTER_PORT | torchrun", RANK="0", WORLD_SIZE="2"),
+    "a port in words": command(
+        "train run.yaml", says="MASTER_PORT='http'", RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="http"
+    ),
+    "a cache that is a file": command("train run.yaml", says="data.jsonl | MEGASCEND_CACHE", MEGASCEND_CACHE="data.jsonl"),
+    "a switch in words": command("show-config run.yaml", says="MEGASCEND_DEBUG | boolean", MEGASCEND_DEBUG="maybe"),
+}  # fmt: skip
+RL = {
+    "a run file of train": command("rl run.yaml", says="rollout: required"),
+    "a run file of rl": command("train rl.yaml", says="rollout: unknown setting"),
+    "no prompts": rl("rollout.prompts=nowhere.jsonl", says="no prompts at | nowhere.jsonl"),
+    "prompts that are chats": rl("rollout.prompts=data.jsonl", says="data.jsonl:1 | messages | assistant's"),
+    "no function": rl("rollout.reward=rewards", says="reward | 'rewards' | package.module:function"),
+    "no file of rewards": rl("rollout.reward=no.py:f", says="reward | no.py"),
+    "another function": Bad(
+        words("reward.py | 'sorted' | other"), ("rl", "rl.yaml", "--set", "rollout.reward=reward.py:sorted"), reward_file
+    ),
+    "a group of one": rl("rollout.group_size=1", says="rollout.group_size | 2 | 1"),
+    "updates too rare": rl("sync.every=5", says="sync.every=5 | rollout.max_lag of 4 | 1"),
+    "no engines": rl("engines=[]", says="engines must name at least one"),
+    "one engine twice": rl("engines=[http://a:1, http://a:1]", says="engines | http://a:1 | twice"),
+    "an engine that is no address": rl("engines=[vllm]", says="engines | 'vllm' | http://HOST:PORT"),
+}  # fmt: skip
+COMMANDS = {
+    f"{part}, {name}": bad
+    for part, rows in {"options": OPTIONS, "output": OUTPUTS, "environment": ENVIRONMENTS, "rl": RL}.items()
+    for name, bad in rows.items()
+}

@@ -1,0 +1,152 @@
+"""Run files and settings that cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bad_inputs.row import UNREADABLE, Bad, settings, words
+
+
+def run_file(content: str | bytes, says: str) -> Bad:
+    """``run.yaml`` holds this, behind what makes the run work."""
+
+    def write(folder: Path) -> None:
+        with (folder / "run.yaml").open("ab") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
+
+    return Bad(words(says), arrange=write)
+
+
+def instead(content: str | bytes, says: str) -> Bad:
+    """``run.yaml`` holds nothing but this."""
+    whole = content if isinstance(content, bytes) else content.encode()
+    return Bad(words(says), arrange=lambda folder: (folder / "run.yaml").write_bytes(whole))
+
+
+RUN_FILES = {
+    "nothing there": Bad(words("no config file at | nowhere.yaml"), ("train", "nowhere.yaml")),
+    "a folder": Bad(words(". is a directory | YAML"), ("train", ".")),
+    "a link to itself": Bad(
+        words("loop.yaml cannot be read"), ("train", "loop.yaml"), lambda folder: (folder / "loop.yaml").symlink_to("loop.yaml")
+    ),
+    "not to be read": Bad(
+        words("mem.yaml cannot be read"), ("train", "mem.yaml"), lambda folder: (folder / "mem.yaml").symlink_to(UNREADABLE)
+    ),
+    "Latin-1": run_file("# café\n".encode("latin-1"), says="run.yaml:7 | not UTF-8 | save the file as UTF-8"),
+    "UTF-16": instead("model: m\n".encode("utf-16"), says="run.yaml:1 | not UTF-8"),
+    "empty": instead("", says="run.yaml | a mapping of settings | NoneType"),
+    "a list": instead("- model: m\n", says="run.yaml | a mapping of settings | list"),
+    "a tab": run_file("optimizer:\n\tlr: 1\n", says="run.yaml:8:1 | not valid YAML"),
+    "a bracket left open": run_file("parallel: {tensor: 1\n", says="run.yaml:8:1 | not valid YAML"),
+    "a colon too many": run_file("engine: a: b\n", says="run.yaml:7:10 | not valid YAML"),
+    "a key twice": run_file("steps: 5\n", says="run.yaml:7:1 | 'steps' is there twice | line 5"),
+    "a key that is no name": run_file("on: 5\n", says="run.yaml:7:1 | 'on' is read as True"),
+    "a day that does not exist": run_file("engine: 2026-13-45\n", says="run.yaml | not valid YAML | month"),
+    "no model": instead("output: o\ndata: {path: d}\n", says="model: required"),
+    "no data": instead("output: o\nmodel: m\n", says="data: required"),
+}  # fmt: skip
+KEYS = {
+    "unknown": settings("stepps=1", says="stepps: unknown setting (value 1)"),
+    "unknown in a section": settings("optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1)"),
+    "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
+    "a section that is a number": settings("optimizer=3", says="optimizer | 3"),
+    "a section that is nothing": settings("optimizer=", says="optimizer | None"),
+    "no value": settings("steps", says="--set | KEY=VALUE | 'steps'"),
+    "no name": settings("optimizer..lr=1", says="--set | KEY=VALUE | 'optimizer..lr=1'"),
+    "a value that is no YAML": settings("steps=[1", says="--set steps=[1 | not valid YAML"),
+    "a name of 0.1 and its new one": settings(
+        "mindspeed={}", "provider_options={}", says="mindspeed | provider_options | both are set"
+    ),
+}  # fmt: skip
+VALUES = {
+    "steps in words": settings("steps=many", says="steps | 'many'"),
+    "half a step": settings("steps=1.5", says="steps | 1.5"),
+    "steps: true": settings("steps=true", says="steps | a number | True"),
+    "no steps": settings("steps=0", says="steps must be 1 or more | 0"),
+    "negative steps": settings("steps=-1", says="steps | 0 | -1"),
+    "no epochs": settings("epochs=0", says="epochs | 0"),
+    "lr negative": settings("optimizer.lr=-1", says="optimizer.lr | 0 | -1"),
+    "lr NaN": settings("optimizer.lr=.nan", says="optimizer.lr | finite | nan"),
+    "lr infinite": settings("optimizer.lr=.inf", says="optimizer.lr | finite | inf"),
+    "betas": settings("optimizer.betas=[0.9, 1.5]", says="optimizer.betas.1 | less than 1 | 1.5"),
+    "one beta": settings("optimizer.betas=[0.9]", says="optimizer.betas.1: required"),
+    "eps": settings("optimizer.eps=0", says="optimizer.eps | greater than 0 | 0"),
+    "batch size": settings("data.global_batch_size=0", says="data.global_batch_size | 1 | 0"),
+    "micro batch": settings("batching.micro_batch_tokens=0", says="batching.micro_batch_tokens | 1 | 0"),
+    "precision": settings("precision=fp8", says="precision | 'fp32', 'fp16' or 'bf16' | 'fp8'"),
+    "platform": settings("platform=tpu", says="platform | 'cuda' | 'tpu'"),
+    "platform that is not here": Bad(
+        words("platform 'npu' cannot be used here"), ("train", "run.yaml", "--nproc", "2", "--set", "platform=npu")
+    ),
+    "engine": settings("engine=deepspeed", says="engine | 'deepspeed' | megatron, single, fsdp"),
+    "provider": settings("provider=nobody", says="provider | 'nobody'"),
+    "plug-in": settings("plugins=[no_such_package.x]", says="plugins | 'no_such_package'"),
+    "plug-in that is a path": settings("plugins=[my/plugin.py]", says="plugins.0 | 'my/plugin.py'"),
+    "seed negative": settings("seed=-1", says="seed | 0 | -1"),
+    "seed beyond 64 bits": settings(f"seed={10**20}", says=f"seed | {2**62} | {10**20}"),
+    "timeout of none": settings("timeout_s=0", says="timeout_s | 1 | 0"),
+    "timeout of ages": settings(f"timeout_s={10**12}", says=f"timeout_s | {366 * 86400} | {10**12}"),
+    "schedule": settings("schedule.kind=step", says="schedule.kind | 'linear' | 'step'"),
+    "LoRA rank": settings("lora.rank=0", says="lora.rank | 1 | 0"),
+    "LoRA dropout": settings("lora.dropout=1", says="lora.dropout | less than 1 | 1"),
+    "LoRA on nothing": settings("lora.targets=[]", says="lora.targets must name at least one layer"),
+    "LoRA on another layer": settings("lora.targets=[q_proj, kproj]", says="lora.targets | 'kproj' | k_proj"),
+    "DPO": settings("dpo.beta=0", says="dpo.beta | greater than 0 | 0"),
+    "recompute": settings("recompute.modules=[attention]", says="recompute.modules.0 | 'core_attn' | 'attention'"),
+    "too long": settings("data.on_too_long=cut", says="data.on_too_long | 'truncate' | 'cut'"),
+    "no output": settings("output=''", says="output | a path | ''"),
+    "LoRA alpha": settings("lora.alpha=0", says="lora.alpha | greater than 0 | 0"),
+}  # fmt: skip
+TOGETHER = {
+    "steps and epochs": settings("steps=5", "epochs=2", says="steps=5 and epochs=2: set one of them"),
+    "warm-up of all steps": settings(
+        "steps=50", "schedule={kind: linear, warmup_steps: 50}", says="schedule.warmup_steps: 50 | 50 steps | lower it"
+    ),
+    "warm-up beyond the schedule": settings(
+        "schedule={kind: cosine, warmup_steps: 9, total_steps: 5}", says="total_steps > warmup_steps | 5 and 9"
+    ),
+    "a schedule that rises": settings(
+        "schedule={kind: cosine, min_lr: 0.1}", says="schedule.min_lr: 0.1 | optimizer.lr: 1e-05"
+    ),
+    "overlap of nothing": settings(
+        "optimizer.overlap_param_gather=true", says="overlap_param_gather | overlap_grad_reduce: true"
+    ),
+    "auxiliary loss by no formula": settings("moe.aux_loss_coefficient=0.1", says="aux_loss_coefficient=0.1 | moe.aux_loss"),
+    "auxiliary loss of nothing": settings("moe.aux_loss=megatron", says="aux_loss: megatron | aux_loss_coefficient above 0"),
+    "two validation sets": settings("validation={path: v, fraction: 0.1}", says="validation | both are set"),
+    "no validation set": settings("validation={every: 5}", says="validation | neither is set"),
+    "output in the data": settings("data.path=.", says="output: out | data.path: . | read as data"),
+    "layout: tensor": settings("parallel.tensor=2", says="world size 1 | parallel.tensor=2 | 2 processes"),
+    "layout: virtual pipeline": settings(
+        "parallel.virtual_pipeline=2", says="parallel.virtual_pipeline=2 | parallel.pipeline=1"
+    ),
+}  # fmt: skip
+LAYOUTS = {
+    "three processes": Bad(
+        words("world size 3 | parallel.tensor=2 | 2 or 4 processes"),
+        ("train", "run.yaml", "--nproc", "3", "--set", "parallel.tensor=2"),
+    ),
+    "attention heads": Bad(
+        words("parallel.tensor=8 | 4 attention heads"), ("train", "run.yaml", "--nproc", "8", "--set", "parallel.tensor=8")
+    ),
+    "key and value heads": Bad(
+        words("parallel.tensor=4 | 2 query groups"), ("train", "run.yaml", "--nproc", "4", "--set", "parallel.tensor=4")
+    ),
+    "layers": Bad(
+        words("parallel.pipeline=3 | 2 layers"), ("train", "run.yaml", "--nproc", "3", "--set", "parallel.pipeline=3")
+    ),
+    "experts": Bad(
+        words("parallel.expert=2 | no experts"), ("train", "run.yaml", "--nproc", "2", "--set", "parallel.expert=2")
+    ),
+}  # fmt: skip
+SETTINGS = {
+    f"{part}, {name}": bad
+    for part, rows in {
+        "run file": RUN_FILES,
+        "keys": KEYS,
+        "values": VALUES,
+        "together": TOGETHER,
+        "layout": LAYOUTS,
+    }.items()
+    for name, bad in rows.items()
+}
