@@ -63,6 +63,11 @@ def test_it_shows_samples_with_their_mask_and_figures(megascend, folder: Path) -
     assert "6 of 2 samples = 4 epochs; one micro batch a rank" in shown
     assert f"the largest with {max(lengths)} of 4096 tokens" in shown
     assert "4 ranks = tensor 1 x context 1 x data 4" in shown
+    [line] = [line for line in shown.splitlines() if line.startswith("  parameters")]
+    assert line.split() == ["parameters", "0.0", "MiB"]  # 45 thousand, in fp32, a quarter of them
+    for item in ("moments", "activations", "output head", "all", "recomputed"):
+        assert f"\n  {item} " in shown
+    assert "this machine has for each rank" in shown
     assert "data parallel ranks have no sample in a step" in shown
     assert "schedule.total_steps: 4 ends before the 6 steps do" in shown
     assert not (folder / "out").exists()

@@ -17,7 +17,11 @@ from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
 from megascend.data.sample_pieces import Piece, pieces
 from megascend.data.statistics import Statistics
+from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.memory.estimate import Estimate, estimate
+from megascend.memory.workload import Kernels, Workload
+from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology, plan
 
 SHOWN = 3
@@ -48,6 +52,9 @@ class DryRun:
         epochs: how often the steps go through the data.
         shown: the first samples of the first step.
         free_disk: bytes, where the output is to be.
+        memory: what a rank will need; None for an engine from outside.
+        recomputed: the same with recompute.granularity: full; None where that is set, or cannot be.
+        device_memory: bytes of one device; on a CPU, this machine's for each rank.
     """
 
     config: RunConfig
@@ -61,6 +68,9 @@ class DryRun:
     steps: StepPlan
     shown: list[ShownSample]
     free_disk: int
+    memory: Estimate | None
+    recomputed: Estimate | None
+    device_memory: int
 
 
 def dry_run(config: RunConfig, world_size: int) -> DryRun:
@@ -94,6 +104,14 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     units = objective.units(samples.learned)
     config = config.of_length(units)
     first = objective.members(next(samples.batches(config, objective)))
+    steps = plan_steps(config, samples, objective, sequence_layout(config, topology), topology)
+
+    def memory(of: RunConfig) -> Estimate | None:
+        workload = Workload(steps.tokens, steps.micro_batches, steps.packed)
+        return estimate(of, info, read_config(of.model), topology, workload, kernels_of(runtime.platform))
+
+    recompute = config.recompute.model_copy(update={"granularity": "full"})
+    recomputed = config.model_copy(update={"recompute": recompute})
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -113,10 +131,18 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
         held_out=None if samples.held_out is None else Statistics.of(samples.held_out),
         remarks=samples.remarks,
         epochs=config.steps * config.data.global_batch_size / units,
-        steps=plan_steps(config, samples, objective, sequence_layout(config, topology), topology),
+        steps=steps,
         shown=[shown(index, pair) for index, pair in first[: SHOWN * (2 if samples.learned.has_pairs else 1)]],
         free_disk=shutil.disk_usage(nearest(config.output)).free,
+        memory=memory(config),
+        recomputed=None if config.recompute.granularity == "full" else memory(recomputed),
+        device_memory=runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1),
     )
+
+
+def kernels_of(platform: Platform) -> Kernels:
+    """What computes on a platform. Of NPUs' own kernels nothing was measured; they are taken to keep what CUDA's do."""
+    return "plain" if platform.name == "cpu" else "fused"
 
 
 def nearest(path: Path) -> Path:

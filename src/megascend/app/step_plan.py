@@ -28,6 +28,7 @@ class StepPlan:
         samples: of that one.
         longest: tokens of the longest sample, with its padding.
         padding: share of tokens that are padding.
+        packed: some micro batch has samples of different length one after the other.
         idle: True if some rank has no sample in some step.
     """
 
@@ -37,6 +38,7 @@ class StepPlan:
     samples: int
     longest: int
     padding: float
+    packed: bool
     idle: bool
 
 
@@ -51,7 +53,7 @@ def plan_steps(
     lengths = samples.learned.lengths.tolist()
     steps = min(config.steps, LOOKED_AT)
     most = largest = largest_samples = longest = taken = padded = 0
-    idle = False
+    idle = packed = False
     for batch in islice(samples.batches(config, objective), steps):
         members = objective.members(batch)
         own = [lengths[index] for index, _ in members]
@@ -60,11 +62,12 @@ def plan_steps(
             planned = _micro_batches([own[i] for i in share], [pairs[i] for i in share], layout, config)
             most, idle = max(most, len(planned)), idle or not planned
             for tokens, count, top in planned:
+                packed |= layout.packing and tokens < top * count
                 if tokens > largest:
                     largest, largest_samples = tokens, count
                 longest, padded = max(longest, top), padded + tokens
             taken += sum(own[i] for i in share)
-    return StepPlan(steps, most, largest, largest_samples, longest, 1 - taken / padded, idle)
+    return StepPlan(steps, most, largest, largest_samples, longest, 1 - taken / padded, packed, idle)
 
 
 def _micro_batches(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megascend.data.sample_pieces import Piece
     from megascend.data.statistics import Statistics
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 PIECE = 400
 """Characters of a piece's beginning and of its end that are shown."""
 PIECES = 24
@@ -90,6 +90,8 @@ def report(found: DryRun, style: Style) -> Iterator[str]:
     yield f"output    {config.output}; {found.free_disk / GIB:.1f} GiB free there"
     yield from (f"          warning: {line}" for line in warnings(found))
     yield ""
+    yield from memory_table(found)
+    yield ""
     yield from data_table(found)
     yield from (f"          {line}" for line in found.remarks)
     yield ""
@@ -129,6 +131,11 @@ def warnings(found: DryRun) -> Iterator[str]:
             f"schedule.total_steps: {config.schedule.total_steps} ends before the {config.steps} steps do; the rest learn with "
             f"min_lr {config.schedule.min_lr:g}"
         )
+    if found.memory is not None and found.memory.total > found.device_memory:
+        yield (
+            f"a rank will need about {size(found.memory.total)} of memory and has {size(found.device_memory)}: lower "
+            "batching.micro_batch_tokens, set recompute.granularity: full, or divide the model over more ranks"
+        )
     needed = disk_needed(found)
     if needed > found.free_disk:
         yield f"checkpoints and export will take about {needed / GIB:.1f} GiB, more than is free"
@@ -145,6 +152,28 @@ def disk_needed(found: DryRun) -> int:
         kept += config.steps // config.checkpoint.keep_every
     exports = config.export + (kept if config.checkpoint.hf else 0)
     return found.info.parameter_count * (kept * CHECKPOINT_BYTES + exports * of_weight)
+
+
+def memory_table(found: DryRun) -> Iterator[str]:
+    """The memory that a rank will need, item by item."""
+    memory = found.memory
+    if memory is None:
+        yield f"memory    there is no estimate for engine {found.config.engine}"
+        return
+    of_stage = f", of pipeline stage {memory.stage + 1}" if found.topology.pipeline > 1 else ""
+    yield f"{'memory':<30}{'':>12}  of a rank{of_stage}, at the peak of a step (estimate)"
+    for name, bytes_ in (memory.items | memory.overhead).items():
+        yield f"  {name:<28}{size(bytes_):>12}"
+    machine = "this machine has for each rank" if found.platform == "cpu" else "the device has"
+    yield f"  {'all':<28}{size(memory.total):>12}  {machine} {size(found.device_memory)}"
+    if found.recomputed is not None:
+        yield f"  {'recomputed':<28}{size(found.recomputed.total):>12}  with recompute.granularity: full"
+    yield from (f"  {line}" for line in memory.remarks)
+
+
+def size(bytes_: int) -> str:
+    """Bytes in a unit that leaves few digits."""
+    return f"{bytes_ / GIB:.2f} GiB" if bytes_ >= GIB else f"{bytes_ / MIB:.1f} MiB"
 
 
 def data_table(found: DryRun) -> Iterator[str]:

@@ -1,0 +1,82 @@
+"""The sizes of a model that decide how much memory a step takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.unsupported import expert_layers
+
+LAYER = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Widths are numbers of elements for a token.
+
+    Attributes:
+        query, key_value: widths of all query heads, and of all key heads (values are as wide).
+        ffn: of a dense MLP.
+        expert_ffn, shared_ffn: of one routed expert, and of all shared experts together.
+        experts, topk: routed experts of a layer, and of a token.
+        qk_norm: queries and keys are normalised head by head.
+        gated: MLPs have a gate beside the first projection.
+        latent: attention has latent keys and values (MLA), of which this module knows too little.
+        with_experts: for each layer, whether it has experts.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    query: int
+    key_value: int
+    ffn: int
+    expert_ffn: int
+    shared_ffn: int
+    experts: int
+    topk: int
+    vocabulary: int
+    tied: bool
+    qk_norm: bool
+    gated: bool
+    latent: bool
+    with_experts: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> ModelSizes:
+        """Of a checkpoint, from its headers and its ``config.json``."""
+        text = hf_config.get("text_config", hf_config)
+        shape, names = info.shape, info.tensors
+        head_dim = info.attention_width // shape.num_heads
+        if shape.is_moe:
+            found = {layer_of(name) for name in names if ".experts." in name}
+            with_experts = expert_layers(text) or [layer in found for layer in range(shape.num_layers)]
+        else:
+            with_experts = [False] * shape.num_layers
+        return cls(
+            hidden=shape.hidden_size,
+            heads=shape.num_heads,
+            head_dim=head_dim,
+            query=info.attention_width,
+            key_value=shape.num_query_groups * head_dim,
+            ffn=shape.ffn_hidden_size or 0,
+            expert_ffn=shape.moe_ffn_hidden_size or 0,
+            shared_ffn=shape.shared_expert_ffn_hidden_size or 0,
+            experts=shape.num_experts or 0,
+            topk=int(text.get("num_experts_per_tok") or 0),
+            vocabulary=shape.vocab_size,
+            tied="lm_head.weight" not in names,
+            qk_norm=any(name.endswith("q_norm.weight") for name in names),
+            gated=any(".gate_proj" in name or ".gate_up_proj" in name or ".w3." in name for name in names),
+            latent=text.get("kv_lora_rank") is not None,
+            with_experts=tuple(with_experts),
+        )
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a weight belongs to, by its name; None outside of all."""
+    found = LAYER.search(name)
+    return None if found is None else int(found[1] or found[2])

@@ -1,0 +1,92 @@
+"""Bytes of all tensors that are alive, and their peak: what a CPU has in place of ``torch.cuda.max_memory_allocated``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class TensorMemory(TorchDispatchMode):
+    """Counts the storages of tensors that operators read or write in the block, each once, as long as it lives.
+
+    Temporaries inside an operator, and communication libraries' own buffers, are not seen. Storages of other devices than
+    ``device_type`` do not count.
+
+    Attributes:
+        allocated: bytes that are alive.
+        peak: most bytes since the beginning or :meth:`reset_peak`.
+        at_peak: with ``explain``, what was alive then: ``{(operator, dtype, shape): bytes}``.
+    """
+
+    def __init__(self, device_type: str = "cpu", *, explain: bool = False) -> None:
+        super().__init__()
+        self.allocated = self.peak = 0
+        self.at_peak: dict[tuple[str, str, tuple[int, ...]], int] = {}
+        self._device_type, self._explain = device_type, explain
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref] = {}
+        self._made_by: dict[int, tuple[str, str, tuple[int, ...]]] = {}
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak."""
+        self.peak, self.at_peak = self.allocated, {}
+
+    def __enter__(self) -> TensorMemory:
+        self._resize = torch.UntypedStorage.resize_
+        memory = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            found = memory._resize(storage, size)  # FSDP2 frees and brings back gathered parameters in this way
+            memory._measure(storage, ("resize_", "", (size,)))
+            return found
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        for value in _tensors((args, kwargs, found)):
+            self._measure(value.untyped_storage(), (str(func), str(value.dtype), tuple(value.shape)))
+        return found
+
+    def _measure(self, storage: torch.UntypedStorage, made_by: tuple[str, str, tuple[int, ...]]) -> None:
+        if storage.device.type != self._device_type:
+            return
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._sizes[key] = 0
+            self._made_by[key] = made_by
+        size = storage.nbytes()
+        self.allocated += size - self._sizes[key]
+        self._sizes[key] = size
+        if self.allocated > self.peak:
+            if self._explain and self.allocated > 1.002 * self.peak:
+                self.at_peak = {}
+                for each, bytes_ in self._sizes.items():
+                    self.at_peak[self._made_by[each]] = self.at_peak.get(self._made_by[each], 0) + bytes_
+            self.peak = self.allocated
+
+    def _forget(self, key: int) -> None:
+        self.allocated -= self._sizes.pop(key, 0)
+        self._alive.pop(key, None)
+        self._made_by.pop(key, None)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The plain tensors among ``values``; of a tensor in shards, this rank's."""
+    for value in tree_iter(values):
+        local = getattr(value, "_local_tensor", value)
+        if isinstance(local, Tensor) and type(local) in (Tensor, torch.nn.Parameter):
+            yield local

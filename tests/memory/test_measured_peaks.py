@@ -1,0 +1,67 @@
+"""The memory estimate against peaks of real training steps on the CPU: bytes of all tensors (scripts/measure_memory.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megascend.testing import run_distributed
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_memory.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["measure_memory"] = module  # dataclasses look for it
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    return module
+
+
+@pytest.fixture(scope="module")
+def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    folder = tmp_path_factory.mktemp("memory")
+    for experts, shape in ((False, script.SMALL), (True, script.SMALL | script.SMALL_EXPERTS)):
+        (folder / str(experts)).mkdir()
+        script.write_checkpoint(script.Work(shape, "cpu", "bf16", 1, 1, 0, 0, 0.0, 1), folder / str(experts))
+    return {experts: folder / str(experts) for experts in (False, True)}
+
+
+@pytest.mark.parametrize("name", ["moe", "lora", "tp2 sequence", "dp2"])
+def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[bool, Path], name: str):
+    case = script.CASES[name]
+    model = models[case.experts]
+    expected = script.estimate_of(case, "cpu", model)
+    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    peak = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+
+
+@pytest.mark.nightly
+def test_every_case_of_every_engine(tmp_path: Path):
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(tmp_path / "found.json")],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"dense", "fsdp moe", "single lora", "pp2"} <= found.keys()

@@ -1,0 +1,149 @@
+"""The formulas of the memory estimate, without a process: against peaks measured on an H200, and against themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from shapes import QWEN3_1_7B, QWEN3_4B, SIX_LAYERS_OF_30B_A3B, info_of
+
+from megascend.config import Lora, Parallel, RunConfig
+from megascend.kernels import linear_logprobs
+from megascend.memory import head
+from megascend.memory.adapters import adapter_bytes
+from megascend.memory.estimate import Estimate, estimate
+from megascend.memory.parameters import layers_of_stage, stages
+from megascend.memory.workload import Kernels, Workload
+from megascend.topology.topology import plan
+
+GIB = 2**30
+USUAL: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}
+
+
+def estimated(
+    model: dict[str, Any],
+    tokens: int,
+    world_size: int = 1,
+    kernels: Kernels = "fused",
+    micro_batches: int = 4,
+    **settings: Any,
+) -> Estimate:
+    config = RunConfig(**USUAL | settings)
+    info = info_of(model)
+    topology = plan(config.parallel, world_size, info.shape)
+    found = estimate(config, info, model, topology, Workload(tokens, micro_batches, packed=False), kernels)
+    assert found is not None
+    return found
+
+
+# Peaks of torch's allocator that docs/benchmarks.md and docs/lora.md have; the mixture of experts is from the same script.
+MEASURED = [
+    ("1.7B, 8192 tokens", QWEN3_1_7B, 8192, {}, 47.0),
+    ("1.7B, 12288 tokens", QWEN3_1_7B, 12288, {}, 55.4),
+    ("4B, 8192 tokens", QWEN3_4B, 8192, {}, 102.1),
+    ("MoE, 8192 tokens", SIX_LAYERS_OF_30B_A3B, 8192, {}, 80.4),
+    ("MoE, 16384 tokens", SIX_LAYERS_OF_30B_A3B, 16384, {}, 86.3),
+    ("LoRA, 8192 tokens", QWEN3_1_7B, 8192, {"lora": {"rank": 16}}, 21.7),
+    ("LoRA, 16384 tokens", QWEN3_1_7B, 16384, {"lora": {"rank": 16}}, 38.6),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "tokens", "settings", "gib"), MEASURED, ids=[case[0] for case in MEASURED])
+def test_peaks_measured_on_an_h200(name: str, model: dict[str, Any], tokens: int, settings: dict[str, Any], gib: float):
+    found = estimated(model, tokens, **settings)
+    assert found.tensors / GIB == pytest.approx(gib, rel=0.03)
+    assert found.total > found.tensors
+
+
+def test_the_chunks_of_the_head_are_those_of_its_kernel():
+    assert head.CHUNK_BYTES == linear_logprobs.CHUNK_BYTES
+    from megascend.memory.activations import LayerKind
+
+    kind = LayerKind(fused=True, bytes=2, packed=False, frozen=True, rank=0)
+    rows, hidden = 151936, 2048
+    chunk = linear_logprobs.chunk_size(rows, 2)
+    found = head.head_bytes(hidden, rows, 8192, kind, trained=False)
+    assert found == 2 * chunk * rows + 2 * hidden * 8192
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "parallel"),
+    [
+        (QWEN3_1_7B, 2, Parallel(tensor=2)),
+        (QWEN3_4B, 8, Parallel(tensor=2, pipeline=4, virtual_pipeline=3)),
+        (SIX_LAYERS_OF_30B_A3B, 8, Parallel(tensor=2, expert=4, expert_tensor=1)),
+    ],
+)
+def test_ranks_together_hold_every_parameter(model: dict[str, Any], world_size: int, parallel: Parallel):
+    info = info_of(model)
+    topology = plan(parallel, world_size, info.shape)
+    found = stages(info.tensors, topology, info.shape.num_layers, tied=model["tie_word_embeddings"])
+    assert sorted(layer for stage in found for layer in stage.layers) == list(range(info.shape.num_layers))
+    experts = sum(math.prod(each.shape) for name, each in info.tensors.items() if ".experts." in name)
+    assert sum(stage.experts for stage in found) * topology.expert * topology.expert_tensor == experts
+    replicated = sum(
+        math.prod(each.shape) for name, each in info.tensors.items() if len(each.shape) == 1 or ".gate.weight" in name
+    )
+    whole = info.parameter_count - experts - replicated
+    if model["tie_word_embeddings"] and topology.pipeline > 1:
+        whole += model["vocab_size"] * model["hidden_size"]  # on the first stage and on the last
+    assert sum(stage.dense for stage in found) == whole / topology.tensor + replicated
+
+
+def test_layers_of_interleaved_stages():
+    topology = plan(Parallel(pipeline=2, virtual_pipeline=3), 2, info_of(QWEN3_4B).shape)
+    assert layers_of_stage(1, 12, topology) == (2, 3, 6, 7, 10, 11)
+
+
+def test_the_first_stage_keeps_more_micro_batches():
+    one, two = (estimated(QWEN3_4B, 8192, 4, micro_batches=count, parallel={"pipeline": 4}) for count in (1, 8))
+    assert two.items["activations"] == pytest.approx(4 * one.items["activations"], rel=0.1)
+    assert two.stage == 0
+
+
+def test_recomputation_keeps_the_inputs_of_layers():
+    usual, full = (
+        estimated(QWEN3_4B, 8192, recompute={"granularity": granularity}) for granularity in ("none", "full")
+    )
+    entries = 36 * 2 * 2560 * 8192
+    assert entries < full.items["activations"] < 1.2 * entries
+    assert usual.items["activations"] > 10 * entries
+    assert full.tensors < usual.tensors
+
+
+def test_states_are_shared_by_data_parallel_ranks():
+    one, four = (estimated(QWEN3_1_7B, 4096, world_size) for world_size in (1, 4))
+    for item in ("main parameters", "moments"):
+        assert four.items[item] == pytest.approx(one.items[item] / 4, rel=1e-6)
+    for item in ("parameters", "gradients", "activations"):
+        assert four.items[item] == one.items[item]
+    whole = estimated(QWEN3_1_7B, 4096, 4, optimizer={"distributed": False})
+    assert whole.items == one.items
+
+
+def test_shards_of_engine_fsdp():
+    parameters = info_of(QWEN3_1_7B).parameter_count
+    for replicate in (1, 2):
+        found = estimated(QWEN3_1_7B, 4096, 8, engine="fsdp", fsdp={"replicate": replicate})
+        assert found.items["parameters"] == pytest.approx(4 * parameters * replicate / 8)
+        assert found.items["moments"] == 2 * found.items["parameters"]
+    offloaded = estimated(QWEN3_1_7B, 4096, 8, engine="fsdp", fsdp={"offload": True})
+    assert not {"parameters", "moments", "gradients"} & offloaded.items.keys()
+
+
+def test_an_adapter_has_its_factors_four_times_in_fp32_and_a_copy():
+    info = info_of(QWEN3_1_7B)
+    topology = plan(Parallel(), 1, info.shape)
+    [held] = stages(info.tensors, topology, 28, tied=True)
+    lora = Lora(rank=8, targets=("q_proj", "down_proj"))
+    factors = 28 * 8 * ((2048 + 2048) + (6144 + 2048))
+    options: dict[str, Any] = {"element": 2, "fused": True}
+    assert adapter_bytes(lora, info.tensors, held, topology, **options, stacked=False) == 16 * factors
+    assert adapter_bytes(lora, info.tensors, held, topology, **options, stacked=True) == (16 + 6) * factors
+
+
+def test_there_is_no_estimate_for_engines_from_outside():
+    config = RunConfig(**USUAL, engine="mine")
+    info = info_of(QWEN3_1_7B)
+    assert estimate(config, info, QWEN3_1_7B, plan(Parallel(), 1, info.shape), Workload(1024), "fused") is None
