@@ -229,6 +229,17 @@ class Backend:
         """
         return self._step.forward(samples, entropy, logits, adapter, reference)
 
+    def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[torch.Tensor]:
+        """Logits of the token that follows each sample, fp32 [vocabulary] each on the CPU, with dropout off.
+
+        Without a cache: whoever samples a response this way takes prompt and response so far through the model for each token.
+
+        Args:
+            samples: this data parallel rank's samples; may be empty on some ranks, not on all. Targets and weights do not matter.
+            adapter: the adapter of samples that do not name theirs; without either, the base model alone.
+        """
+        return self._step.next_token_logits(samples, adapter)
+
     # --- adapters ---
 
     def add_adapter(self, name: str, lora: Lora | None = None) -> None:

@@ -15,6 +15,7 @@ import yaml
 from megascend.testing.reference import run_reference
 
 STEPS = 12
+GENERATION = "{every: 5, prompts: ['one?', 'left?'], max_tokens: 12}"
 CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
 
 # The loss of the exported model on what it was taught, computed by plain transformers.
@@ -34,6 +35,21 @@ for line in open(sys.argv[2]):
     total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
     count += len(ids[0]) - start
 print(total / count)
+"""
+
+
+# What plain transformers answers, one likeliest token after the other.
+ANSWER = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained(sys.argv[1]).float(), AutoTokenizer.from_pretrained(sys.argv[1])
+found = []
+for content in sys.argv[2:]:
+    text = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[0, ids.shape[1]:]
+    found.append([tokenizer.decode(answer, skip_special_tokens=True), len(answer)])
+print(json.dumps(found))
 """
 
 
@@ -71,10 +87,19 @@ def score(model: Path, data: Path) -> float:
 @pytest.fixture(scope="module")
 def single(megascend, folder: Path) -> Path:
     """The run on one process, which starts as a user's does."""
-    arguments = ("--set", "output=single", "--set", "tensorboard=true", "--profile")
+    arguments = (
+        "--set",
+        "output=single",
+        "--set",
+        "tensorboard=true",
+        "--profile",
+        "--set",
+        f"generation={GENERATION}",
+    )
     done = megascend("train", "run.yaml", *arguments, cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stdout
+    assert done.stdout.count("  > one?\n    ") == 3
     assert "profile: steps 4 to 6 in single/profile/trace-rank-0.json.gz" in done.stdout
     return folder / "single"
 
@@ -98,6 +123,17 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     assert list(measured) == [5, 10, STEPS]
     assert measured[STEPS] == pytest.approx(exported, abs=1e-4)
     assert measured[5] == pytest.approx(rows[5]["loss"], abs=1e-4)  # the loss of step 6 is that after step 5
+
+
+def test_the_model_answers_prompts_as_transformers_has_it_answer(single: Path) -> None:
+    events = [json.loads(line) for line in (single / "events.jsonl").read_text().splitlines()]
+    answered = {event["step"]: event["answers"] for event in events if event["event"] == "answered"}
+    assert list(answered) == [5, 10, STEPS]
+    done = run_reference(ANSWER, single / "hf", "one?", "left?")
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected = json.loads(done.stdout.splitlines()[-1])
+    assert [[answer["text"], answer["tokens"]] for answer in answered[STEPS]] == expected
+    assert [answer["prompt"] for answer in answered[STEPS]] == ["one?", "left?"]
 
 
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("data", marks=pytest.mark.nightly)])

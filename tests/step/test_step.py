@@ -235,10 +235,19 @@ def test_forward_returns_each_samples_logprobs_in_the_callers_order(checkpoint, 
         mine = range(backend.topology.coordinates(backend.rank).data, len(tokens), backend.topology.data)
         samples = causal_samples(tokens)
         result = backend.forward([samples[index] for index in mine], entropy=True, logits=True)
-        return list(mine), result
+        cut = [Sample(ids[:cut], ids[:cut], [0.0] * cut) for cut, ids in zip(cuts, tokens, strict=True)]
+        following = backend.next_token_logits([cut[index] for index in mine])
+        alone = backend.next_token_logits(cut[:1] if 0 in mine else [])  # with DP, a rank has nothing
+        return list(mine), result, following, alone
 
-    for mine, result in run_distributed(on_rank, world_size, init=False):
+    cuts = [max(1, len(ids) - 1 - number % 3) for number, ids in enumerate(tokens)]
+    for mine, result, following, alone in run_distributed(on_rank, world_size, init=False):
+        assert len(alone) == (0 in mine)
         for position, index in enumerate(mine):
+            last = logits[index][cuts[index] - 1]
+            torch.testing.assert_close(following[position], last, atol=1e-5, rtol=1e-5)
+            if index == 0:
+                torch.testing.assert_close(alone[0], last, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(result.logprobs[position], expected[index], atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(result.entropy[position], entropies[index], atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(result.logits[position], logits[index], atol=1e-5, rtol=1e-5)

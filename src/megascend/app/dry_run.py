@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascend.app.generation import Answering
 from megascend.app.objectives import make_objective
 from megascend.app.run import backend_settings, load_tokenizer
 from megascend.app.run_samples import RunSamples
@@ -99,7 +100,10 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     check_backend(config.engine, runtime, topology, config.model, **backend_settings(config))
 
     tokenizer = load_tokenizer(config.model)
-    samples = RunSamples.prepare(config, tokenizer, sample_limits(config, world_size))
+    limits = sample_limits(config, world_size)
+    samples = RunSamples.prepare(config, tokenizer, limits)
+    if config.generation is not None:
+        Answering.prepare(config.generation, config.data, tokenizer, limits, config.model)
     objective = make_objective(config, samples.learned)
     units = objective.units(samples.learned)
     config = config.of_length(units)

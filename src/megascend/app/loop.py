@@ -40,6 +40,7 @@ from megascend.distributed.launch import Launch
 from megascend.errors import NonFiniteError
 
 if TYPE_CHECKING:
+    from megascend.app.generation import Answering
     from megascend.app.objectives import Objective
     from megascend.app.run_samples import RunSamples
     from megascend.backend import Backend
@@ -130,11 +131,16 @@ def run(
     )
 
     # Data that cannot be trained on are found before the model is built.
+    from megascend.app.generation import Answering
     from megascend.app.objectives import make_objective
     from megascend.app.run_samples import RunSamples
     from megascend.app.sample_limits import sample_limits
 
-    samples = RunSamples.prepare(config, load_tokenizer(config.model), sample_limits(config, launch.world_size))
+    tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
+    samples = RunSamples.prepare(config, tokenizer, limits)
+    answering = None
+    if config.generation is not None:
+        answering = Answering.prepare(config.generation, config.data, tokenizer, limits, config.model)
     objective = make_objective(config, samples.learned)
     config = config.of_length(objective.units(samples.learned))
 
@@ -176,7 +182,7 @@ def run(
         backend.platform.reset_peak_memory()
         with RunLog(config.output, config.steps, trackers, enabled=backend.rank == 0, done=done) as log:
             backend.on_micro_batch = log.micro_batch
-            steps = Steps(config, backend, samples, objective, stream, counts, log, adapter)
+            steps = Steps(config, backend, samples, objective, stream, counts, log, adapter, answering, event_log)
             numbers = range(done + 1, config.steps + 1)
             profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, numbers)
             for number in numbers:
@@ -243,6 +249,8 @@ class Steps:
     counts: Counts
     log: RunLog
     adapter: str | None
+    answering: Answering | None
+    event_log: EventLog
     _since: float = field(default_factory=time.perf_counter)
 
     def take(self, number: int) -> None:
@@ -267,7 +275,17 @@ class Steps:
         if step.skipped_in_a_row > config.max_skipped_steps:
             where = keep_batch(config, number, batch) if backend.rank == 0 else None
             raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row, where))
+        if self.answering is not None and self.answering.due(number, config.steps):
+            self.answer(self.answering, number)
         self._since = time.perf_counter()
+
+    def answer(self, answering: Answering, number: int) -> None:
+        """Have the model answer the run's prompts after step ``number``, and say what it did. Collective."""
+        since = time.perf_counter()
+        answers = answering.answer(self.backend, self.adapter)
+        took = round(time.perf_counter() - since, 3)
+        self.event_log.event("answered", step=number, seconds=took, answers=[vars(answer) for answer in answers])
+        self.log.write_texts(number, {answer.prompt: answer.text for answer in answers})
 
 
 @dataclass

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
+SHOWN = 400
+"""Characters of a prompt and of an answer that are shown; events.jsonl has them whole."""
 PROGRESS_S = 30.0
 """Seconds between lines about the micro batches of a step that takes longer."""
 
@@ -203,6 +205,14 @@ class RunLog:
         self._display.show(record)
         self._clock.step_done(record, record.step - self._done)
 
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Show what the model answered after a step, by prompt, and hand it to the trackers."""
+        if not self._enabled:
+            return
+        self._display.tell_more(f"answers after step {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
+        if self._trackers is not None:
+            self._trackers.log_texts(step, texts)
+
     def micro_batch(self, done: int, count: int) -> None:
         """The next of a step's ``count`` micro batches begins, after ``done`` others; for ``Backend.on_micro_batch``."""
         if self._enabled and (line := self._clock.micro_batch(done, count)) is not None:
@@ -289,6 +299,10 @@ class PlainDisplay:
         """Print a line about a step that is running."""
         print(line, flush=True)
 
+    def tell_more(self, text: str) -> None:
+        """Print lines that stay."""
+        print(text, flush=True)
+
 
 class BarDisplay:
     """A rich progress bar."""
@@ -325,10 +339,22 @@ class BarDisplay:
         """Show a line about a step that is running beside the bar, until the step ends."""
         self._progress.update(self._task, summary=line)
 
+    def tell_more(self, text: str) -> None:
+        """Show lines that stay, above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
 
 def make_display(steps: int) -> BarDisplay | PlainDisplay:
     """A bar on a terminal, else lines."""
     return BarDisplay(steps) if sys.stdout.isatty() else PlainDisplay(steps)
+
+
+def quoted(prompt: str, answer: str) -> str:
+    """A prompt and its answer for a terminal: both begin a line, neither is longer than a few of them, nothing controls it."""
+    short = [text if len(text) <= SHOWN else f"{text[:SHOWN].rstrip()}..." for text in (prompt, answer)]
+    plain = ["".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text) for text in short]
+    asked, answered = (text.strip().replace("\n", "\n    ") for text in plain)
+    return f"  > {asked}\n    {answered}"
 
 
 def clock(seconds: float) -> str:

@@ -276,3 +276,15 @@ def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
     """Cut ``values`` [sum of padded lengths, ...], ordered by ``place``, into one unpadded tensor a sample."""
     parts = values.split(batch.padded_lengths)
     return [part[:length] for part, length in zip(parts, batch.lengths, strict=True)]
+
+
+def last_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The last tokens of samples, as far as this rank holds them; on the host.
+
+    Returns:
+        int64, ascending: which of the n tokens they are; and the position in ``members`` of each one's sample.
+    """
+    last = torch.cat([part == length - 1 for part, length in zip(batch.positions, batch.lengths, strict=True)])
+    owners = torch.cat([torch.full_like(part, number) for number, part in enumerate(batch.positions)])
+    rows = last.nonzero()[:, 0]
+    return rows, owners[rows]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from typing_extensions import Self
+from typing_extensions import Self, TypedDict
 
 from megascend.errors import ConfigError
 
@@ -308,6 +308,43 @@ class Dpo(Section):
     beta: float = Field(0.1, gt=0, description="how strongly the model is held to the one that training starts from")
 
 
+class PromptMessage(TypedDict):
+    """A message of a conversation whose next turn the model is asked for."""
+
+    role: str
+    content: str
+
+
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[tuple[PromptMessage, ...], Field(min_length=1)]
+
+
+class Generation(Section):
+    """Prompts that the model answers at intervals, to be read."""
+
+    prompts: tuple[Prompt, ...] = Field(
+        min_length=1, description="each a text, or a conversation: [{role: system, content: ...}, {role: user, ...}]"
+    )
+    every: Size = Field(100, description="steps from one time to the next; the last step is one in any case")
+    max_tokens: Size = Field(64, description="longest answer; each token takes a forward pass")
+    temperature: float = Field(0.0, ge=0, description="0: the likeliest token")
+    seed: Count = Field(
+        0, description="of answers at a temperature above 0: the same ones whenever the model is the same"
+    )
+    chat: bool = Field(
+        True, description="a text is the user's turn, written by the chat template; false: it is continued as it is"
+    )
+
+    @model_validator(mode="after")
+    def _prompts(self) -> Generation:
+        if any(self.prompts.count(prompt) > 1 for prompt in self.prompts):
+            raise ValueError("generation.prompts: a prompt is there twice")
+        if not self.chat and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise ValueError(
+                "generation.chat: false continues texts; a prompt that is a conversation needs the template"
+            )
+        return self
+
+
 class Profile(Section):
     """A trace of some steps, by torch.profiler."""
 
@@ -488,6 +525,7 @@ class RunConfig(TrainerConfig):
     dpo: Dpo | None = Field(
         None, description="learn from preference pairs; default: from what the data say, token by token"
     )
+    generation: Generation | None = Field(None, description="have the model answer prompts at intervals")
     profile: Profile | None = Field(None, description="write a trace of some steps to OUTPUT/profile")
 
     @model_validator(mode="before")

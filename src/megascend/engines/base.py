@@ -44,8 +44,8 @@ class Output(Protocol):
         """fp32 [n] log-probabilities of the targets, with their graph, and the entropies if asked for."""
         ...
 
-    def logits(self) -> Tensor:
-        """fp32 [n, vocabulary] on the CPU."""
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        """fp32 [n, vocabulary] on the CPU; or of ``rows`` (int64, ascending) of the n alone."""
         ...
 
 

@@ -70,5 +70,6 @@ class HeadOutput:
             lora_delta=self.lora_delta,
         )
 
-    def logits(self) -> Tensor:
-        return gather_logits(self.hidden, self.weight, self.shard, self.down, self.lora_delta)[:, : self.vocab_size]
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        whole = gather_logits(self.hidden, self.weight, self.shard, self.down, self.lora_delta, rows)
+        return whole[:, : self.vocab_size]

@@ -256,14 +256,31 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def gather_logits(
-    hidden: Tensor, weight: Tensor, shard: VocabShard, down: Tensor | None = None, lora_delta: LowRank | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabShard,
+    down: Tensor | None = None,
+    lora_delta: LowRank | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Logits over the whole vocabulary, for those who ask for them: fp32 [n, padded vocabulary] on the CPU."""
-    parts = []
-    for _, logits in chunks(hidden, weight, down, lora_delta):
+    """Logits over the whole vocabulary, for those who ask for them: fp32 [n, padded vocabulary] on the CPU.
+
+    Args:
+        rows: int64, ascending, the same on all ranks of ``shard.group``: those of the n that are wanted; default: all.
+    """
+    ranks = 1 if shard.group is None else dist.get_world_size(shard.group)
+    parts = [torch.empty(0, ranks * len(weight))]
+    wanted = None if rows is None else rows.cpu()
+    for part, every in chunks(hidden, weight, down, lora_delta):
+        logits = every
+        if wanted is not None:
+            inside = wanted[(wanted >= part.start) & (wanted < part.stop)] - part.start
+            if not len(inside):
+                continue
+            logits = every[inside.to(every.device)]
         whole = logits
         if shard.group is not None:
-            shards = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]
+            shards = [torch.empty_like(logits) for _ in range(ranks)]
             dist.all_gather(shards, logits, group=shard.group)
             whole = torch.cat(shards, dim=-1)
         parts.append(whole.float().cpu().clone())

@@ -12,7 +12,7 @@ from torch import Tensor
 from megascend.batch import agreement
 from megascend.batch.loss_call import raise_together, weighted
 from megascend.batch.losses import Loss, LossInputs, cross_entropy
-from megascend.batch.micro_batch import MicroBatch, build, pair_positions, unpack
+from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
 from megascend.batch.normalizer import LossNormalizer
 from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import ForwardBackwardResult, ForwardResult
@@ -105,6 +105,30 @@ class Step:
             if self._topology.pipeline > 1:
                 found = broadcast_object(found, "pp", self._groups, self._topology.pipeline - 1, "log-probabilities")
         return ForwardResult(**found)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[Tensor]:
+        """Logits of what follows each sample; see ``Backend.next_token_logits``."""
+        engine, trainable = self._engine, self._engine.trainable
+
+        def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
+            rows, members = last_tokens(batch)
+            found = output.logits(rows)
+            whole = found.new_zeros(len(batch.members), found.shape[1]).index_copy_(0, members, found)
+            return batch.weights.sum(), whole
+
+        with self._groups.monitor.phase("forward only"):
+            verb = f"next_token_logits(){trainable.describe()}"
+            plan, names, agreed = self._plan(verb, samples, None, adapter)
+            order = list(agreed.counts)
+            batches = self._build(samples, plan, names, order, None)
+            with engine.evaluating(), trainable.applying(order):
+                stored = engine.run(batches, scores, forward_only=True)
+            values = [list(self._over_context(whole)) for whole in stored]
+            ordered = self._in_order(values, plan, len(samples)) if stored else []
+            if self._topology.pipeline > 1:
+                ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
+        return ordered  # type: ignore[return-value]  every sample is in one micro batch
 
     # --- planning ---
 
@@ -243,11 +267,14 @@ class Step:
         """One unpadded CPU tensor a sample from this rank's tokens, context parallel parts brought together."""
         whole = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
         whole.index_copy_(0, batch.place.to(values.device), values)
+        return [part.clone() for part in unpack(self._over_context(whole), batch)]
+
+    def _over_context(self, values: Tensor) -> Tensor:
+        """On the CPU, with what the other context parallel ranks have in the places where this one has zeros."""
         if self._context_group is not None:
-            on_device = whole.to(self._engine.device)
-            dist.all_reduce(on_device, group=self._context_group)
-            whole = on_device
-        return [part.clone() for part in unpack(whole.cpu(), batch)]
+            values = values.to(self._engine.device)
+            dist.all_reduce(values, group=self._context_group)
+        return values.cpu()
 
     @staticmethod
     def _in_order(values: list[list[Tensor]], plan: list[list[int]], count: int) -> list[Tensor | None]:

@@ -48,7 +48,11 @@ def trained(
                 found = [train_one(backend, paths[0], 10, Path(out) / "tenant")]
             else:
                 found = train_mixed(backend, paths, 10, Path(out))
-            logits = backend.forward(causal_samples(token_lists()), logits=True, adapter=names[-1]).logits
+            samples = causal_samples(token_lists())
+            logits = backend.forward(samples, logits=True, adapter=names[-1]).logits
+            last = backend.next_token_logits(samples, adapter=names[-1])
+            for whole, row in zip(logits, last, strict=True):
+                torch.testing.assert_close(row, whole[-1])
             return found, logits, held(backend.engine.model)  # type: ignore[attr-defined]
 
     ranks = on_ranks(on_rank, world_size)

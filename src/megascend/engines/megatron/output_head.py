@@ -77,10 +77,10 @@ class OutputHead:
             states, self.weight, targets, coefficients, self.shard, loss_grad, self._direct, down, lora_delta
         )
 
-    def logits(self, hidden: Tensor, lora_delta: LowRank | None = None) -> Tensor:
-        """fp32 [n, vocabulary] on the CPU."""
+    def logits(self, hidden: Tensor, lora_delta: LowRank | None = None, rows: Tensor | None = None) -> Tensor:
+        """fp32 [n, vocabulary] on the CPU, or of ``rows`` alone."""
         states, down = self._split(hidden, lora_delta)
-        return gather_logits(states, self.weight, self.shard, down, lora_delta)[:, : self.vocab_size]
+        return gather_logits(states, self.weight, self.shard, down, lora_delta, rows)[:, : self.vocab_size]
 
     def _split(self, hidden: Tensor, lora_delta: LowRank | None) -> tuple[Tensor, Tensor | None]:
         """Hidden states [n, h], and what adapters have appended to them [n, r]."""
@@ -116,5 +116,5 @@ class HeadOutput:
     def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
         return self.head.logprobs(self.hidden, self.targets, entropy, self.lora_delta)
 
-    def logits(self) -> Tensor:
-        return self.head.logits(self.hidden, self.lora_delta)
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        return self.head.logits(self.hidden, self.lora_delta, rows)
