@@ -392,7 +392,6 @@ COMMANDS = {
     "megascend simnpu": "tests/cli/test_cli_simnpu.py",
     "python -m simnpu": "tests/simnpu/test_command_line.py",
     "python scripts/quickstart_answers.py": "tests/test_snippets.py::test_the_quick_start_runs",
-    "python scripts/bench_fsdp_parts.py": "needs a GPU",
     "python scripts/bench_train.py": "tests/test_snippets.py::test_scripts_take_the_options_that_pages_show",
     "python scripts/bench_weightsync.py": "a benchmark",
     "python scripts/parity.py": "tests/test_snippets.py::test_scripts_take_the_options_that_pages_show",
