@@ -63,16 +63,18 @@ class Staging:
             self._preparing = None
 
     def _carve(self, sizes: list[int]) -> list[Tensor]:
-        """A uint8 tensor of each size; blocks are made where there are none left."""
+        """A uint8 tensor of each size; blocks are made where there are none left, no larger than what is left needs."""
         found, block, used = [], 0, 0
+        left = sum(map(_aligned, sizes))
         for size in sizes:
             while block < len(self._blocks) and used + size > len(self._blocks[block]):
                 block, used = block + 1, 0
             if block == len(self._blocks):
-                self._blocks.append(self._allocate(max(BLOCK, size)))
+                self._blocks.append(self._allocate(max(size, min(BLOCK, left))))
                 used = 0
             found.append(_tensor_at(self._blocks[block], used, size))
-            used += -(-size // ALIGNMENT) * ALIGNMENT
+            used += _aligned(size)
+            left -= _aligned(size)
         return found
 
     def _allocate(self, size: int) -> Tensor:
@@ -80,6 +82,10 @@ class Staging:
         if not self._page_locked:
             block.zero_()  # the system hands pages out when they are first written to: now, not while training waits
         return block
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes(values: Tensor) -> int:
