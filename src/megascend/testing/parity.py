@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ T = TypeVar("T", bound=Reported)
 
 LENGTHS = (20, 33, 9, 28, 17, 40, 25, 12)
 PROMPT = 3
-STEPS = 10
+STEPS = int(os.environ.get("MEGASCEND_PARITY_STEPS", "10"))
+"""Of a trajectory."""
 LR, WEIGHT_DECAY, MAX_GRAD_NORM = 5e-3, 0.01, 1.0
 REFERENCE_TIMEOUT_S = 240.0
 TINY_VOCABULARY = 300

@@ -12,7 +12,7 @@ from ranks import do_jobs, equal, make, on_ranks
 from megascend import AdapterQueue, Adapters, Lora
 from megascend.errors import MegascendError
 from megascend.testing.lora_parity import ALL, PeftTrajectory, train_mixed, train_one, write_adapter
-from megascend.testing.parity import causal_samples, first_of_equals, token_lists
+from megascend.testing.parity import STEPS, causal_samples, first_of_equals, token_lists
 
 
 def written(checkpoint: str, adapters: dict[str, Lora], targets: Any = "all-linear") -> None:
@@ -38,16 +38,16 @@ def held(model: Any) -> dict[str, int]:
 def trained(
     checkpoint: str, world_size: int, starts: list[str], out: str, targets: Any = "all-linear", **options: Any
 ) -> tuple[list[PeftTrajectory], list[torch.Tensor], list[dict[str, int]]]:
-    """Ten steps of one adapter, or of several in the same batches; logits of the last one afterwards; what ranks hold."""
+    """Steps of one adapter, or of several in the same batches; logits of the last one afterwards; what ranks hold."""
 
     def on_rank() -> Any:
         with make(checkpoint, adapters=Adapters(targets=targets), **options) as backend:
             paths = [Path(start) for start in starts]
             names = [f"tenant-{number}" for number in range(len(starts))] if len(starts) > 1 else ["tenant"]
             if len(starts) == 1:
-                found = [train_one(backend, paths[0], 10, Path(out) / "tenant")]
+                found = [train_one(backend, paths[0], STEPS, Path(out) / "tenant")]
             else:
-                found = train_mixed(backend, paths, 10, Path(out))
+                found = train_mixed(backend, paths, STEPS, Path(out))
             samples = causal_samples(token_lists())
             logits = backend.forward(samples, logits=True, adapter=names[-1]).logits
             last = backend.next_token_logits(samples, adapter=names[-1])

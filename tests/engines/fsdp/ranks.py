@@ -25,7 +25,7 @@ import megascend.engines.fsdp.engine  # ranks find it imported
 from megascend.engines.fsdp import routing, transformers_api
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
-from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, first_of_equals, token_lists
+from megascend.testing.parity import LR, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY, causal_samples, first_of_equals, token_lists
 
 FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
 
@@ -54,7 +54,7 @@ class Found(dict[str, Any]):
 
 
 def trajectory(
-    checkpoint: str, world_size: int, steps: int = 10, weights: bool = False, **options: Any
+    checkpoint: str, world_size: int, steps: int = STEPS, weights: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Losses and norms of rank 0, equal on all; trained weights, where asked for; what each rank read and imported."""
 
