@@ -1,4 +1,4 @@
-"""Which cases of a matrix stand for the others on the second stack."""
+"""Which cases of a matrix stand for the others in CI."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def first_stack_only(test: T) -> T:
     return test if FIRST_STACK else pytest.mark.nightly(test)
 
 
-def covering(cases: Sequence[T], settings: Callable[[T], Settings]) -> list[T]:
+def covering(cases: Sequence[T], settings: Callable[[T], Settings], pairs: bool = True) -> list[T]:
     """Few of ``cases`` with every setting that one of all has, and every two settings that one of all has together.
 
     Chosen one after the other, each time one that adds most; the same ones every time.
 
     Args:
         settings: what distinguishes a case from the plain one; the value of every axis that has another value there.
+        pairs: False: every setting is enough.
     """
-    parts = [_parts(settings(case)) for case in cases]
+    parts = [_parts(settings(case), pairs) for case in cases]
     lacking = set().union(*parts)
     chosen: list[int] = []
     while lacking:
@@ -43,9 +44,9 @@ def covering(cases: Sequence[T], settings: Callable[[T], Settings]) -> list[T]:
     return [cases[index] for index in sorted(chosen)]
 
 
-def _parts(settings: Settings) -> set[frozenset[tuple[str, Hashable]]]:
-    pairs = itertools.combinations(settings.items(), 2)
-    return {frozenset([setting]) for setting in settings.items()} | {frozenset(pair) for pair in pairs}
+def _parts(settings: Settings, pairs: bool) -> set[frozenset[tuple[str, Hashable]]]:
+    together = itertools.combinations(settings.items(), 2 if pairs else 1)
+    return {frozenset([setting]) for setting in settings.items()} | {frozenset(some) for some in together}
 
 
 def settings_of(case: Case) -> Settings:
@@ -65,8 +66,8 @@ def settings_of(case: Case) -> Settings:
 
 
 def chosen(cases: Sequence[Case]) -> list[Any]:
-    """Parameters of a test: those cases that do not cover are nightly."""
-    few = covering(cases, settings_of)
+    """Parameters of a test: those cases that do not cover are nightly; the second stack's cover single settings, not pairs."""
+    few = covering(cases, settings_of, pairs=FIRST_STACK)
     return [case if case in few else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
 
 

@@ -11,6 +11,33 @@ NIGHTLY = {
     "bootstrap/test_import_order.py": {
         "parts_that_do_not_need_megatron_can_come_first[megascend.step.step]": "megascend.backend, which imports it",
     },
+    "checkpoint/test_asynchronous.py": {
+        "an_error_in_the_block_does_not_wait_for_ever[one rank]": "on all ranks",
+        "with_hf_there_is_a_model_for_transformers_in_it": "checkpoint/test_corruption.py: every damage, kind hf",
+    },
+    "checkpoint/test_corruption.py": {
+        "every_damage_to_every_file_is_refused_and_changes_nothing[full]": "the same files and a model in kind hf",
+        "the_one_before_is_taken_and_said_so[full]": "kind adapters, which has more files",
+        "a_checkpoint_of_a_model_with_other_parameters_is_refused[False]": "True",
+    },
+    "checkpoint/test_killed_while_saving.py": {
+        "at_every_point_of_an_overwritten_checkpoint_there_is_one[exchange]": "no exchange; every point of a series",
+        "a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever[in the next save]": "for it",
+    },
+    "checkpoint/test_save_and_load.py": {
+        "a_checkpoint_before_the_first_step_is_one_too[False]": "True",
+        "another_layout_goes_on_from_the_same_numbers": "checkpoint/test_resharding.py: all pairs of five layouts",
+        "main_parameters_are_saved[bf16]": "fp16; upstream's reader in bf16",
+        "the_same_layout_goes_on_bit_for_bit[EP2-False]": "EP2-True, DP2-False",
+        "the_same_layout_goes_on_bit_for_bit[PP2-True]": "PP2 x VPP2",
+    },
+    "checkpoint/test_upstream_reader.py": {
+        "a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken[plain-bf16]": "distributed",
+    },
+    "cli/test_cli_launch.py": {
+        "another_exception_keeps_its_traceback": "a killed worker is named; our error",
+        "the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
+    },
     "bootstrap/test_providers.py": {
         "a_provider_is_found_by_its_place": "a provider from outside, called in order",
     },
@@ -29,24 +56,104 @@ NIGHTLY = {
     "engines/megatron/test_export.py": {
         "an_export_without_training_is_the_checkpoint_bit_for_bit[GLM-4.5, EP2]": "MoE EP2, and the other architectures",
         "an_export_without_training_is_the_checkpoint_bit_for_bit[dots1, PP2]": "TP2 x PP2, and the other architectures",
+        "exported_models_give_the_same_logits_in_transformers[odd vocabulary, TP2]": "named weights: TP2 x PP2, odd vocabulary",
+        "exported_models_give_the_same_logits_in_transformers[QKV bias, TP2]": "tied, TP2; parity: TP2 + SP Qwen2 (QKV bias)",
+        "exported_models_give_the_same_logits_in_transformers[tied, PP2]": "tied, TP2; TP2 x PP2",
+        "heads_for_multi_token_prediction_are_carried_over[fp16]": "bf16",
+        "layouts_of_one_process_export_after_each_other[own default group]": "the trainer's default group",
+        "the_dtype_of_training_is_kept[fp16-dtype1]": "bf16",
     },
     "engines/megatron/test_named_weights.py": {
-        "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[TP2": "PP2 and EP2",
+        "a_merged_adapter_is_what_peft_merges[qwen2-parallel1]": "qwen3",
+        "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[EP2": "PP2",
+        "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[TP2": "PP2",
+        "the_stream_is_the_checkpoint_bit_for_bit[MoE TP2 x EP2, ETP1]": "ETP2",
+    },
+    "engines/megatron/test_routers.py": {
+        "a_skipped_step_and_one_at_lr_0_change_nothing[dots1]": "glm4_moe",
+        "both_losses_are_the_references_in_every_layout[DP2]": "EP2, CP2",
+        "both_losses_are_the_references_in_every_layout[single]": "EP2, CP2; fp16 on one process",
+        "dummy_batches_count_nowhere[megatron]": "the formula of transformers",
+        "the_bias_moves_by_the_load_of_all_ranks_real_tokens[PP2]": "EP2; TP2 + SP",
     },
     "engines/single/test_single.py": {
         "adapters_equal_pefts_and_move_between_engines[qwen3]": "qwen3_moe",
     },
+    "lora/test_adapter_failures.py": {
+        "nothing_that_befalls_one_tenant_changes_another[TP2 + SP]": "DP2, single; out of step: step/test_out_of_step.py",
+        "experts_that_two_tenants_share_keep_them_apart[EP2]": "ETP2",
+    },
+    "lora/test_adapter_io.py": {
+        "files_of_one_layout_are_those_of_every_other[dense-layouts0]": "odd shapes",
+        "two_tenants_go_on_bit_for_bit[DP2-fp16]": "DP2 in fp32; TP2 + SP in fp16",
+        "two_tenants_go_on_bit_for_bit[TP2 + SP-fp32]": "DP2 in fp32; TP2 + SP in fp16",
+    },
+    "lora/test_backend_adapters.py": {
+        "a_fresh_adapter_changes_nothing_and_the_reference_never_changes[qwen3-": "qwen3_moe",
+        "dropout_does_not_depend_on_the_layout[DP2]": "CP2; TP2 + SP",
+        "dropout_does_not_depend_on_the_layout[TP2]": "TP2 + SP",
+        "every_tenants_metrics_are_those_of_a_run_of_its_own[DP2]": "CP2; TP2 + SP",
+        "targets_on_some_pipeline_stages_only[all-linear-targets1]": "targets2, and a limit of the backend",
+        "targets_on_some_pipeline_stages_only[limits4-targets4]": "limits3",
+        "tenants_on_one_data_parallel_rank_only[qwen3]": "qwen3_moe",
+    },
     "lora/test_isolation.py": {
         "mixed_training_equals_training_alone[CP2-4]": "embedding and head on TP2 + SP, experts on EP2, PP2",
         "mixed_training_equals_training_alone[TP2 + SP-4]": "embedding and head on TP2 + SP",
+    },
+    "lora/test_parity_with_peft.py": {
+        "trajectory_equals_peft[CP2 packed]": "embedding and head, CP2 packed",
+        "trajectory_equals_peft[MoE TP2 + SP (ETP2)]": "MoE TP2 x EP2, ETP2; MoE TP2 x EP2 + SP",
+        "trajectory_equals_peft[TP2 + SP]": "TP2 + SP, padded",
+    },
+    "npu/test_attention_calls.py": {
+        "context_parallel_algorithms_never_see_a_dense_mask[all_gather]": "parity: CP2, all_gather",
     },
     "npu/test_cookbook_ascend.py": {
         "a_recipe_learns_on_two_forked_ranks[tp_moe_npu]": "tp_moe_cp_npu",
         "a_recipe_learns_on_two_forked_ranks[tp_npu]": "tp_moe_cp_npu",
         "a_run_that_does_not_learn_fails_and_says_why": "what counts as learning",
     },
+    "npu/test_fsdp.py": {
+        "attention_equals_the_formula": "trajectories in the same file",
+    },
+    "npu/test_lora.py": {
+        "one_adapter_equals_peft[single]": "two adapters on TP2 + SP",
+    },
+    "npu/test_npu_acceptance.py": {
+        "a_wrong_operator_and_a_wrong_collective_fail_by_name_and_the_rest_goes_on": "npu/test_acceptance_operators.py",
+    },
+    "npu/test_objects.py": {
+        "every_other_rank_ends_in_time_and_names_the_one[stopped]": "killed, missing; reliability/test_hang_and_death.py",
+    },
+    "npu/test_parity.py": {
+        "trajectory_equals_hugging_face[MoE EP2]": "MoE TP2 x EP2 + SP",
+        "trajectory_equals_hugging_face[PP2]": "TP2 x PP2",
+        "trajectory_equals_hugging_face[TP2 + SP]": "MoE TP2 x EP2 + SP",
+    },
+    "npu/test_traps_models.py": {
+        "sequences_are_padded_to_twice_the_context_parallel_size[all_gather]": "ring",
+    },
+    "reliability/test_disk.py": {
+        "a_run_that_is_stopped_while_there_is_no_room_says_so": "a run that goes on without checkpoints",
+    },
+    "reliability/test_hang_and_death.py": {
+        "save[save-hang]": "save-stop; write-hang",
+        "save[write-die]": "save-die; write-hang; a rank that stops while it writes",
+    },
     "selfcheck/test_findings.py": {
         "random_shapes_of_the_proven_architectures_raise_no_alarm[one each]": "what is honoured raises no alarm",
+    },
+    "step/test_loss_in_every_layout.py": {
+        "a_function_that_raises_on_one_rank_ends_the_step_on_all[PP2]": "TP2 + SP; CP2",
+        "a_function_that_raises_on_one_rank_ends_the_step_on_all[DP2]": "TP2 + SP; CP2",
+        "a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business[ppo": "importance sampling",
+        "an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains[DP2, padded]": "single, padded; TP2 + SP",
+        "padding_adds_nothing_to_sums_over_samples[DP2, padded]": "CP2, PP2, TP2 + SP",
+    },
+    "step/test_step.py": {
+        "a_rank_without_samples_joins_the_others_collectives[qwen3]": "qwen3_moe",
+        "a_step_with_nan_on_one_rank_is_skipped_by_all[False": "with the distributed optimizer",
     },
     "test_cookbook.py": {
         "a_cookbook_script_learns[CP2]": "experts on EP2; npu/test_cookbook_ascend.py: tp_moe_cp_npu",

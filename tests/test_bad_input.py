@@ -237,13 +237,19 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_checkpoint_is_refused_alike_on_every_rank(checkpoint, tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "layouts"),
+    [
+        *[pytest.param(damage, [[*WORLDS][n % len(WORLDS)]], id=damage) for n, damage in enumerate(DAMAGED)],
+        *[pytest.param(each, [*WORLDS], id=f"{each}, all layouts", marks=pytest.mark.nightly) for each in DAMAGED],
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_alike_on_every_rank(checkpoint, tmp_path, damage, layouts):
     change, words = DAMAGED[damage]
     damaged = tmp_path / "model"
     shutil.copytree(checkpoint, damaged)
     change(damaged)
-    for world_size, parallel in WORLDS.values():
+    for world_size, parallel in (WORLDS[name] for name in layouts):
         assert_all(errors(world_size, lambda parallel=parallel: build(damaged, parallel)), CheckpointError, *words)
 
 

@@ -100,7 +100,10 @@ def assert_learned(output: str, steps: int) -> None:
             "tensor 1 x context 1 x data 2 x pipeline 1",
             marks=pytest.mark.nightly,
         ),
-        ("moe_ep.sh", 2, ("--tensor", "1"), "experts: expert tensor 1 x expert 2 x data 1 x pipeline 1"),
+        pytest.param(
+            *("moe_ep.sh", 2, ("--tensor", "1"), "experts: expert tensor 1 x expert 2 x data 1 x pipeline 1"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             *("moe_ep.sh", 4, (), "experts: expert tensor 1 x expert 2 x data 2 x pipeline 1"),
             marks=pytest.mark.nightly,
@@ -120,8 +123,15 @@ def test_a_cookbook_script_learns(
 
 FORKED = """
 import contextlib, io, runpy, sys
-import megascend, megascend.engines.fsdp.engine, megascend.step.step
+import megascend
 from megascend.testing import run_distributed
+
+if sys.argv[1].endswith("moe_ep.py"):
+    megascend.bootstrap("cpu").load_megatron()
+    import megascend.engines.megatron.engine
+else:
+    import megascend.engines.fsdp.engine
+import megascend.step.step
 
 def on_rank(*more):
     sys.argv, output = [*sys.argv[1:], *more], io.StringIO()
@@ -135,16 +145,37 @@ if __name__ == "__main__":
 """
 
 
-def test_experts_under_fsdp_learn_and_resume_on_two_forked_ranks(tmp_path: Path) -> None:
-    """The script of fsdp_moe.sh, which a nightly test starts as its user does."""
+@pytest.mark.parametrize(
+    ("name", "arguments", "layout"),
+    [
+        ("fsdp_moe.py", (), "2 ranks = tensor 1 x context 1 x data 2 x pipeline 1"),
+        ("moe_ep.py", ("--tensor", "1"), "experts: expert tensor 1 x expert 2 x data 1 x pipeline 1"),
+    ],
+    ids=["MoE FSDP2", "MoE EP2"],
+)
+def test_experts_learn_and_resume_on_two_forked_ranks(
+    name: str, arguments: tuple[str, ...], layout: str, tmp_path: Path
+) -> None:
+    """The scripts of fsdp_moe.sh and moe_ep.sh, which nightly tests start as their users do."""
     model, output = tmp_path / "model", tmp_path / "output"
     made = run_command("new-model", model, "--arch", "qwen3_moe", "--experts", "8", "--layers", "2")
     assert made.returncode == 0, made.stderr
-    script = ("cookbook/fsdp_moe.py", "--model", model, "--output", output, "--steps", "10", "--save-every", "6")
+    script = (
+        f"cookbook/{name}",
+        *arguments,
+        "--model",
+        model,
+        "--output",
+        output,
+        "--steps",
+        "10",
+        "--save-every",
+        "6",
+    )
     done = run_forked(FORKED, *script, directory=ROOT)
     assert done.returncode == 0, done.stderr[-6000:]
     whole, resumed = done.stdout.split("RESUMED")
-    assert "2 ranks = tensor 1 x context 1 x data 2 x pipeline 1" in whole
+    assert layout in whole
     assert_learned(whole, 10)
     steps = [[found[:4] for found in STEP.findall(part)] for part in (whole, resumed)]
     assert steps[1] == steps[0][6:]

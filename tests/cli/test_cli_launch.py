@@ -42,6 +42,7 @@ def test_the_result_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(ranks_see_torchrun_variables, "hello", nproc=2) == ("hello", "0", "2", "1")
     assert "OMP_NUM_THREADS" not in os.environ
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
 
 
 def test_our_error_wins_over_what_it_caused(tmp_path: Path) -> None:

@@ -186,14 +186,23 @@ def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterr
     assert all(not checkpoint.problems for checkpoint in report.checkpoints)
 
 
-def test_ctrl_c_once_and_twice_on_one_process(folder) -> None:
-    output, log = folder / "single", folder / "single.log"
+def interrupted(folder: Path, output: Path, log: Path) -> int:
+    """The step at which a run on one process stopped after Ctrl-C."""
     with started(train_command("--set", f"output={output}"), folder, log) as process:
         wait_for_step(process, output, 2, log)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 75, log.read_text()[-4000:]
-    last = stopped_after(output, "SIGINT")
+    return stopped_after(output, "SIGINT")
 
+
+def test_ctrl_c_once_on_one_process(folder) -> None:
+    assert interrupted(folder, folder / "once", folder / "once.log") > 0
+
+
+@pytest.mark.nightly
+def test_ctrl_c_twice_on_one_process(folder) -> None:
+    output, log = folder / "twice", folder / "twice.log"
+    last = interrupted(folder, output, log)
     with started(train_command("--set", f"output={output}", "--resume", "auto"), folder, log) as process:
         wait_for_step(process, output, last + 2, log)
         os.killpg(process.pid, signal.SIGINT)

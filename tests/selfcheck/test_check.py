@@ -178,6 +178,7 @@ class TestBackend:
         assert verdict.largest < process.BOUND / 2
         assert verdict.lengths == [3, 8, 13, 40, 48]
 
+    @pytest.mark.nightly
     def test_a_run_without_long_samples_is_checked_without_them(self, parity_folder) -> None:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         with backend_of(model, batching=Batching(max_length=13)) as backend:

@@ -36,3 +36,8 @@ def test_the_plain_case_has_no_settings_and_others_have_theirs():
         "arch": "'qwen3_moe'",
         "optimizer.distributed": False,
     }
+
+
+def test_without_pairs_every_setting_is_there_once():
+    cases = [{"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1}, {"a": 2, "c": 1}]
+    assert covering(cases, lambda case: case, pairs=False) == [{"a": 1, "b": 1}, {"a": 2, "c": 1}]

@@ -51,6 +51,9 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     with (
         tempfile.TemporaryDirectory(prefix="megascend-launch-") as folder,
         _environment_default("OMP_NUM_THREADS", "1"),
+        _environment_default(
+            "TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+        ),  # set by torch, for good
         _quiet("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"),
     ):
         config = LaunchConfig(

@@ -125,7 +125,8 @@ def check_triangle(mask: Tensor, sparse_mode: int, refuse: Refusal) -> None:
 
     A dense mask of a sequence of 2048 has the right shape, so that only its content gives it away.
     """
-    if not torch.equal(mask.reshape(-1, COMPRESSED, COMPRESSED)[0], triangle()):
+    words = mask.reshape(-1, COMPRESSED, COMPRESSED)[0].contiguous().view(torch.int64)  # eight at a time, in every call
+    if not torch.equal(words, triangle().view(torch.int64)):
         refuse(
             f"atten_mask with sparse_mode {sparse_mode} must be the compressed causal mask, torch.triu(torch.ones("
             "[2048, 2048], dtype=torch.bool), diagonal=1). The kernel does not check its content and would read this "

@@ -25,7 +25,15 @@ import megascend.engines.fsdp.engine  # ranks find it imported
 from megascend.engines.fsdp import routing, transformers_api
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
-from megascend.testing.parity import LR, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY, causal_samples, first_of_equals, token_lists
+from megascend.testing.parity import (
+    LR,
+    MAX_GRAD_NORM,
+    STEPS,
+    WEIGHT_DECAY,
+    causal_samples,
+    first_of_equals,
+    token_lists,
+)
 
 FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
 

@@ -37,7 +37,7 @@ def backend_of(checkpoint: Path, parallel: Parallel, moe: Moe, **options):
 
     batching = Batching(packing=options.pop("packing", True), micro_batch_tokens=options.pop("budget", WHOLE))
     optimizer = options.pop("optimizer", Adam(lr=LR, weight_decay=0.01, max_grad_norm=1.0))
-    settings = {"precision": "fp32", "timeout_s": 60} | options
+    settings = {"precision": "fp32", "timeout_s": 60, "self_check": False} | options
     return MegatronBackend(checkpoint, parallel, batching=batching, optimizer=optimizer, moe=moe, **settings)
 
 

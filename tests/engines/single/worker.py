@@ -16,7 +16,7 @@ import torch
 
 import megascend
 from megascend.testing.lora_parity import PeftTrajectory, train_one
-from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.parity import STEPS, causal_samples, token_lists
 
 FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
 
@@ -27,7 +27,7 @@ def make(checkpoint: str, **options: Any) -> megascend.SingleBackend:
     return megascend.SingleBackend(checkpoint, **settings | options)
 
 
-def trajectory(checkpoint: str, steps: int = 10, **options: Any) -> dict[str, Any]:
+def trajectory(checkpoint: str, steps: int = STEPS, **options: Any) -> dict[str, Any]:
     backend = make(checkpoint, **options)
     samples = causal_samples(token_lists())
     scores = backend.forward(samples, logits=True)
