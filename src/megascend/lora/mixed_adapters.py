@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from megascend.lora.applied_adapters import AppliedAdapters
 from megascend.lora.dropout import token_keys
 from megascend.lora.registry import AdapterRegistry
 from megascend.lora.segments import token_segments, tokens_per_adapter
+from megascend.lora.stack_pool import StackPool, places
 from megascend.lora.stacked_adapters import StackedAdapters
 from megascend.topology.topology import Topology
 
@@ -46,6 +47,12 @@ class MixedAdapters(AdapterSet):
         super().__init__(registry, topology, groups, model_dir)
         self._applied, self._dtype, self._device, self._sequence_first = layers, dtype, device, sequence_first
         self._stacked: StackedAdapters | None = None
+        self._pool: StackPool | None = None
+
+    def keep_stacks(self, limit: int, on_drop: Callable[[StackedAdapters], None]) -> StackPool:
+        """From now on take stacks from a pool, whose memory stays where it is; see :class:`StackPool`."""
+        self._pool = StackPool(self._shape_groups, self._dtype, self._device, limit, on_drop)
+        return self._pool
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         self.segment(batch, samples, names)
@@ -61,7 +68,9 @@ class MixedAdapters(AdapterSet):
                 yield
             return
         adapters = tuple(self.registry[name] if name else None for name in names)
-        if self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
+        if self._pool is not None:
+            self._stacked = self._pool.take(adapters)
+        elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
             self._stacked = None  # frees the old one first
             self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
         self._stacked.fill()
@@ -75,6 +84,8 @@ class MixedAdapters(AdapterSet):
 
     def forget(self, name: str) -> None:
         """Remove an adapter, and whatever copies of it there are."""
+        if self._pool is not None:
+            self._pool.forget(self.registry[name])
         if self._stacked is not None and self.registry[name] in self._stacked.adapters:
             self._stacked = None
         self.registry.remove(name)
@@ -87,7 +98,8 @@ class MixedAdapters(AdapterSet):
             names: the adapters of the call.
         """
         lengths = [length // self._topology.context for length in batch.padded_lengths]
-        counts = tokens_per_adapter(batch.adapter_index, lengths, len(names))
+        count = len(names) if self._pool is None else places(len(names))
+        counts = tokens_per_adapter(batch.adapter_index, lengths, count)
         ranks = self._topology.tensor if self._topology.sequence_parallel else 1
         batch.segments = token_segments(
             batch.token_adapter_index,

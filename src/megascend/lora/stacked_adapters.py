@@ -43,6 +43,10 @@ class StackedAdapters:
     Attributes:
         adapters: whose factors these are.
         dropouts: float32 [adapters] on the device, each one's dropout.
+        rank: that all are padded to.
+
+    Args:
+        rank: default: the smallest that grouped kernels take for these adapters.
     """
 
     def __init__(
@@ -51,10 +55,11 @@ class StackedAdapters:
         shape_groups: Sequence[ShapeGroup],
         dtype: torch.dtype,
         device: torch.device,
+        rank: int | None = None,
     ) -> None:
         self._shape_groups, self._device = shape_groups, device
-        self._serve(adapters)
-        self.rank = common_rank(adapters)
+        self._name(adapters)
+        self.rank = common_rank(adapters) if rank is None else rank
         self.stacks = [self._allocate(shape_group, dtype, device) for shape_group in shape_groups]
         self._masks = [slice_masks(shape_group, device) for shape_group in shape_groups]
         firsts = [shape_group.first for shape_group in shape_groups]
@@ -65,13 +70,26 @@ class StackedAdapters:
         """Serve other adapters from now on, if they fit the memory that there is."""
         if len(adapters) != len(self.adapters) or common_rank(adapters) != self.rank:
             return False
-        self._serve(adapters)
+        self.serve(adapters)
+        return True
+
+    def serve(self, adapters: Sequence[Adapter | None]) -> None:
+        """Serve other adapters from now on: as many, and none of a higher rank."""
+        self._name(adapters)
         for stack in self.stacks:  # whatever the last ones left where these have nothing
             stack.a.zero_()
             stack.b.zero_()
-        return True
 
-    def _serve(self, adapters: Sequence[Adapter | None]) -> None:
+    @property
+    def bytes(self) -> int:
+        """Memory of factors and gradients."""
+        return sum(
+            of.numel() * of.element_size()
+            for stack in self.stacks
+            for of in (stack.a, stack.a_grads, stack.b, stack.b_grads)
+        )
+
+    def _name(self, adapters: Sequence[Adapter | None]) -> None:
         self.adapters = tuple(adapters)
         rates = [0.0 if adapter is None else adapter.lora.dropout for adapter in adapters]
         self.dropouts = to_device(torch.tensor(rates), self._device)

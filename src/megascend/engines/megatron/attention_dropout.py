@@ -1,6 +1,6 @@
-"""Attention dropout where the fused attention draws its masks itself (MindSpeed).
+"""Attention dropout where there is none, and where the fused attention draws its masks itself (MindSpeed).
 
-It hands ``keep_prob = 1 - dropout`` to the kernel in training and in evaluation alike, and draws from the device's default
+MindSpeed hands ``keep_prob = 1 - dropout`` to the kernel in training and in evaluation alike, and draws from the device's default
 stream, which is the same on all tensor parallel ranks: heads of different ranks would lose the same positions.
 """
 
@@ -53,6 +53,21 @@ def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
                     _forked(module.forward),
                     "draws dropout from the tensor parallel rank's own stream",
                 )
+
+
+def leave_streams_alone(chunks: Sequence[torch.nn.Module], config: Any) -> None:
+    """Where there is no attention dropout, do not switch to the stream that it would be drawn from.
+
+    Transformer Engine's attention does so in every layer: copies of a generator's state there and back, which cost the host time
+    and which no CUDA graph can hold.
+    """
+    if config.attention_dropout != 0:
+        return
+    for chunk in chunks:
+        for module in chunk.modules():
+            if getattr(module, "attention_dropout_ctx", None) is not None:
+                why = "there is no dropout to draw: the random stream is not switched"
+                patch(module, "attention_dropout_ctx", contextlib.nullcontext, why)
 
 
 def _forked(forward: Callable[..., Any]) -> Callable[..., Any]:

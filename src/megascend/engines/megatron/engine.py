@@ -20,15 +20,24 @@ from megatron.core.transformer.module import Float16Module
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.bootstrap import Runtime
 from megascend.changes import patch
-from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
+from megascend.config import Adam, Adapters, Batching, CudaGraphs, Moe, Precision, Recompute, Schedule
 from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import OnOutput, Trainable
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfPart, HfParts
-from megascend.engines.megatron import attention_dropout, attention_mask, hf_parts, routers, state, weights
+from megascend.engines.megatron import (
+    attention_dropout,
+    attention_mask,
+    graph_support,
+    hf_parts,
+    routers,
+    state,
+    weights,
+)
 from megascend.engines.megatron.build import DTYPES, build_chunks, build_config, check_window
+from megascend.engines.megatron.capture import Capture, CudaCapture
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import Optimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
@@ -41,6 +50,7 @@ from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
 if TYPE_CHECKING:
+    from megascend.engines.megatron.graphed_steps import GraphedSteps
     from megascend.lora.manager import AdapterManager
 
 
@@ -51,6 +61,7 @@ class MegatronEngine:
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, wrapped in Megatron's DDP and not.
         head: the output head on the last pipeline stage, else None.
+        graphs: runs micro batches of adapters captured, or None.
         self_check: what holding a slice of the model against transformers found.
     """
 
@@ -108,13 +119,20 @@ class MegatronEngine:
             from megascend.kernels import head_norm
 
             head_norm.install(self.bare_chunks)
+            attention_dropout.leave_streams_alone(self.bare_chunks, self.config)
         self.adapters: AdapterManager | None = None
+        self.graphs: GraphedSteps | None = None
         self.optimizer: Optimizer | None = None
         self._hf_parts: HfParts | None = None
         if adapters is not None:
             self.adapters = self._adapter_manager(adapters, schedule, seed)
             self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
             self.trainable: Trainable = self.adapters
+            if adapters.cuda_graphs is not None:
+                graph_support.check(
+                    self.device.type, topology, precision, recompute, self.config, self.adapters.registry
+                )
+                self.graph_steps(adapters.cuda_graphs, CudaCapture())
         else:
             self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
             if runtime.platform.has_transformer_engine_kernels:
@@ -149,6 +167,28 @@ class MegatronEngine:
             device=self.device,
             vocab_size=self.info.shape.vocab_size,
             model_dir=self.model_dir,
+        )
+
+    def graph_steps(self, settings: CudaGraphs, capture: Capture) -> None:
+        """From now on run micro batches of adapters captured, where they can be."""
+        assert self.adapters is not None
+        assert self.head is not None
+
+        from megascend.engines.megatron.graphed_steps import GraphedSteps
+
+        def forward(batch: MicroBatch) -> torch.Tensor:
+            return self._forward_chunk(self.chunks[0], batch)
+
+        self.graphs = GraphedSteps(
+            forward,
+            lambda batch: self._output(batch, forward(batch)),
+            self.head,
+            self.adapters,
+            self.groups.monitor,
+            settings,
+            self.device,
+            lambda: graph_support.without_rotary_cache(self.bare_chunks[0]),
+            capture,
         )
 
     def _precise(self, chunk: Any) -> Any:
@@ -197,6 +237,9 @@ class MegatronEngine:
         return micro_batches * self.topology.data, self.topology.context / micro_batches
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        if self.graphs is not None:
+            return self.graphs.run(batches, on_output, forward_only=forward_only)
+
         def forward_step(iterator: Iterator[MicroBatch], model: Any):
             batch = next(iterator)
             with self.groups.monitor.phase("forward"):
@@ -326,7 +369,9 @@ class MegatronEngine:
         tensor_parallel.get_cuda_rng_tracker().set_states(state)  # type: ignore[reportOptionalMemberAccess]
 
     def close(self) -> None:
-        """The groups, which the backend closes, are all that is left in the process."""
+        """Captures go; the groups, which the backend closes, are all that is left in the process."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
 
 def longest_sample(setting: int | None, of_model: int | None) -> int:

@@ -86,6 +86,8 @@ class SingleEngine:
         self.optimizer: Optimizer | None = None
         self.adapters: PeftAdapters | None = None
         if adapters is not None:
+            if adapters.cuda_graphs is not None:
+                raise ConfigError("engine single: adapters.cuda_graphs is a setting of engine megatron; leave it out")
             self.adapters = PeftAdapters(
                 self.model,
                 topology,

@@ -1,0 +1,77 @@
+"""Sizes that captured steps are made for, and how a micro batch is padded to one. Pure: plain numbers in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+StepKind = Literal["cross_entropy", "logprobs", "forward"]
+"""Forward and backward of the built-in cross entropy; of any other loss, which is computed between them; no backward."""
+
+SMALLEST, STEPS_PER_OCTAVE = 64, 4
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What decides which kernels a micro batch takes, and with what sizes.
+
+    Attributes:
+        kind: what is computed.
+        tokens: of the micro batch, padding included.
+        samples: segments of attention, one of which holds the padding; 0: one sample, which the padding follows.
+        longest: no segment has more tokens than this.
+        adapters: side by side; 0: the model alone.
+        rank: that the adapters are padded to.
+        entropy: of the predicted distributions is wanted.
+    """
+
+    kind: StepKind
+    tokens: int
+    samples: int
+    longest: int
+    adapters: int
+    rank: int
+    entropy: bool
+
+
+def next_power_of_two(value: int) -> int:
+    """Smallest power of two that is not below ``value``, which is at least 1."""
+    return 1 << (value - 1).bit_length()
+
+
+def token_bucket(tokens: int) -> int:
+    """Tokens that a micro batch of ``tokens`` is padded to: multiples of 64, from 256 on four sizes an octave."""
+    step = max(SMALLEST, next_power_of_two(tokens) // (2 * STEPS_PER_OCTAVE))
+    return -(-tokens // step) * step
+
+
+def step_shape(kind: StepKind, lengths: Sequence[int], *, adapters: int, rank: int, entropy: bool = False) -> StepShape:
+    """The shape for samples of ``lengths`` tokens.
+
+    Args:
+        adapters, rank: of the stacked adapters; 0 without.
+    """
+    tokens = sum(lengths)
+    total = token_bucket(tokens)
+    if len(lengths) == 1:
+        return StepShape(kind, total, 0, total, adapters, rank, entropy)
+    samples = next_power_of_two(len(lengths) + 1)
+    longest = min(total, next_power_of_two(max(*lengths, total - tokens)))
+    return StepShape(kind, total, samples, longest, adapters, rank, entropy)
+
+
+def boundaries(lengths: Sequence[int], shape: StepShape) -> list[int]:
+    """Where segments of attention begin, and the end: the samples, the padding, and empty ones up to ``shape.samples``."""
+    starts = [0, *accumulate(lengths)]
+    return starts + [shape.tokens] * (shape.samples + 1 - len(starts))
+
+
+def adapter_ends(counts: Sequence[int], shape: StepShape) -> list[int]:
+    """Where the tokens of each adapter end, of ``counts`` tokens each; the padding belongs to the last one that has any.
+
+    Every token must belong to some adapter: a grouped product leaves rows that are in no segment as memory happened to be.
+    """
+    ends = list(accumulate(counts))
+    return [shape.tokens if end == ends[-1] else end for end in ends]

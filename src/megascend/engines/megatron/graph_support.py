@@ -1,0 +1,87 @@
+"""Which engines can run adapters' micro batches as CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megascend.config import Precision, Recompute
+from megascend.errors import ConfigError
+from megascend.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from megascend.lora.registry import AdapterRegistry
+
+ROPE_OF_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embedding that depend on the length of the sequence, which padding changes."""
+
+
+def check(
+    device_type: str,
+    topology: Topology,
+    precision: Precision,
+    recompute: Recompute,
+    config: Any,
+    registry: AdapterRegistry,
+) -> None:
+    """Refuse what cannot be captured.
+
+    Args:
+        config: mcore-bridge's ModelConfig.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    problem = (
+        f"needs a CUDA device, and this is {device_type}"
+        if device_type != "cuda"
+        else refused_because(topology, precision, recompute, config, registry)
+    )
+    if problem is not None:
+        raise ConfigError(f"adapters.cuda_graphs {problem}; leave it out")
+
+
+def refused_because(
+    topology: Topology, precision: Precision, recompute: Recompute, config: Any, registry: AdapterRegistry
+) -> str | None:
+    """Why no micro batch of this engine can be captured, or None."""
+    split = {
+        "tensor": topology.tensor,
+        "pipeline": topology.pipeline,
+        "context": topology.context,
+        "expert": topology.expert,
+    }
+    divided = [f"parallel.{axis}={size}" for axis, size in split.items() if size > 1]
+    rope = config.rope_scaling or {}
+    modules = [module for group in registry.shape_groups for module in group.target_modules]
+    if divided:
+        return f"needs the whole model on every GPU, and {divided[0]}"
+    if precision == "fp16":
+        return "does not know fp16"
+    if recompute.granularity != "none":
+        return f"does not go with recompute.granularity={recompute.granularity}"
+    if config.num_moe_experts:
+        return "does not go with experts, whose loads only the device knows"
+    if config.hidden_dropout > 0 or config.attention_dropout > 0:
+        return "does not go with the model's own dropout"
+    if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:
+        return "does not go with rotary embeddings that depend on the length"
+    if any(module.is_output or module.is_embedding for module in modules):
+        return "does not go with lm_head or embed_tokens among adapters.targets"
+    return None
+
+
+@contextlib.contextmanager
+def without_rotary_cache(model: Any) -> Iterator[None]:
+    """Rotary tables are computed where they are used until the block ends.
+
+    Megatron keeps the last 32 of them. A captured step that read one of those would read whatever lies there after it has gone.
+    """
+    rotary = getattr(model, "rotary_pos_emb", None)
+    clear = getattr(getattr(type(rotary), "forward", None), "cache_clear", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()

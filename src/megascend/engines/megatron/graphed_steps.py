@@ -1,0 +1,312 @@
+"""Micro batches of adapters as replays of captured work: a kernel then costs the host nothing.
+
+A micro batch is padded to one of a few shapes (:mod:`megascend.batch.step_shapes`). Everything that changes from call to call is
+contents of memory that stays where it is: tokens, segments, coefficients, adapters' factors. The first micro batch of a shape
+runs as usual, on that memory; the second is captured, which executes nothing; from then on it is replayed. The loss itself, the
+normalisation and everything reported are computed outside, on the micro batch as it came.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.batch.step_shapes import StepKind, StepShape, step_shape
+from megascend.config import CudaGraphs
+from megascend.diagnostics.hang_monitor import HangMonitor
+from megascend.engines.base import OnOutput, Output
+from megascend.engines.megatron.capture import Capture
+from megascend.engines.megatron.output_head import OutputHead
+from megascend.engines.megatron.static_batch import StaticBatch, write
+from megascend.lora.grouped import kernel_of
+from megascend.lora.manager import AdapterManager
+from megascend.lora.stacked_adapters import StackedAdapters
+
+logger = logging.getLogger(__name__)
+
+MAX_STACKS = 8
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What became of the micro batches since the backend was made, and what it costs.
+
+    Attributes:
+        captures: kept at the moment.
+        captured, replayed: captures made, and micro batches that were replayed.
+        first: micro batches that were the first of their shape, padded and not captured.
+        eager: micro batches that ran without, by the reason.
+        dropped: captures given up to make room.
+        capture_bytes: device memory of all captures.
+        stack_bytes: device memory of the adapters' stacked copies.
+    """
+
+    captures: int
+    captured: int
+    replayed: int
+    first: int
+    eager: dict[str, int]
+    dropped: int
+    capture_bytes: int
+    stack_bytes: int
+
+
+@dataclass
+class _Counts:
+    captured: int = 0
+    replayed: int = 0
+    first: int = 0
+    dropped: int = 0
+    eager: dict[str, int] = field(default_factory=dict)
+
+
+class GraphedSteps:
+    """Runs micro batches, replayed where it can; see the module.
+
+    Args:
+        forward: the model on a micro batch, up to the hidden states that ``head`` takes.
+        eager: the output of a micro batch that is not captured.
+        adapters: of the model; their stacks come from a pool from now on.
+        uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
+        capture: captures work.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[MicroBatch], Tensor],
+        eager: Callable[[MicroBatch], Output],
+        head: OutputHead,
+        adapters: AdapterManager,
+        monitor: HangMonitor,
+        settings: CudaGraphs,
+        device: torch.device,
+        uncached: Callable[[], AbstractContextManager[None]],
+        capture: Capture,
+    ) -> None:
+        self._forward, self._eager, self._head = forward, eager, head
+        self._layers, self._monitor, self._settings, self._device = adapters.layers, monitor, settings, device
+        self._uncached, self._capture = uncached, capture
+        self._stacks = adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
+        self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
+        self._counts = _Counts()
+        self._root = torch.empty(0, requires_grad=True)
+
+    def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        """As :meth:`megascend.engines.base.Engine.run`, on one rank for each copy of the model."""
+        kept = []
+        for batch in batches:
+            with self._monitor.phase("forward"):
+                output = self._output(batch, forward_only=forward_only)
+            loss, result = on_output(batch, output)
+            if not forward_only and loss.requires_grad:  # a replayed cross entropy is through with its gradients
+                (loss / len(batches)).backward()
+            kept.append(result)
+        return kept
+
+    def report(self) -> GraphReport:
+        """What has become of the micro batches so far."""
+        counts = self._counts
+        captures = sum(step.captured for step in self._steps.values())
+        return GraphReport(
+            captures,
+            counts.captured,
+            counts.replayed,
+            counts.first,
+            dict(counts.eager),
+            counts.dropped,
+            self._capture.bytes,
+            self._stacks.bytes,
+        )
+
+    def clear(self) -> None:
+        """Give up all captures."""
+        self._steps.clear()
+
+    def _output(self, batch: MicroBatch, *, forward_only: bool) -> Output:
+        problem = self._not_captured_because(batch)
+        if problem is None:
+            return _GraphedOutput(self, batch, forward_only)
+        self._tell(problem)
+        return self._eager(batch)
+
+    def _not_captured_because(self, batch: MicroBatch) -> str | None:
+        """Why a micro batch cannot be captured, in words that are the same for all of the kind."""
+        stacked = self._layers.stacked
+        if self._shape_of(batch, "forward", entropy=False).tokens > self._settings.max_tokens:
+            return f"micro batches above adapters.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"
+        if batch.segments is not None and batch.segments.keys is not None:
+            return "adapters with dropout"
+        several = stacked is not None and len(stacked.adapters) > 1
+        if several and self._device.type == "cuda" and kernel_of(self._device) is None:
+            return "several adapters, on a device without a grouped product"
+        return None
+
+    def _tell(self, problem: str) -> None:
+        """Count a micro batch that runs without; the first one of a kind is logged."""
+        if problem not in self._counts.eager:
+            logger.warning("not in a CUDA graph: %s", problem)
+        self._counts.eager[problem] = self._counts.eager.get(problem, 0) + 1
+
+    def _shape_of(self, batch: MicroBatch, kind: StepKind, *, entropy: bool) -> StepShape:
+        stacked = self._layers.stacked
+        adapters, rank = (0, 0) if stacked is None else (len(stacked.adapters), stacked.rank)
+        return step_shape(kind, batch.padded_lengths, adapters=adapters, rank=rank, entropy=entropy)
+
+    def step(self, batch: MicroBatch, kind: StepKind, *, entropy: bool = False) -> _Step:
+        """The step for a micro batch, with its tokens loaded."""
+        shape = self._shape_of(batch, kind, entropy=entropy)
+        step = self._steps.get(shape)
+        if step is None:
+            while len(self._steps) >= self._settings.max_count:
+                self._drop(next(iter(self._steps)))
+            step = self._steps[shape] = _Step(self, shape, self._layers.stacked)
+        self._steps.move_to_end(shape)
+        step.static.load(batch)
+        return step
+
+    def _drop(self, shape: StepShape) -> None:
+        self._counts.dropped += self._steps.pop(shape).captured
+
+    def _drop_those_of(self, stacked: StackedAdapters) -> None:
+        """Captured work that reads a stack must not outlive it."""
+        for shape in [shape for shape, step in self._steps.items() if step.stacked is stacked]:
+            self._drop(shape)
+
+
+class _Step:
+    """One shape: its memory, and the work on it, captured or not yet.
+
+    Attributes:
+        static: inputs.
+        stacked: the adapters that it reads, or None.
+        captured: it is replayed.
+    """
+
+    def __init__(self, owner: GraphedSteps, shape: StepShape, stacked: StackedAdapters | None) -> None:
+        self._owner, self._shape, self.stacked = owner, shape, stacked
+        self.static = StaticBatch(shape, owner._device)
+        self.captured = False
+        self._seen = self._refused = False
+        self._replay_forward: Callable[[], None] | None = None
+        self._replay_backward: Callable[[], None] | None = None
+        self._found: tuple[Tensor, ...] = ()
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Compute (hidden states, log-probabilities, entropies if wanted), or of cross entropy log-probabilities and all
+        gradients. They are valid until another micro batch runs."""
+        if self._replay_forward is None and self._seen and not self._refused:
+            self._try_to_capture()
+        if self._replay_forward is not None:
+            self._owner._counts.replayed += 1
+            self._replay_forward()
+            return self._found
+        if self._refused:
+            self._owner._tell(f"micro batches of {self._shape}, which could not be captured")
+        else:
+            self._owner._counts.first += 1
+        self._seen = True
+        found = self._work()
+        if self._shape.kind == "logprobs":
+            self._found = found  # with its graph, for the backward pass
+        return tuple(of.detach() for of in found)
+
+    def backward(self) -> None:
+        """Add the adapters' gradients, from the coefficients in ``static``."""
+        if self._replay_backward is not None:
+            self._replay_backward()
+            return
+        found, self._found = self._found, ()
+        self._differentiate(found)
+
+    def _work(self) -> tuple[Tensor, ...]:
+        head, batch = self._owner._head, self.static.batch
+        hidden = self._owner._forward(batch)
+        if self._shape.kind == "cross_entropy":
+            loss, logprobs = head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
+            loss.backward()
+            return (logprobs,)
+        logprobs, entropies = head.logprobs(hidden, batch.targets, self._shape.entropy)
+        return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
+
+    def _differentiate(self, found: tuple[Tensor, ...]) -> None:
+        coefficients = (self.static.coefficients, self.static.entropy_coefficients)
+        outputs = found[1:]
+        torch.autograd.backward(outputs, coefficients[: len(outputs)])
+
+    def _try_to_capture(self) -> None:
+        capture = self._owner._capture
+        try:
+            with self._owner._uncached():
+                forward, found = capture.capture(self._work)
+                backward = None
+                if self._shape.kind == "logprobs":
+                    backward, _ = capture.capture(lambda: self._differentiate(found))
+        except RuntimeError as error:
+            logger.warning("%s could not be captured as a CUDA graph: %s", self._shape, error)
+            self._refused = True
+            return
+        self._found = tuple(of.detach() for of in found)  # lets go of autograd's graph
+        self._replay_forward, self._replay_backward, self.captured = forward, backward, True
+        self._owner._counts.captured += 1
+
+
+class _GraphedOutput:
+    """The output of one micro batch, computed when it is asked for; see :class:`megascend.engines.base.Output`."""
+
+    def __init__(self, steps: GraphedSteps, batch: MicroBatch, forward_only: bool) -> None:
+        self._steps, self._batch, self._forward_only = steps, batch, forward_only
+        self._count = len(batch.targets)
+        self._hidden: Tensor | None = None
+
+    @property
+    def fuses_loss(self) -> bool:
+        return self._steps._head.can_fuse
+
+    def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
+        """Gradients have been added when it returns: the sum needs none."""
+        step = self._steps.step(self._batch, "cross_entropy")
+        write(step.static.coefficients, coefficients * loss_grad)
+        (logprobs,) = step.forward()
+        own = logprobs[: self._count].clone()
+        return -torch.where(coefficients > 0, own * coefficients, 0.0).sum(), own
+
+    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        step = self._steps.step(self._batch, "forward" if self._forward_only else "logprobs", entropy=entropy)
+        hidden, *found = step.forward()
+        self._hidden = hidden[:, : self._count]
+        own = [of[: self._count].clone() for of in found]
+        if not self._forward_only:
+            own = list(_Differentiable.apply(self._steps._root, step, *own))
+        return own[0], own[1] if entropy else None
+
+    def logits(self) -> Tensor:
+        assert self._hidden is not None, "log-probabilities come first"
+        return self._steps._head.logits(self._hidden)
+
+
+class _Differentiable(torch.autograd.Function):
+    """Log-probabilities and entropies of a step, whose backward pass is the step's."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, step: _Step, *found: Tensor) -> tuple[Tensor, ...]:
+        ctx.step = step
+        return tuple(of.view_as(of) for of in found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        static = ctx.step.static
+        for coefficients, grad in zip((static.coefficients, static.entropy_coefficients), grads, strict=False):
+            if grad is not None:
+                write(coefficients, grad)
+            else:
+                coefficients.zero_()
+        ctx.step.backward()
+        return (None, None, *[None for _ in grads])
