@@ -16,6 +16,7 @@ from megascend.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime
+    from megascend.engines.megatron.graphed_steps import GraphReport
     from megascend.topology.topology import Topology
 
 
@@ -201,6 +202,12 @@ class MegatronBackend(Backend):
         """What the check of the model's configuration against transformers found
         (:class:`megascend.selfcheck.verdict.Verdict`)."""
         return self.engine.self_check  # type: ignore[attr-defined]
+
+    @property
+    def cuda_graphs(self) -> GraphReport | None:
+        """What ``adapters.cuda_graphs`` has captured, replayed and left alone so far; None without that setting."""
+        graphs = self.engine.graphs  # type: ignore[attr-defined]
+        return None if graphs is None else graphs.report()
 
 
 class SingleBackend(Backend):

@@ -48,7 +48,7 @@ def token_bucket(tokens: int) -> int:
 
 
 def step_shape(kind: StepKind, lengths: Sequence[int], *, adapters: int, rank: int, entropy: bool = False) -> StepShape:
-    """The shape for samples of ``lengths`` tokens.
+    """The shape for samples of ``lengths`` tokens. Few shapes serve many micro batches: each is captured by itself.
 
     Args:
         adapters, rank: of the stacked adapters; 0 without.
@@ -57,8 +57,11 @@ def step_shape(kind: StepKind, lengths: Sequence[int], *, adapters: int, rank: i
     total = token_bucket(tokens)
     if len(lengths) == 1:
         return StepShape(kind, total, 0, total, adapters, rank, entropy)
-    samples = next_power_of_two(len(lengths) + 1)
-    longest = min(total, next_power_of_two(max(*lengths, total - tokens)))
+    # One sample an adapter is the rule: then the number of adapters alone decides.
+    samples = max(next_power_of_two(len(lengths) + 1), 2 * adapters)
+    needed, longest = max(*lengths, total - tokens), total
+    while longest % 4 == 0 and longest // 4 >= needed:
+        longest //= 4
     return StepShape(kind, total, samples, longest, adapters, rank, entropy)
 
 

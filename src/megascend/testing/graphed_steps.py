@@ -21,6 +21,12 @@ ROUNDS = 4
 """The first of a shape runs as usual, the second is captured, the others are replayed."""
 
 
+def gradients_of(backend: Backend) -> list[Tensor]:
+    """What the work of the present call adds gradients to."""
+    stacked = backend.engine.adapters.layers.stacked  # type: ignore[reportAttributeAccessIssue]
+    return [] if stacked is None else [of for stack in stacked.stacks for of in (stack.a_grads, stack.b_grads)]
+
+
 class CaptureAgain:
     """Stands in for CUDA graphs where there are none: runs the work again, and writes its results to the same memory.
 
@@ -50,24 +56,27 @@ class CaptureAgain:
 
         return replay, found
 
+    def wait(self) -> None:
+        """Nothing runs by itself here."""
 
-def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5), vocabulary: int = 96) -> dict[str, Tensor]:
+
+def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5)) -> dict[str, Tensor]:
     """Adapters that come, learn alone and mixed, and go; every figure and value by name.
 
     Args:
-        lengths: of the samples; micro batches are up to the backend.
+        lengths: of all samples together; micro batches are up to the backend.
     """
     found: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(3)
-    samples = [Sample.causal(torch.randint(0, vocabulary, (n + 1,), generator=generator)) for n in lengths]
+    samples = [Sample.causal(torch.randint(0, backend.vocab_size, (n + 1,), generator=generator)) for n in lengths]
 
     def of(*names: str) -> list[Sample]:
         return [replace(sample, adapter=names[index % len(names)]) for index, sample in enumerate(samples)]
 
     def learn(name: str, batch: Sequence[Sample], loss: str = "cross_entropy") -> None:
         for step in range(ROUNDS):
-            result = backend.forward_backward(batch, loss)
-            backend.forward_backward(batch[:1], loss)  # gradients of two calls add up
+            result = backend.forward_backward(backend.shard(batch), loss)
+            backend.forward_backward(backend.shard([*batch, *batch][:2]), loss)  # gradients of two calls add up
             outcome = backend.optimizer_step()
             for adapter, one in outcome.adapters.items():
                 of_one = result.adapters.get(adapter)
@@ -76,7 +85,7 @@ def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5), voca
 
     def look(name: str, batch: Sequence[Sample], **options: Any) -> None:
         for step in range(3):
-            result = backend.forward(batch, entropy=step == 2, **options)
+            result = backend.forward(backend.shard([*batch, *batch]), entropy=step == 2, **options)
             found[f"{name} {step}"] = torch.cat(result.logprobs + (result.entropy or []))
 
     backend.add_adapter("a", Lora(rank=4))
@@ -98,13 +107,13 @@ def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5), voca
         for sample in of("a", "d")
     ]
     learn("policy", policy, "ppo")
-    backend.forward_backward(of("a", "d"))
+    backend.forward_backward(backend.shard(of("a", "d")))
     backend.discard_gradients(["a", "d"])
     learn("alone again", of("a")[:1])
     look("alone", of("d")[:1])
     found["logits"] = torch.cat(backend.forward(of("a")[:2], logits=True).logits or [])
     for name in ("a", "c", "d"):
-        weights = backend.engine.trainable.named_weights(name)  # type: ignore[reportAttributeAccessIssue]
+        weights = backend.engine.trainable.named_weights(name, everywhere=True)  # type: ignore[reportAttributeAccessIssue]
         found[f"values of {name}"] = torch.cat([tensor.flatten() for tensor in weights.values()])
     return found
 

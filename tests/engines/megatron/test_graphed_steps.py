@@ -1,11 +1,14 @@
-"""Micro batches that are padded to a few shapes and replayed: the figures are those of micro batches as they come."""
+"""Micro batches that are padded to a few shapes and replayed: the figures are those of micro batches as they come.
+
+CUDA graphs themselves are the business of tests/gpu/test_cuda_graphs.py; a stand-in takes their place here.
+"""
 
 import pytest
+import torch
 
-from megascend import Adam, Adapters, Batching
-from megascend.config import CudaGraphs
+from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Parallel, Recompute, Sample
 from megascend.testing import run_distributed
-from megascend.testing.graphed_steps import CaptureAgain, differences, life
+from megascend.testing.graphed_steps import CaptureAgain, differences, gradients_of, life
 from megascend.testing.parity import case_checkpoint
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -14,60 +17,120 @@ BOUND = 1e-5
 """Of relative differences in fp32: products of other numbers of rows, and ranks padded with zeros, are added in another order."""
 
 
-def make_backend(checkpoint, settings=None, **options):
+def make_backend(checkpoint, settings=None, targets="all-linear", **options):
+    """With ``settings``, as ``adapters.cuda_graphs`` would make it, but for a stand-in for CUDA graphs."""
     from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(
         checkpoint,
         precision="fp32",
         optimizer=Adam(lr=1e-4, eps=1e-6),
-        batching=Batching(micro_batch_tokens=options.pop("micro_batch_tokens", 120)),
-        adapters=Adapters(**options),
+        batching=Batching(micro_batch_tokens=120),
+        adapters=Adapters(targets=targets),
         timeout_s=60,
+        **options,
     )
     if settings is not None:
-        graph(backend, settings)
+        backend.engine.graph_steps(settings, CaptureAgain(lambda: gradients_of(backend)))
     return backend
 
 
-def graph(backend, settings):
-    """As ``adapters.cuda_graphs`` would, with a stand-in for CUDA graphs."""
-    engine = backend.engine
-
-    def gradients():
-        stacked = engine.adapters.layers.stacked
-        return [] if stacked is None else [of for stack in stacked.stacks for of in (stack.a_grads, stack.b_grads)]
-
-    engine.graph_steps(settings, CaptureAgain(gradients))
+def life_of(checkpoint, settings):
+    backend = make_backend(checkpoint, settings)
+    figures, report = life(backend), backend.cuda_graphs
+    backend.close()
+    return figures, report
 
 
-def test_a_life_of_adapters_is_the_same(parity_folder, caplog):
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    rooms = {"roomy": CudaGraphs(max_tokens=512, max_count=64), "tight": CudaGraphs(max_tokens=64, max_count=2)}
 
     def lives():
-        expected = life_of(None)
-        reports = {}
-        found = {}
-        for name, settings in {
-            "roomy": CudaGraphs(max_tokens=512),
-            "tight": CudaGraphs(max_tokens=128, max_count=2),
-        }.items():
-            found[name], reports[name] = life_of(settings)
-        return expected[0], found, reports
+        return {name: life_of(checkpoint, settings) for name, settings in {"plain": None, **rooms}.items()}
 
-    def life_of(settings):
-        backend = make_backend(checkpoint, settings)
-        found = life(backend)
-        report = backend.engine.graphs.report() if settings else None
+    for found in run_distributed(lives, world_size, init=False, timeout_s=300):
+        expected, none = found.pop("plain")
+        assert none is None
+        for name, (figures, report) in found.items():
+            apart = differences(figures, expected)
+            print(name, report, max(apart.items(), key=lambda entry: entry[1]))
+            assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
+        roomy, tight = found["roomy"][1], found["tight"][1]
+        assert roomy.replayed > roomy.captured > 4
+        assert roomy.captures == roomy.captured, "nothing was captured twice"
+        assert all("logprobs" in reason for reason in roomy.eager), "only what the stand-in cannot capture"
+        assert tight.captures <= 2 < tight.captured
+        assert tight.dropped
+        assert "micro batches above adapters.cuda_graphs.max_tokens=64 tokens" in tight.eager
+
+
+def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, caplog):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def reports():
+        backend = make_backend(checkpoint, CudaGraphs(max_tokens=64))
+        backend.add_adapter("drops", Lora(rank=2, dropout=0.5))
+        backend.add_adapter("keeps", Lora(rank=2))
+        losses = []
+        for name, length in (("drops", 9), ("drops", 10), ("keeps", 70), ("keeps", 80), ("keeps", 9)):
+            ids = torch.arange(length + 1) % 90
+            losses.append(backend.forward_backward([Sample.causal(ids)], adapter=name).loss)
+        report = backend.cuda_graphs
+        backend.remove_adapter("keeps")
+        stacks = backend.engine.adapters._pool._stacks.values()
+        left = sum(float(stack.b.abs().sum() + stack.a.abs().sum()) for one in stacks for stack in one.stacks)
         backend.close()
-        return found, report
+        return losses, report, left
 
-    expected, found, reports = run_distributed(lives, 1, init=False, timeout_s=200)[0]
-    for name, figures in found.items():
-        apart = differences(figures, expected)
-        print(name, reports[name], max(apart.items(), key=lambda entry: entry[1]))
-        assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
-    assert reports["roomy"].replayed > reports["roomy"].captured > 4
-    assert reports["roomy"].captures == reports["roomy"].captured, "nothing needed to be captured twice"
-    assert reports["tight"].captures <= 2
-    assert reports["tight"].dropped
+    losses, report, left = run_distributed(reports, 1, init=False)[0]
+    assert all(loss > 0 for loss in losses)
+    assert report.eager == {
+        "adapters with dropout": 2,
+        "micro batches above adapters.cuda_graphs.max_tokens=64 tokens": 2,
+    }
+    assert (report.first, report.captured, report.replayed) == (1, 0, 0)
+    assert left == 0, "a removed adapter leaves no copy of its values"
+
+
+@pytest.mark.parametrize(
+    ("precision", "recompute", "parallel", "targets", "message"),
+    [
+        ("fp32", Recompute(), Parallel(), "all-linear", None),
+        ("bf16", Recompute(), Parallel(), "all-linear", None),
+        ("fp16", Recompute(), Parallel(), "all-linear", "does not know fp16"),
+        ("bf16", Recompute(granularity="full"), Parallel(), "all-linear", "recompute.granularity=full"),
+        ("bf16", Recompute(), Parallel(tensor=2), "all-linear", "parallel.tensor=2"),
+        ("bf16", Recompute(), Parallel(), ("q_proj", "lm_head"), "lm_head or embed_tokens"),
+    ],
+)
+def test_refusals(precision, recompute, parallel, targets, message):
+    from types import SimpleNamespace
+
+    from megascend.engines.megatron.graph_support import refused_because
+
+    config = SimpleNamespace(rope_scaling=None, num_moe_experts=None, hidden_dropout=0.0, attention_dropout=0.0)
+    target = SimpleNamespace(is_output="lm_head" in targets, is_embedding=False)
+    registry = SimpleNamespace(shape_groups=[SimpleNamespace(target_modules=[target])])
+    topology = SimpleNamespace(tensor=parallel.tensor, pipeline=1, context=1, expert=1)
+    found = refused_because(topology, precision, recompute, config, registry)
+    assert (found is None) if message is None else (message in found)
+    if message is None:
+        config.rope_scaling = {"rope_type": "dynamic"}
+        assert "rotary" in refused_because(topology, precision, recompute, config, registry)
+
+
+def test_the_setting_needs_cuda(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def refused():
+        from megascend.backends import MegatronBackend
+
+        try:
+            MegatronBackend(checkpoint, precision="bf16", adapters=Adapters(cuda_graphs=CudaGraphs()), timeout_s=60)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert "adapters.cuda_graphs needs a CUDA device, and this is cpu" in run_distributed(refused, 1, init=False)[0]

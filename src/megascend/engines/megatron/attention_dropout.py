@@ -55,14 +55,11 @@ def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
                 )
 
 
-def leave_streams_alone(chunks: Sequence[torch.nn.Module], config: Any) -> None:
-    """Where there is no attention dropout, do not switch to the stream that it would be drawn from.
+def leave_streams_alone(chunks: Sequence[torch.nn.Module]) -> None:
+    """Of models without attention dropout: do not switch to the stream that it would be drawn from.
 
-    Transformer Engine's attention does so in every layer: copies of a generator's state there and back, which cost the host time
-    and which no CUDA graph can hold.
+    Transformer Engine's attention does so in every layer, by copies of the generator's state that no CUDA graph can hold.
     """
-    if config.attention_dropout != 0:
-        return
     for chunk in chunks:
         for module in chunk.modules():
             if getattr(module, "attention_dropout_ctx", None) is not None:

@@ -24,6 +24,10 @@ class Capture(Protocol):
         """
         ...
 
+    def wait(self) -> None:
+        """Wait for the device: captured work that still runs must not be given up."""
+        ...
+
     @property
     def bytes(self) -> int:
         """Device memory that all captured work holds."""
@@ -47,6 +51,10 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             found = work()
         return graph.replay, found
+
+    def wait(self) -> None:
+        """See :class:`Capture`."""
+        torch.cuda.synchronize()
 
     @property
     def bytes(self) -> int:

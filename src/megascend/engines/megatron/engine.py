@@ -119,7 +119,6 @@ class MegatronEngine:
             from megascend.kernels import head_norm
 
             head_norm.install(self.bare_chunks)
-            attention_dropout.leave_streams_alone(self.bare_chunks, self.config)
         self.adapters: AdapterManager | None = None
         self.graphs: GraphedSteps | None = None
         self.optimizer: Optimizer | None = None
@@ -132,6 +131,7 @@ class MegatronEngine:
                 graph_support.check(
                     self.device.type, topology, precision, recompute, self.config, self.adapters.registry
                 )
+                attention_dropout.leave_streams_alone(self.bare_chunks)
                 self.graph_steps(adapters.cuda_graphs, CudaCapture())
         else:
             self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]

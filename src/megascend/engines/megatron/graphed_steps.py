@@ -128,6 +128,7 @@ class GraphedSteps:
 
     def clear(self) -> None:
         """Give up all captures."""
+        self._capture.wait()
         self._steps.clear()
 
     def _output(self, batch: MicroBatch, *, forward_only: bool) -> Output:
@@ -173,7 +174,10 @@ class GraphedSteps:
         return step
 
     def _drop(self, shape: StepShape) -> None:
-        self._counts.dropped += self._steps.pop(shape).captured
+        step = self._steps.pop(shape)
+        if step.captured:
+            self._capture.wait()
+            self._counts.dropped += 1
 
     def _drop_those_of(self, stacked: StackedAdapters) -> None:
         """Captured work that reads a stack must not outlive it."""

@@ -1,0 +1,132 @@
+"""Steps of adapters as CUDA graphs give what eager steps give, whatever changes between replays. Needs a CUDA GPU."""
+
+import pytest
+import torch
+
+import megascend
+from megascend.testing.graphed_steps import differences, life
+from megascend.testing.parity import case_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
+
+FIGURES, VALUES = 2e-2, 2e-3
+"""Of relative differences in bf16: losses, gradient norms and log-probabilities; adapters' values after the last step.
+Padding gives products other sizes, and with them other kernels."""
+
+LENGTHS = (300, 150, 90, 500, 64, 1)
+
+
+def make_backend(checkpoint, settings):
+    return megascend.MegatronBackend(
+        model=checkpoint,
+        platform="cuda",
+        precision="bf16",
+        optimizer=megascend.Adam(lr=1e-4, eps=1e-6),
+        batching=megascend.Batching(micro_batch_tokens=600),
+        adapters=megascend.Adapters(cuda_graphs=settings),
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder):
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    return case_checkpoint(parity_folder, "qwen3", max_position_embeddings=1024, **shape)
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint):
+    backend = make_backend(checkpoint, None)
+    try:
+        return life(backend, LENGTHS)
+    finally:
+        backend.close()
+
+
+def check(found, expected):
+    apart = differences(found, expected)
+    for name, difference in apart.items():
+        print(f"{difference:.1e} {name}")
+    assert all(value <= (VALUES if name.startswith("values") else FIGURES) for name, value in apart.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [megascend.CudaGraphs(max_count=64), megascend.CudaGraphs(max_count=2)],
+    ids=["all kept", "two kept"],
+)
+def test_a_life_of_adapters_is_the_same(checkpoint, eager, settings, caplog):
+    backend = make_backend(checkpoint, settings)
+    found, report = life(backend, LENGTHS), backend.cuda_graphs
+    print(report)
+    backend.close()
+    check(found, eager)
+    assert not report.eager, "everything was captured"
+    assert "could not be captured" not in caplog.text
+    assert report.captured > 5
+    assert report.captures <= settings.max_count
+    if settings.max_count > 2:
+        assert report.replayed > report.captured
+        assert report.captures == report.captured
+        assert 0 < report.capture_bytes < 2**30
+
+
+def test_replays_are_the_first_run_to_the_bit(checkpoint):
+    """The same kernels on the same memory: nothing that a capture reads has moved or gone meanwhile."""
+    backend = make_backend(checkpoint, megascend.CudaGraphs())
+    for name in ("a", "b", "c"):
+        backend.add_adapter(name, megascend.Lora(rank=8))
+    generator = torch.Generator().manual_seed(5)
+    samples = [
+        megascend.Sample.causal(torch.randint(0, backend.vocab_size, (length,), generator=generator))
+        for length in (200, 31, 90)
+    ]
+    for sample, name in zip(samples, ("a", "b", "c"), strict=True):
+        sample.adapter = name
+
+    def figures():
+        """Of losses and gradients that are then dropped, and of log-probabilities."""
+        backend.forward_backward(samples)
+        grads = {name: adapter.grads.clone() for name, adapter in backend.adapters.items()}
+        backend.forward_backward(samples[:1])
+        alone = backend.adapters["a"].grads.clone() - grads["a"]
+        backend.discard_gradients(list(backend.adapters))
+        return [*grads.values(), alone, *backend.forward(samples).logprobs, *backend.forward(samples[:1]).logprobs]
+
+    first = figures()
+    for _ in range(3):
+        again = figures()
+        # Memory of the eager path is used up and returned between replays: a capture that read any of it would see that.
+        junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
+        del junk
+        torch.cuda.empty_cache()
+        for length in range(2, 40):  # more rotary tables than upstream keeps
+            backend.engine.bare_chunks[0].rotary_pos_emb(length)
+        for one, other in zip(first, again, strict=True):
+            apart = (one.double() - other.double()).norm() / one.double().norm()
+            assert apart <= 1e-3, float(apart)  # attention's backward pass adds in no fixed order
+    report = backend.cuda_graphs
+    assert report.captured >= 4
+    assert report.replayed >= 12
+    backend.close()
+
+
+def test_memory_stays_bounded(checkpoint):
+    """Lengths at random: captures share one pool, which grows to the largest and no further."""
+    backend = make_backend(checkpoint, megascend.CudaGraphs(max_tokens=512, max_count=6))
+    backend.add_adapter("a", megascend.Lora(rank=8))
+    generator = torch.Generator().manual_seed(7)
+    sizes = []
+    for step in range(150):
+        length = 512 if step < 3 else int(torch.randint(20, 512, (1,), generator=generator))
+        ids = torch.randint(0, backend.vocab_size, (length + 1,), generator=generator)
+        backend.forward_backward([megascend.Sample.causal(ids)], adapter="a")
+        backend.optimizer_step("a")
+        sizes.append(backend.cuda_graphs.capture_bytes)
+    report = backend.cuda_graphs
+    print(report, sizes[::10])
+    assert report.captures <= 6
+    assert report.dropped, "more shapes came than are kept"
+    assert sizes[-1] <= 2 * sizes[20], "the pool has its size early on"
+    backend.close()
+    torch.cuda.empty_cache()
+    assert not [s for s in torch.cuda.memory_snapshot() if any(s["segment_pool_id"])], "all of it goes with the backend"
