@@ -42,7 +42,7 @@ def life_of(checkpoint, settings):
     return figures, report
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     rooms = {"roomy": CudaGraphs(max_tokens=512, max_count=64), "tight": CudaGraphs(max_tokens=64, max_count=2)}

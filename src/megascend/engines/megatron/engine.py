@@ -187,6 +187,7 @@ class MegatronEngine:
             self.groups.monitor,
             settings,
             self.device,
+            self._evaluating,
             lambda: graph_support.without_rotary_cache(self.bare_chunks[0]),
             capture,
         )
@@ -283,9 +284,13 @@ class MegatronEngine:
         self.routers.leave(output, number)
         return output
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Dropout off, parameters complete, until the block ends."""
+        # Replays know their mode, and telling every module takes longer than a small one of them.
+        return contextlib.nullcontext() if self.graphs is not None else self._evaluating()
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self.finish_param_gather()
         for chunk in self.chunks:
             chunk.eval()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class GraphedSteps:
         forward: the model on a micro batch, up to the hidden states that ``head`` takes.
         eager: the output of a micro batch that is not captured.
         adapters: of the model; their stacks come from a pool from now on.
+        evaluating: a context in which the model is in evaluation mode.
         uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
         capture: captures work.
     """
@@ -88,12 +89,13 @@ class GraphedSteps:
         monitor: HangMonitor,
         settings: CudaGraphs,
         device: torch.device,
+        evaluating: Callable[[], AbstractContextManager[None]],
         uncached: Callable[[], AbstractContextManager[None]],
         capture: Capture,
     ) -> None:
         self._forward, self._eager, self._head = forward, eager, head
         self._layers, self._monitor, self._settings, self._device = adapters.layers, monitor, settings, device
-        self._uncached, self._capture = uncached, capture
+        self._evaluating, self._uncached, self._capture = evaluating, uncached, capture
         self._stacks = adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
         self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
         self._counts = _Counts()
@@ -136,7 +138,12 @@ class GraphedSteps:
         if problem is None:
             return _GraphedOutput(self, batch, forward_only)
         self._tell(problem)
-        return self._eager(batch)
+        with self.mode(forward_only=forward_only):
+            return self._eager(batch)
+
+    def mode(self, *, forward_only: bool) -> AbstractContextManager[None]:
+        """What the model runs in, where it is not replayed."""
+        return self._evaluating() if forward_only else nullcontext()
 
     def _not_captured_because(self, batch: MicroBatch) -> str | None:
         """Why a micro batch cannot be captured, in words that are the same for all of the kind."""
@@ -170,6 +177,7 @@ class GraphedSteps:
                 self._drop(next(iter(self._steps)))
             step = self._steps[shape] = _Step(self, shape, self._layers.stacked)
         self._steps.move_to_end(shape)
+        assert step.stacked is self._layers.stacked, "captured work would read the factors of other adapters"
         step.static.load(batch)
         return step
 
@@ -232,7 +240,8 @@ class _Step:
 
     def _work(self) -> tuple[Tensor, ...]:
         head, batch = self._owner._head, self.static.batch
-        hidden = self._owner._forward(batch)
+        with self._owner.mode(forward_only=self._shape.kind == "forward"):
+            hidden = self._owner._forward(batch)
         if self._shape.kind == "cross_entropy":
             loss, logprobs = head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
             loss.backward()
