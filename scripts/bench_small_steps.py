@@ -147,6 +147,7 @@ class Bench:
                 seconds.append(time.perf_counter() - start)
                 reserved.append(self.reserved())
             if number and number % max(2, requests // 5) == 0:  # a tenant leaves, another one comes
+                queue.drain()
                 self.backend.remove_adapter(names[seen])
                 names[seen] = f"{names[seen]}-again"
                 self.backend.add_adapter(names[seen], megascend.Lora(rank=self.rank))

@@ -180,6 +180,10 @@ def check_targets(found: dict[str, Any]) -> None:
     assert set(found["lora"].targets) == set(found["adapters"].targets)
 
 
+def check_graphs(found: dict[str, Any]) -> None:
+    assert found["adapters"].cuda_graphs.max_tokens == 8192
+
+
 def check_trained(found: dict[str, Any]) -> None:
     assert found["step"].grad_norm > 0
 
@@ -244,6 +248,7 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/data.md", "def reverse_kl"): (1, with_backend, check_own_loss),
     ("docs/lora.md", "layers = "): (1, nothing, check_targets),
     ("docs/lora.md", "queue = megascend.AdapterQueue"): (1, with_tenants, check_tenants),
+    ("docs/lora.md", "adapters = megascend.Adapters(max_count=16, cuda_graphs"): (1, nothing, check_graphs),
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),
     ("docs/quickstart.md", "megascend.bootstrap()"): (2, with_a_small_model, check_trained),
