@@ -8,7 +8,13 @@ The task is "s314=" -> "134.". Some supervised steps on answers warm the model u
 rewards alone teach it: eight responses to each of sixteen prompts, the share of right characters as the reward, advantages within
 each group (GRPO). The engine is never more than one step behind; it gets new weights after every step, while it samples.
 
-The script prints the reward before and after and ends with 1 unless it has risen.
+The script prints the reward before and after and ends with 1 unless it has risen. In the end OUTPUT/hf holds a model that
+transformers loads; with --save-every, a run that was killed continues with --resume.
+
+    bash cookbook/async_grpo.sh --engine local --model MODEL --data PROMPTS.jsonl --reward REWARDS.py:FUNCTION --lr 1e-6
+
+learns from prompts and a reward of your own (docs/rl.md) instead, without a warm-up; an eighth of the prompts is held out.
+Whether the reward has risen enough is then for you to judge.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,8 +40,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO with rollouts by vLLM beside the trainer.")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/cookbook/async_grpo"), help="figure, vLLM's log and key"
+        "--output", type=Path, default=Path("runs/cookbook/async_grpo"), help="model, figure, vLLM's log and key"
     )
+    parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next; 0: none")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
+    parser.add_argument(
+        "--data", type=Path, help="JSONL with prompt or messages, and what the reward looks at; default: digits"
+    )
+    parser.add_argument(
+        "--reward", metavar="FILE.py:FUNCTION", help="(response, example) -> float; default: right characters"
+    )
+    parser.add_argument("--max-tokens", type=int, help="longest response; default: 256, of digits their number and 3")
     parser.add_argument(
         "--engine",
         nargs="+",
@@ -49,13 +64,18 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--digits", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=90, help="supervised steps before the first reward")
+    parser.add_argument("--warm-up", type=int, help="supervised steps on answers first; default: 90, with --data none")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--prompts", type=int, default=16, help="of one step")
     parser.add_argument("--responses", type=int, default=8, help="to one prompt")
     parser.add_argument("--max-lag", type=int, default=1, help="steps that the engine may be behind")
     parser.add_argument("--lr", type=float, default=3e-4)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.warm_up is None:
+        arguments.warm_up = 0 if arguments.data else 90
+    if arguments.max_tokens is None:
+        arguments.max_tokens = 256 if arguments.data else arguments.digits + 3
+    return arguments
 
 
 def draw_task(digits: int, draw: random.Random) -> dict[str, str]:
@@ -90,14 +110,16 @@ class Tasks:
         self._drawn = state["drawn"]
 
 
-def warm_up(backend: Any, tokenizer: Any, arguments: argparse.Namespace) -> float:
+def warm_up(backend: Any, tokenizer: Any, steps: int, draw_one: Callable[[random.Random], Mapping[str, Any]]) -> float:
     """Supervised steps on answers; the last loss. Every rank draws the same samples."""
+    from megascend.rollout.prompts import prompt_tokens
+
     draw, loss = random.Random(0), float("nan")
-    for _ in range(arguments.warm_up):
+    for _ in range(steps):
         samples = []
         for _ in range(32):
-            task = draw_task(arguments.digits, draw)
-            prompt = tokenizer.encode(task["prompt"])
+            task = draw_one(draw)
+            prompt = prompt_tokens(dict(task), tokenizer)
             samples.append(
                 megascend.Sample.causal(prompt + tokenizer.encode(task["answer"]), prompt_length=len(prompt))
             )
@@ -113,6 +135,9 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
     if "vllm" in arguments.engine:
         (arguments.output / KEY).unlink(missing_ok=True)
         write_key(arguments.output / KEY)
+    options = ["--enforce-eager", "--dtype=float32", "--max-num-seqs=128"]
+    if not arguments.data:
+        options.append("--max-model-len=64")
     servers = {}
     for number, kind in enumerate(arguments.engine):
         if kind == "vllm":
@@ -121,7 +146,7 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
                 arguments.model,
                 key_file=arguments.output / KEY,
                 log=arguments.output / f"vllm-{number}.log",
-                options=("--enforce-eager", "--dtype=float32", "--max-model-len=64", "--max-num-seqs=128"),
+                options=options,
             )
             stack.callback(servers[number].close)
     return servers
@@ -148,15 +173,34 @@ def main() -> None:
 
         megascend.bootstrap(arguments.platform, parallel)
         from megascend.app.plot import plot_metrics
+        from megascend.app.rl.engines import stop_tokens
         from megascend.app.rl.learn import learn
         from megascend.app.rl.rollouts import SharedRollouts
+        from megascend.app.rl.set_up import fingerprint
         from megascend.app.run import load_tokenizer
         from megascend.config.rl import Objective
+        from megascend.data.order import Batches
         from megascend.rollout.buffer import RolloutBuffer
         from megascend.rollout.collector import RolloutCollector, Task
         from megascend.rollout.engines.base import Sampling
         from megascend.rollout.engines.local import LocalEngine
         from megascend.rollout.engines.vllm import VllmEngine
+        from megascend.rollout.prompts import prompt_tokens, read_prompts
+        from megascend.rollout.rewards import load_reward
+
+        # Prompts and the reward: what cannot be read is found before the model is built.
+        stream: Any
+        if arguments.data:
+            prompts = read_prompts(arguments.data)
+            random.Random(0).shuffle(prompts)
+            held_out, prompts = prompts[: max(1, len(prompts) // 8)], prompts[max(1, len(prompts) // 8) :]
+            stream = Batches(prompts, 1, 1, True, fingerprint(prompts))
+            draw_one = lambda draw: draw.choice(prompts)  # noqa: E731
+        else:
+            held_out = [draw_task(arguments.digits, random.Random(f"held out/{number}")) for number in range(48)]
+            stream = Tasks(arguments.digits, seed=1)
+            draw_one = lambda draw: draw_task(arguments.digits, draw)  # noqa: E731
+        grade = load_reward(arguments.reward) if arguments.reward else reward
 
         tokenizer: Any = load_tokenizer(arguments.model)
         backend = megascend.MegatronBackend(
@@ -167,12 +211,18 @@ def main() -> None:
             optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
         )
         stack.enter_context(backend)
-        loss = warm_up(backend, tokenizer, arguments)
-        if main_rank:
-            print(
-                f"warmed up: loss {loss:.3f} after {arguments.warm_up} steps, {time.perf_counter() - start:.0f} s",
-                flush=True,
-            )
+        # The steps that count are those after the warm-up.
+        checkpoint, done, saved = arguments.output / "checkpoint", 0, {}
+        if arguments.resume:
+            saved = backend.load(checkpoint)
+            done = saved["done"]
+        elif arguments.warm_up:
+            loss = warm_up(backend, tokenizer, arguments.warm_up, draw_one)
+            if main_rank:
+                print(
+                    f"warmed up: loss {loss:.3f} after {arguments.warm_up} steps, {time.perf_counter() - start:.0f} s",
+                    flush=True,
+                )
         engines: list[Any] = []
         collector = None
         if main_rank:
@@ -187,35 +237,38 @@ def main() -> None:
             print(f"{len(engines)} engines after {time.perf_counter() - start:.0f} s", flush=True)
 
             # Whatever waits for engines' answers runs on the collector's thread.
-            (stop,) = tokenizer.encode(STOP)
+            stop = stop_tokens(tokenizer, [] if arguments.data else [STOP])
             task = Task(
-                encode=lambda prompt: tokenizer.encode(prompt["prompt"]),
-                decode=lambda tokens: tokenizer.decode(list(tokens)),
-                reward=reward,
-                sampling=Sampling(max_tokens=arguments.digits + 3, stop_token_ids=(stop,), seed=0),
+                encode=lambda prompt: prompt_tokens(prompt, tokenizer),
+                decode=lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True),
+                reward=grade,
+                sampling=Sampling(max_tokens=arguments.max_tokens, stop_token_ids=stop, seed=0),
                 group_size=arguments.responses,
             )
             buffer = RolloutBuffer(arguments.prompts, arguments.max_lag)
-            collector = RolloutCollector(engines, Tasks(arguments.digits, seed=1), buffer, task)
+            collector = RolloutCollector(engines, stream, buffer, task)
             stack.callback(collector.close)
+            if saved:
+                collector.load_state_dict(saved["rollouts"])
 
         # All ranks call these; rank 0 alone talks to engines.
         rollouts = SharedRollouts(backend, collector, patience_s=300)
         sync = stack.enter_context(megascend.WeightSync(backend, engines))
-        sync.push(version=1)
-        held_out = [draw_task(arguments.digits, random.Random(f"held out/{number}")) for number in range(48)]
-        before = rollouts.evaluate(held_out, temperature=1.0, n=4)
-        rollouts.on_rank_0(lambda collector: collector.start(step=0, offset=1))
+        # Engines count their versions up, and may have lived longer than this process.
+        offset = 1 + rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - done
+        sync.push(version=done + offset)
+        before = saved["before"] if saved else rollouts.evaluate(held_out, temperature=1.0, n=4)
+        rollouts.on_rank_0(lambda collector: collector.start(step=done, offset=offset))
 
-        rows = []
-        for step in range(1, arguments.steps + 1):
+        rows = saved["rows"] if saved else []
+        for step in range(done + 1, arguments.steps + 1):
             begun = time.perf_counter()
             groups = rollouts.take(step - 1, stop=lambda: False)
             assert groups is not None
             waited = time.perf_counter() - begun
             learned = learn(backend, groups, Objective(loss="ppo", advantages="grpo"))
             update = backend.optimizer_step()
-            pushed = sync.push(version=step + 1)
+            pushed = sync.push(version=step + offset)
             rollouts.on_rank_0(lambda collector, step=step: collector.updated(step))
             assert learned.mismatch is not None
             rewards = [value for group in groups for value in group.rewards]
@@ -237,17 +290,22 @@ def main() -> None:
                     f"{row['mismatch']:.1e}  {seconds:.2f} s, {waited:.2f} s of it waiting, paused {row['pause_s']:.3f} s",
                     flush=True,
                 )
+            if arguments.save_every and step % arguments.save_every == 0:
+                progress = {"done": step, "before": before, "rows": rows, "rollouts": rollouts.state_dict()}
+                backend.save(checkpoint, progress=progress)
         after = rollouts.evaluate(held_out, temperature=1.0, n=4)
+        backend.export_hf(arguments.output / "hf")
         if main_rank:
             labels = ("reward", "lag", "mismatch", "pause_s", "grad_norm", "wait_s")
             panels = [(label, label, f"C{number}") for number, label in enumerate(labels)]
             figure = arguments.output / "async_grpo.png"
             plot_metrics(rows, figure, f"async GRPO, lag {arguments.max_lag}, {', '.join(arguments.engine)}", panels)
             print(
-                f"\n{bars(rows)}\n\nreward on new prompts: {before:.3f} before, {after:.3f} after; see {figure}",
+                f"\n{bars(rows)}\n\nreward on new prompts: {before:.3f} before, {after:.3f} after; see {figure} and "
+                f"{arguments.output / 'hf'}",
                 flush=True,
             )
-    if not after > before:
+    if not arguments.data and not after > before:
         raise SystemExit("FAILED: the reward has not risen")
 
 

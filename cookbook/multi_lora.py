@@ -12,6 +12,8 @@ the end every adapter meets the prompts of every task. The script ends with 1 un
 
 With --data ada=ada.jsonl --data bob=bob.csv the tenants are yours instead, each with data of its own; an eighth of them is
 held out for the table. What the adapters make of each other's data is then for you to judge.
+
+With --save-every, a run that was killed continues with --resume.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/cookbook/adapters"), help="one folder for each adapter"
     )
+    parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next; 0: none")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     parser.add_argument("--tensor", type=int, default=2, help="tensor parallel size")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline parallel size")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32")
@@ -171,11 +175,15 @@ def main() -> None:
                 f"{backend.topology.describe()}\n{backend.parameter_count:,} frozen parameters on {backend.platform.name}"
             )
 
-        # Every rank has the same queue, submits the same requests in the same order, and draws the same samples.
+        # A checkpoint has all adapters with their optimizers, which take the place of those that have just been added.
+        checkpoint = arguments.output / "checkpoint"
+        done = backend.load(checkpoint)["step"] if arguments.resume else 0
+
+        # Every rank has the same queue, submits the same requests in the same order, and draws the same samples: the number of
+        # the step is all that they depend on, so a run that is resumed needs to know nothing else.
         queue = AdapterQueue(backend)
-        draw = random.Random(0)
-        for step in range(1, arguments.steps + 1):
-            start = time.perf_counter()
+        for step in range(done + 1, arguments.steps + 1):
+            start, draw = time.perf_counter(), random.Random(step)
             submitted = {}
             for tenant in tenants:
                 samples = draw_samples(tenant, arguments.batch, draw)
@@ -191,6 +199,8 @@ def main() -> None:
                 losses = "  ".join(f"{name} {loss.loss:.3f}" for name, (loss, _) in results.items())
                 skipped = "".join(f"  {name} SKIPPED" for name, (_, update) in results.items() if update.skipped)
                 print(f"step {step}/{arguments.steps}  {losses}  {speed:,.0f} tokens/s{skipped}", flush=True)
+            if arguments.save_every and step % arguments.save_every == 0:
+                backend.save(checkpoint, progress={"step": step})
 
         # Every adapter on new prompts of every task: 16 requests, which the queue may mix too. The samples name no adapter.
         held_out = {tenant.name: draw_samples(tenant, 32, random.Random(1), held_out=True) for tenant in tenants}

@@ -230,16 +230,24 @@ def test_own_data_end_in_a_model_and_a_killed_run_resumes(
 def test_tenants_with_data_of_their_own(tmp_path: Path) -> None:
     data = own_data(tmp_path / "own.json")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"abc {n}"}) + "\n" for n in range(9)))
-    output = run(
-        "multi_lora.sh", tmp_path, "--steps", "4", "--data", f"ada={data}", "--data", f"bob={tmp_path / 'texts.jsonl'}"
-    )
+    own = ("--data", f"ada={data}", "--data", f"bob={tmp_path / 'texts.jsonl'}", "--steps", "8", "--save-every", "2")
+    output = run("multi_lora.sh", tmp_path, *own)
     table = {
         name: float(loss) for name, loss in re.findall(r"^(ada|bob|\(base model\)) +([\d.]+) ", output, re.MULTILINE)
     }
     assert table["ada"] < table["(base model)"], output[-2000:]
     assert f"adapters in {tmp_path / 'adapters'}" in output.strip().splitlines()[-1]
+    killed = ("--output", str(tmp_path / "killed"))
+    run("multi_lora.sh", tmp_path, *own, *killed, kill_after="step 5/8", fails=True)
+    resumed = run("multi_lora.sh", tmp_path, *own, *killed, "--resume")
+    losses = [
+        dict(re.findall(r"^step (\d)/8  (ada [\d.]+  bob [\d.]+)", text, re.MULTILINE)) for text in (output, resumed)
+    ]
+    assert {"7", "8"} <= losses[1].keys() < losses[0].keys()
+    assert losses[1].items() <= losses[0].items()
     for name in ("ada", "bob"):
-        assert (tmp_path / "adapters" / name / "adapter_model.safetensors").is_file()
+        one, other = (load_file(tmp_path / of / name / "adapter_model.safetensors") for of in ("adapters", "killed"))
+        assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
 
 
 def tenants_and_losses(output: str) -> dict[str, list[float]]:
@@ -307,3 +315,20 @@ def test_async_grpo_raises_the_reward(engine: str, tmp_path: Path) -> None:
     assert after > before + 0.05
     assert re.search(r"^step 1/45  reward [\d.]+  lag 0.0  mismatch \d.\de-0[6-9]", output, re.MULTILINE), output
     assert (tmp_path / "out" / "async_grpo.png").stat().st_size > 10_000
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf").num_parameters() > 0
+
+
+@pytest.mark.nightly
+def test_async_grpo_learns_from_prompts_and_a_reward_of_ones_own_and_resumes(tmp_path: Path) -> None:
+    words = [{"prompt": f"{word}=", "answer": word.upper()} for word in ("one", "two", "red", "blue", "up", "down")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(word) + "\n" for word in words))
+    (tmp_path / "rewards.py").write_text("def capitals(response, example):\n    return float(response.isupper())\n")
+    own = ("--data", str(tmp_path / "prompts.jsonl"), "--reward", f"{tmp_path / 'rewards.py'}:capitals")
+    sizes = ("--max-tokens", "4", "--prompts", "2", "--responses", "4", "--steps", "6", "--save-every", "2")
+    common = ("--engine", "local", "--output", str(tmp_path / "out"), *own, *sizes)
+    run("async_grpo.sh", tmp_path, *common, kill_after="step 5/6", fails=True)
+    output = run("async_grpo.sh", tmp_path, *common, "--resume")
+    assert "warmed up" not in output
+    assert [int(step) for step in re.findall(r"^steps +(\d)-", output, re.MULTILINE)] == [1, 2, 3, 4, 5, 6]
+    assert re.search(r"reward on new prompts: [\d.]+ before, [\d.]+ after", output)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf").num_parameters() > 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 
 import pytest
 import xxhash
 
-from megascend.files import beside, cached, digest, replace_directory, replacing
+from megascend.files import beside, cached, digest, prune, replace_directory, replacing
 
 
 def test_a_directory_is_replaced_whole(tmp_path):
@@ -44,6 +45,25 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         raise KeyError
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "first"
+
+
+def test_what_was_asked_for_the_longest_ago_is_removed_when_there_is_too_much(tmp_path):
+    now = time.time()
+    for name, hours in {"new": 0.5, "day": 24, "week": 168, "month": 720, ".month-abc": 720}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens").write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, (now - hours * 3600,) * 2)
+    (tmp_path / "kept").write_bytes(b"x" * 100)
+    os.utime(tmp_path / "kept", (0, 0))
+
+    def pruned(limit):
+        return [path.name for path in prune(tmp_path, limit, keep=tmp_path / "kept")]
+
+    assert pruned(500) == []
+    assert cached(tmp_path / "month", lambda path: None) == tmp_path / "month"  # asked for: now it is the newest
+    assert pruned(400) == ["week"]
+    assert pruned(100) == ["day"]  # the others are in use
+    assert sorted(os.listdir(tmp_path)) == [".month-abc", "kept", "month", "new"]
 
 
 def test_what_is_there_is_not_made_again(tmp_path):

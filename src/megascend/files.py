@@ -5,18 +5,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
+
+from megascend.errors import ConfigError
 
 TIMEOUT_S = 600.0
 """How long :func:`cached` and :func:`locked` wait for another process, in seconds."""
 
 
 CACHE_VARIABLE = "MEGASCEND_CACHE"
+CACHE_LIMIT_VARIABLE = "MEGASCEND_CACHE_GIB"
+CACHE_GIB = 50
+"""Default of that variable."""
+IN_USE_S = 3600.0
+"""How long :func:`prune` leaves alone what somebody has asked for, in seconds."""
 
 
 def cache_folder() -> Path:
@@ -24,6 +33,24 @@ def cache_folder() -> Path:
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend"
+
+
+def cache_limit() -> int:
+    """Bytes that each part of the cache may take: ``MEGASCEND_CACHE_GIB`` GiB, or :data:`CACHE_GIB`.
+
+    Raises:
+        ConfigError: the variable holds no number above 0.
+    """
+    text = os.environ.get(CACHE_LIMIT_VARIABLE) or str(CACHE_GIB)
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = math.nan
+    if not 0 < gib < math.inf:
+        raise ConfigError(
+            f"{CACHE_LIMIT_VARIABLE}={text!r} must be a number of GiB above 0; the default is {CACHE_GIB}"
+        )
+    return int(gib * 2**30)
 
 
 def real(path: Path) -> Path:
@@ -161,12 +188,53 @@ def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOU
     Raises:
         TimeoutError: another process has been making it for ``timeout_s``.
     """
+    with contextlib.suppress(OSError):  # for prune; a folder that is shared may be another user's
+        os.utime(path)
     if path.exists():
         return path
     with locked(path, timeout_s):
         if not path.exists():
             replace(path, make)
     return path
+
+
+def prune(folder: Path, limit: int, keep: Path) -> list[Path]:
+    """Remove what :func:`cached` has made in a folder, least recently asked for first, until the rest takes ``limit`` bytes.
+
+    What was asked for within :data:`IN_USE_S` stays, even if that is more. A process that has mapped files that are removed keeps
+    them until it ends.
+
+    Args:
+        keep: stays in any case.
+
+    Returns:
+        What was removed.
+    """
+    found = {path: _used(path) for path in folder.iterdir() if not path.name.startswith(".")}
+    entries = {path: used for path, used in found.items() if used is not None}
+    sizes = {path: sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file()) for path in entries}
+    total, removed = sum(sizes.values()), []
+    for path in sorted(entries, key=entries.__getitem__):
+        if total <= limit:
+            break
+        used = _used(path)  # now: another process may have asked for it, or removed it
+        if path == keep or used is None or time.time() - used < IN_USE_S:
+            continue
+        gone = path.with_name(f".{path.name}-removed")  # nobody sees it half removed
+        with contextlib.suppress(OSError):
+            os.replace(path, gone)
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+            removed.append(path)
+            total -= sizes[path]
+    return removed
+
+
+def _used(path: Path) -> float | None:
+    """When a path was last asked for, as :func:`cached` notes it; None if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def replace(path: Path, make: Callable[[Path], object]) -> None:

@@ -179,6 +179,23 @@ def test_an_attempt_that_never_came_to_its_first_step(tmp_path: Path) -> None:
     assert "start it again" in text
 
 
+def test_a_shell_that_starts_a_run_several_times_has_several_attempts(tmp_path: Path) -> None:
+    early = [error(rank, time, f"Error{time}", started=False, step=0) for time in (100, 200) for rank in (1, 0)]
+    assert [[each.error for each in attempt.errors] for attempt in attempts_of([], early)] == [
+        ["Error100"] * 2,
+        ["Error200"] * 2,
+    ]
+    folder = tmp_path / "errors"
+    folder.mkdir()
+    said = {150: "first", 160: "its last words", 250: "second"}
+    lines = [error(0, at, "DataError", message) for at, message in said.items()]
+    since = [{"pid": 7, "since": 100}, {"pid": 7, "since": 100}, {"pid": 8, "since": 200}]
+    records = [json.dumps(line | {"started": False} | more) for line, more in zip(lines, since, strict=True)]
+    (folder / "attempt-0-rank-0.json").write_text("\n".join(records) + "\n")
+    found = read_run(tmp_path).attempts
+    assert [[each.message for each in attempt.errors] for attempt in found] == [["its last words"], ["second"]]
+
+
 def test_a_run_is_running_while_its_process_is(tmp_path: Path) -> None:
     mine = {"host": socket.gethostname(), "pid": os.getpid()}
     report = read_run(write_run(tmp_path / "run", [start(time.time()) | mine], steps=3))

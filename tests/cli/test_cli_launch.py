@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megascend.cli.launch import WorkerError, launch
-from megascend.errors import DataError
+from megascend.cli.preflight import check_processes
+from megascend.errors import ConfigError, DataError
+from megascend.platforms.cpu import CpuPlatform
 
 
 def ranks_see_torchrun_variables(word: str) -> tuple[str, str, str, str]:
@@ -59,6 +64,47 @@ def test_another_exception_keeps_its_traceback() -> None:
 def test_a_killed_worker_is_named() -> None:
     with pytest.raises(WorkerError, match=r"rank 0 .* SIGKILL"):
         launch(rank_0_is_killed, nproc=2)
+
+
+def test_processes_are_as_many_as_devices_or_four_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    check_processes("cpu", 8)
+    with pytest.raises(
+        ConfigError, match=r"--nproc 9: .* may use 2 cores, .* 4 processes a core, 8 in all: start fewer"
+    ):
+        check_processes("cpu", 9)
+    monkeypatch.setattr("megascend.platforms.choose", lambda name: TwoDevices())
+    check_processes("auto", 2)
+    with pytest.raises(
+        ConfigError, match="--nproc 3: platform cpu has 2 devices on this host, and every process needs one"
+    ):
+        check_processes("auto", 3)
+
+
+class TwoDevices(CpuPlatform):
+    def device_count(self) -> int:
+        return 2
+
+
+def test_a_signal_while_ranks_start_ends_the_launcher_and_them(tmp_path: Path) -> None:
+    """16 ranks import torch before they can handle a signal: none of them comes so far."""
+    program = (
+        "from megascend.cli.launch import launch\n"
+        "from test_cli_launch import ranks_see_torchrun_variables\n"
+        "launch(ranks_see_torchrun_variables, 'hello', nproc=16)"
+    )
+    command = [sys.executable, "-c", program]
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}) as launcher:
+        process = psutil.Process(launcher.pid)
+        deadline = time.monotonic() + 120
+        while len(workers := process.children()) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        launcher.terminate()
+        assert launcher.wait(timeout=60) == 143
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
 
 
 def test_nproc_under_torchrun_is_refused(megascend, tmp_path) -> None:

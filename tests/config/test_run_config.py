@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascend.app.resume import differences
-from megascend.config import RunConfig, load_config
+from megascend.config import RunConfig, Validation, load_config
 from megascend.errors import ConfigError
 
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
@@ -26,6 +26,24 @@ def test_providers_and_their_options_are_settings(tmp_path):
         warnings.simplefilter("error")
         config = load(tmp_path, "provider: own\nprovider_options: {speed: 3}\n", "provider_options.name=fast")
     assert (config.provider, config.provider_options) == ("own", {"speed": 3, "name": "fast"})
+
+
+def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
+    assert load(tmp_path, "epochs: 3\n", "steps=50").epochs is None
+    assert load(tmp_path, "steps: 30\n", "epochs=2").steps == 0
+    validation = load(tmp_path, "validation: {path: v, every: 7}\n", "validation.fraction=0.1").validation
+    assert validation == Validation(fraction=0.1, every=7)
+
+
+def test_the_schedule_ends_with_the_run_and_what_goes_beyond_it_is_said(tmp_path):
+    cosine = "schedule: {kind: cosine, warmup_steps: 5, total_steps: 100}\n"
+    assert load(tmp_path, cosine, "steps=50").of_length(8).schedule_remarks() == []
+    [said] = load(tmp_path, cosine, "steps=150").of_length(8).schedule_remarks()
+    assert "steps: 150 goes beyond schedule.total_steps: 100: the last 50 steps have the learning rate" in said
+    whole = load(tmp_path, "schedule: {kind: cosine, warmup_steps: 5}\n", "steps=150").of_length(8)
+    assert (whole.schedule.total_steps, whole.schedule_remarks()) == (150, [])
+    [said] = load(tmp_path, "steps: 5\nschedule: {warmup_steps: 9}\n").of_length(8).schedule_remarks()
+    assert "schedule.warmup_steps: 9 is not less than steps: 5" in said
 
 
 @pytest.mark.parametrize("text", ["mindspeed: {use_fused_ring_attention_update: true}\n", "mindspeed: {}\n"])

@@ -21,7 +21,7 @@ from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, Limits
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
-from megascend.files import cache_folder, cached, digest
+from megascend.files import cache_folder, cache_limit, cached, digest, prune
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,8 +75,12 @@ def prepare_samples(
         write_store(fresh, _encoded(path, data, encoder, findings), findings)
         findings.raise_problems()
 
+    limit, path_of_samples = cache_limit(), cache_folder() / "samples" / key
+    is_new = not path_of_samples.exists()
     try:
-        store = SampleStore(cached(cache_folder() / "samples" / key, make, PATIENCE_S))
+        store = SampleStore(cached(path_of_samples, make, PATIENCE_S))
+        if is_new:
+            prune(path_of_samples.parent, limit, keep=path_of_samples)
     except OSError as error:
         raise DataError(f"{path}: its samples cannot be kept in {cache_folder()} (MEGASCEND_CACHE): {error}") from error
     if not len(store):

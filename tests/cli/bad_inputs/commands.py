@@ -130,6 +130,7 @@ ENVIRONMENTS = {
         "train run.yaml", says="MASTER_PORT='http'", RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="http"
     ),
     "a cache that is a file": command("train run.yaml", says="data.jsonl | MEGASCEND_CACHE", MEGASCEND_CACHE="data.jsonl"),
+    "a size in words": command("train run.yaml", says="MEGASCEND_CACHE_GIB='much' | above 0 | 50", MEGASCEND_CACHE_GIB="much"),
     "a switch in words": command("show-config run.yaml", says="MEGASCEND_DEBUG | boolean", MEGASCEND_DEBUG="maybe"),
 }  # fmt: skip
 RL = {
