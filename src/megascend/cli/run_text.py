@@ -13,6 +13,7 @@ from pathlib import Path
 
 import typer
 
+from megascend.app.resume import failed_in_step_1
 from megascend.cli.run_report import Attempt, RankError, RunReport
 
 WIDTH = 110
@@ -209,7 +210,8 @@ def next_steps(report: RunReport) -> list[str]:
     if still_running(last):
         return ["nothing: it is running"]
     steps = [text for text in (cause(report, last), space(report)) if text]
-    begun = bool(report.metrics or report.checkpoints) or any(a.started is not None for a in report.attempts)
+    begun = any(a.started is not None for a in report.attempts) and not failed_in_step_1(report.directory)
+    begun = begun or bool(report.metrics or report.checkpoints)
     if good is not None:
         steps.append(f"go on after step {good.step}{_where(report)}:")
     elif begun:
