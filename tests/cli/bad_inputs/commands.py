@@ -56,6 +56,8 @@ OPTIONS = {
     "no processes": command("train run.yaml --nproc 0", says="--nproc | 1 | '0'"),
     "processes in words": command("train run.yaml --nproc two", says="--nproc | integer | 'two'"),
     "more processes than cores": command("train run.yaml --nproc 4096", says="--nproc 4096 | 4 processes a core | torchrun"),
+    "a dry run of bad data": command("train run.yaml --dry-run --set data.path=no.jsonl", says="data.path | no.jsonl"),
+    "a dry run of too many": command("train run.yaml --dry-run --nproc 4096", says="--nproc 4096 | 4 processes a core"),
     "--nproc under torchrun": command(
         "train run.yaml --nproc 2", says="--nproc 2 under torchrun", RANK="0", WORLD_SIZE="2"
     ),
@@ -80,6 +82,14 @@ OPTIONS = {
     "export: type": command("export model new --dtype fp8", says="--dtype | 'fp8' | 'fp32'"),
     "export: nothing there": command("export nowhere new", says="no checkpoint at nowhere"),
     "export: no model": command("export . new", says="config.json | not a Hugging Face checkpoint"),
+    "export: no adapter": command("export model new --adapter data.jsonl", says="--adapter data.jsonl | adapter_config.json"),
+    "export: an adapter of nothing": command(
+        "export model new --adapter lora", says="lora | adapter_config.json | r", arrange=adapter
+    ),
+    "export: an adapter for a model": command(
+        "export lora new", says="lora is a LoRA adapter | --adapter lora", arrange=adapter
+    ),
+    "export: no such engine": command("export model new --engine vllm", says="'vllm' | megatron, single, fsdp"),
     "export: unfinished run": command(
         "export out new", says="out is a run directory without an exported model", arrange=earlier_run
     ),

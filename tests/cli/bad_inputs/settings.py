@@ -92,6 +92,13 @@ VALUES = {
     "LoRA on nothing": settings("lora.targets=[]", says="lora.targets must name at least one layer"),
     "LoRA on another layer": settings("lora.targets=[q_proj, kproj]", says="lora.targets | 'kproj' | k_proj"),
     "DPO": settings("dpo.beta=0", says="dpo.beta | greater than 0 | 0"),
+    "tracker": settings("trackers=[wandbb]", says="trackers | 'wandbb' | tensorboard, wandb"),
+    "tracker twice": settings("trackers=[wandb, wandb]", says="trackers: wandb is there twice"),
+    "profile of nothing": settings("profile.steps=0", says="profile.steps | 1 | 0"),
+    "generation of nothing": settings("generation.prompts=[]", says="generation.prompts | at least 1"),
+    "generation too long": settings(
+        "generation={prompts: [one], max_tokens: 999}", says="generation.max_tokens is 999 | more than 256"
+    ),
     "recompute": settings("recompute.modules=[attention]", says="recompute.modules.0 | 'core_attn' | 'attention'"),
     "too long": settings("data.on_too_long=cut", says="data.on_too_long | 'truncate' | 'cut'"),
     "no output": settings("output=''", says="output | a path | ''"),
