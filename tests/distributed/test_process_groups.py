@@ -173,7 +173,7 @@ def test_an_existing_group_on_another_backend_is_refused(runtime: Runtime) -> No
         ({"WORLD_SIZE": "2"}, "only WORLD_SIZE is set"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside WORLD_SIZE=2"),
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a' is not a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "MASTER_PORT is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "without MASTER_PORT"),
     ],
 )
 def test_half_a_launcher(environment: dict[str, str], message: str) -> None:

@@ -56,7 +56,7 @@ class RunSamples:
         if validation.path is None:
             learned, held_out = hold_out(store, validation.fraction, config.seed)
             return cls(learned, held_out, longest, tuple(remarks))
-        other = prepare_samples(validation.path, data, tokenizer, limits, config.model)
+        other = prepare_samples(validation.path, data, tokenizer, limits, config.model, "validation.path")
         if other.has_pairs != store.has_pairs:
             raise DataError(f"of {data.path} and {validation.path} one holds preference pairs and the other does not")
         longest = max(longest, int(other.lengths.max()))

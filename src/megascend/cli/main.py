@@ -61,7 +61,7 @@ def report_error(error: MegascendError | SimnpuError) -> None:
 
 def describe_usage_error(error: Any) -> str:
     """What is wrong with a command line, in one line."""
-    said = " ".join(error.format_message().split())
+    said = " ".join(error.format_message().split()).replace("Value error, ", "")
     problems = getattr(error.__cause__, "errors", list)()  # pydantic's, which name the value
     given = f" (got {problems[0]['input']!r})" if problems and "input" in problems[0] else ""
     command = error.ctx.command_path if getattr(error, "ctx", None) else "megascend"

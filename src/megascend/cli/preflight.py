@@ -77,4 +77,4 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     check_processes(config.platform, world_size)
     check_files(config.data.path, config.data)
     if config.validation is not None and config.validation.path is not None:
-        check_files(config.validation.path, config.data)
+        check_files(config.validation.path, config.data, "validation.path")

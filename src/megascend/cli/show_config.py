@@ -23,11 +23,11 @@ def show_config_command(
     fed to the same command again. A layout that cannot work exits with 2.
     """
     from megascend.cli.preflight import check_topology
-    from megascend.config import RunConfig, TrainerConfig, read_settings
+    from megascend.config import RunConfig, TrainerConfig, parsed, read_settings
     from megascend.config.rl import RlConfig
 
     values = read_settings(config, overrides)
-    settings: TrainerConfig = RlConfig(**values) if "rollout" in values else RunConfig(**values)
+    settings: TrainerConfig = parsed(RlConfig if "rollout" in values else RunConfig, values, config)
     if nproc is None:
         layout = ""
     elif not settings.model.exists():

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self, TypedDict
 
+from megascend.config.explain import explain
 from megascend.errors import ConfigError
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -584,7 +585,22 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
     """
-    return RunConfig(**read_settings(path, overrides))
+    return parsed(RunConfig, read_settings(path, overrides), path)
+
+
+Parsed = TypeVar("Parsed", bound=Section)
+
+
+def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Parsed:
+    """The settings ``values`` of a run file, checked.
+
+    Raises:
+        ConfigError: they are not what ``kind`` has; the message names the file, and every key.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, str(path))) from None
 
 
 def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:
@@ -598,19 +614,3 @@ def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[
     values = read_yaml(Path(path))
     apply_overrides(values, overrides or [])
     return values
-
-
-def explain(error: ValidationError, title: str) -> str:
-    """A pydantic error as one readable message that names every key, its value and what was expected."""
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or title
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown setting (value {item['input']!r})")
-        elif item["type"] == "missing":
-            lines.append(f"{where}: required, but not set")
-        elif not item["loc"]:  # a check over several settings
-            lines.append(item["msg"].removeprefix("Value error, "))
-        else:
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
-    return f"{title}: " + "; ".join(lines)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megascend.config import Count, Section, Size, TrainerConfig, read_settings
+from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 
 
 class Rollout(Section):
@@ -118,4 +118,4 @@ def load_rl_config(path: str | Path, overrides: list[str] | None = None) -> RlCo
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
     """
-    return RlConfig(**read_settings(path, overrides))
+    return parsed(RlConfig, read_settings(path, overrides), path)

@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}:{line}: not UTF-8 text (byte {error.start}: {error.reason}); save the file as UTF-8"
         ) from None
-    values = _parse(text, str(path))
+    values = _parse(text, str(path), in_file=True)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
     return values
@@ -83,11 +83,11 @@ def _remove(values: dict[str, Any], key: str) -> None:
     values.pop(leaf, None)
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, where: str, *, in_file: bool = False) -> Any:
     """What YAML says.
 
     Raises:
-        ConfigError: it is not valid; the message begins with ``where`` and the line.
+        ConfigError: it is not valid; the message begins with ``where``, and in a file with line and column.
     """
     import yaml
 
@@ -95,7 +95,7 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, _loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark is not None and in_file else ""
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}{place}: not valid YAML: {what}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2026-13-01 is a ValueError

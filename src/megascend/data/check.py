@@ -13,7 +13,7 @@ LARGE = 32 * 2**20
 """Bytes from which on data are read by the ranks alone."""
 
 
-def check_files(path: Path, data: Data) -> None:
+def check_files(path: Path, data: Data, setting: str = "data.path") -> None:
     """Find out that data cannot be read, or that records are malformed.
 
     Folders in the format of Hugging Face datasets, and what is larger than :data:`LARGE`, are left to the ranks.
@@ -21,6 +21,7 @@ def check_files(path: Path, data: Data) -> None:
     Args:
         path: ``data.path`` or that of a validation set.
         data: how to read it.
+        setting: the one that ``path`` is of.
 
     Raises:
         DataError: the message lists all problems, with file and line.
@@ -28,7 +29,7 @@ def check_files(path: Path, data: Data) -> None:
     read_template(data.chat_template)
     if dataset_format(path):
         return
-    findings = Findings()
+    findings = Findings(setting)
     try:
         size = 0
         for file in data_files(path, findings):

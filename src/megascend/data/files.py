@@ -56,13 +56,13 @@ def iterate_documents(
         with findings.collecting():
             yield value if isinstance(value, Document) else parse_record(value, source, columns, findings)
     if empty and not findings.problems:
-        raise DataError(f"no training data in {path} (data.path): there is no document in it")
+        raise DataError(f"no training data in {path} ({findings.setting}): there is no document in it")
 
 
 def iterate_records(path: Path, split: str, findings: Findings) -> Iterator[Record]:
     """Records of a file or a folder; a text file is one record, a :class:`Document`."""
     if dataset_format(path):
-        yield from _dataset_records(path, split)
+        yield from _dataset_records(path, split, findings)
         return
     for file in data_files(path, findings):
         try:
@@ -80,18 +80,20 @@ def data_files(path: Path, findings: Findings) -> list[Path]:
     known = ", ".join(READERS)
     if path.is_symlink() and not path.exists():
         raise DataError(
-            f"no training data at {path} (data.path): it is a link to {path.readlink()}, which does not exist"
+            f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
         )
     if path.is_file():
         if path.suffix not in READERS:
-            raise DataError(f"{path}: files ending in {path.suffix!r} are not read (data.path); known: {known}")
+            raise DataError(
+                f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {known}"
+            )
         return [path]
     if not path.is_dir():
-        raise DataError(f"no training data at {path.absolute()} (data.path): neither a file nor a folder")
+        raise DataError(f"no training data at {path.absolute()} ({findings.setting}): neither a file nor a folder")
     try:
         found = sorted(file for file in path.rglob("*") if not file.is_dir())
     except OSError as error:
-        raise DataError(f"{path} cannot be read (data.path): {error.strerror or error}") from None
+        raise DataError(f"{path} cannot be read ({findings.setting}): {error.strerror or error}") from None
     files = []
     for file in found:
         inside = file.relative_to(path)
@@ -107,7 +109,7 @@ def data_files(path: Path, findings: Findings) -> list[Path]:
         else:
             files.append(file)
     if not files and not findings.problems:
-        raise DataError(f"no training data in {path} (data.path): no file in it ends in {known}")
+        raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {known}")
     return files
 
 
@@ -250,7 +252,7 @@ def dataset_format(path: Path) -> str | None:
     return None
 
 
-def _dataset_records(path: Path, split: str) -> Iterator[Record]:
+def _dataset_records(path: Path, split: str, findings: Findings) -> Iterator[Record]:
     import datasets
 
     try:
@@ -259,7 +261,7 @@ def _dataset_records(path: Path, split: str) -> Iterator[Record]:
         else:
             found = datasets.load_dataset(str(path))
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} (data.path): datasets cannot load it: {error}") from error
+        raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise DataError(f"{path} has no split {split!r} (data.split); it has {', '.join(map(str, found))}")

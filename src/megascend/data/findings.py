@@ -17,11 +17,13 @@ class Findings:
     """Problems and remarks, gathered while data are read and turned into tokens.
 
     Attributes:
+        setting: which one names the data.
         problems: what cannot be trained on; each begins with its source, ``file:line``.
         more: how many problems there are beside those listed.
         remarks: what was left out or cut, and how often and where first: ``{text: [count, source]}``.
     """
 
+    setting: str = "data.path"
     problems: list[str] = field(default_factory=list)
     more: int = 0
     remarks: dict[str, list] = field(default_factory=dict)

@@ -35,7 +35,7 @@ PATIENCE_S = 7 * 24 * 3600.0
 
 
 def prepare_samples(
-    path: Path, data: Data, tokenizer: PreTrainedTokenizerBase, limits: Limits, model: Path
+    path: Path, data: Data, tokenizer: PreTrainedTokenizerBase, limits: Limits, model: Path, setting: str = "data.path"
 ) -> SampleStore:
     """The samples of the data at ``path``, tokenised once on this machine and kept in the cache folder.
 
@@ -45,12 +45,13 @@ def prepare_samples(
         path: ``data.path`` or that of a validation set.
         data: how to read it.
         model: the directory that the tokenizer is from.
+        setting: the one that ``path`` is of.
 
     Raises:
         DataError: some of it cannot be trained on; the message lists all problems, with file and line.
     """
     if not dataset_format(path):
-        data_files(path, Findings())
+        data_files(path, Findings(setting))
     template = read_template(data.chat_template)
     if template is not None and data.chat_template is not None:
         check_template(template, data.chat_template)
@@ -59,11 +60,11 @@ def prepare_samples(
         mode="json", include={"split", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
     )
     key = xxhash.xxh3_128(
-        json.dumps([content_of(path), tokenizer_of(model), template, how, asdict(limits), versions()]).encode()
+        json.dumps([content_of(path, setting), tokenizer_of(model), template, how, asdict(limits), versions()]).encode()
     ).hexdigest()
 
     def make(fresh: Path) -> None:
-        findings = Findings()
+        findings = Findings(setting)
         encoder = Encoder(
             tokenizer,
             limits,
@@ -102,7 +103,7 @@ def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> It
             yield number, encoder.encode(document, number)
 
 
-def content_of(path: Path) -> list[Any]:
+def content_of(path: Path, setting: str) -> list[Any]:
     """What tells these data from others: names and digests of the files, of a folder all that are not hidden."""
     files: Sequence[Path] = [path]
     if path.is_dir():
@@ -110,7 +111,7 @@ def content_of(path: Path) -> list[Any]:
     try:
         return [str(path), [[str(file.relative_to(path)), digest(file, xxhash.xxh3_128)] for file in files]]
     except OSError as error:
-        raise DataError(f"{error.filename or path} cannot be read (data.path): {error.strerror or error}") from None
+        raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
 
 
 def tokenizer_of(model: Path) -> list[list[str]]:

@@ -64,7 +64,7 @@ class Launch:
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
             if missing:
                 raise ProcessGroupError(
-                    f"WORLD_SIZE={world_size}, but {' and '.join(missing)} is not set, so the ranks cannot meet; "
+                    f"WORLD_SIZE={world_size}, without {' and '.join(missing)}: the ranks cannot meet; "
                     "start with torchrun"
                 )
             master = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")

@@ -15,6 +15,7 @@ from megascend.huggingface.model_shape import ModelShape
 
 # Files beside the weights that make a directory loadable by transformers.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+LFS_POINTER = b"version https://git-lfs"
 WEIGHT_INDEX = "model.safetensors.index.json"
 # Tensors that some checkpoints carry and no model of Megatron has: they are derived from the configuration.
 DERIVED = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -28,8 +29,11 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     """
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
+        name = str(model_dir)
+        of_hub = not Path(model_dir).is_absolute() and len(Path(model_dir).parts) == 2
+        advice = f"; if {name} is one of the Hub: hf download {name} --local-dir DIRECTORY" if of_hub else ""
         raise CheckpointError(
-            f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint"
+            f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint{advice}"
         )
     if not path.is_file():
         raise CheckpointError(f"model: {path.absolute()} is missing; a Hugging Face checkpoint has one")
@@ -107,6 +111,8 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
+            if prefix == LFS_POINTER[:8] and prefix + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
+                raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if length + 8 > size:
                 raise CheckpointError(f"{path} is truncated or not safetensors: {size} bytes cannot hold its header")

@@ -135,7 +135,7 @@ ENVIRONMENTS = {
     "RANK alone": command("train run.yaml", says="RANK and WORLD_SIZE only RANK is set | torchrun", RANK="0"),
     "WORLD_SIZE in words": command("train run.yaml", says="WORLD_SIZE='two'", RANK="0", WORLD_SIZE="two"),
     "RANK beyond the world": command("train run.yaml", says="RANK=3 is outside WORLD_SIZE=2", RANK="3", WORLD_SIZE="2"),
-    "nowhere to meet": command("train run.yaml", says="MASTER_ADDR and MASTER_PORT | torchrun", RANK="0", WORLD_SIZE="2"),
+    "nowhere to meet": command("train run.yaml", says="without MASTER_ADDR and MASTER_PORT | torchrun", RANK="0", WORLD_SIZE="2"),
     "a port in words": command(
         "train run.yaml", says="MASTER_PORT='http'", RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="http"
     ),

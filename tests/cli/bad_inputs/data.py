@@ -204,7 +204,9 @@ LENGTHS = {
     ),
 }  # fmt: skip
 VALIDATION = {
-    "nothing there": settings("validation.path=nowhere.jsonl", says="nowhere.jsonl | neither a file nor a folder"),
+    "nothing there": settings(
+        "validation.path=nowhere.jsonl", says="validation.path | nowhere.jsonl | neither a file nor a folder"
+    ),
     "the data": settings(
         "validation.path=data.jsonl", says="validation.path: data.jsonl lies in data.path: data.jsonl"
     ),

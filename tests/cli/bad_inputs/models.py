@@ -69,7 +69,9 @@ def one_token(folder: Path) -> None:
 MODELS = {
     "nothing there": Bad(words("model: | nowhere | is not a directory"), ("train", "run.yaml", "--set", "model=nowhere")),
     "a file": Bad(words("model: | data.jsonl | is not a directory"), ("train", "run.yaml", "--set", "model=data.jsonl")),
-    "a name of the Hub": Bad(words("model: | Qwen/Qwen3-8B"), ("train", "run.yaml", "--set", "model=Qwen/Qwen3-8B")),
+    "a name of the Hub": Bad(
+        words("model: | Qwen/Qwen3-8B | hf download"), ("train", "run.yaml", "--set", "model=Qwen/Qwen3-8B")
+    ),
     "no config": model("config.json is missing", removed("config.json")),
     "config is a folder": model("config.json", folder_instead("config.json")),
     "a link to itself": Bad(
@@ -96,7 +98,7 @@ MODELS = {
     "weights cut off in the header": model("model.safetensors is truncated | 20 bytes", cut(20)),
     "empty weights": model("model.safetensors is truncated | 0 bytes", cut(0)),
     "weights that are a pointer of git-lfs": model(
-        "model.safetensors is truncated or not safetensors", written("model.safetensors", "version https://git-lfs\noid sha256:0")
+        "model.safetensors is a pointer of Git LFS | git lfs pull", written("model.safetensors", "version https://git-lfs\noid 0")
     ),
     "a header that is no JSON": model("model.safetensors is not safetensors | not JSON", header("{nope")),
     "a header that is a list": model("model.safetensors is not safetensors | not a JSON object", header("[1]")),

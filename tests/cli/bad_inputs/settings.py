@@ -42,18 +42,18 @@ RUN_FILES = {
     "a key twice": run_file("steps: 5\n", says="run.yaml:7:1 | 'steps' is there twice | line 5"),
     "a key that is no name": run_file("on: 5\n", says="run.yaml:7:1 | 'on' is read as True"),
     "a day that does not exist": run_file("engine: 2026-13-45\n", says="run.yaml | not valid YAML | month"),
-    "no model": instead("output: o\ndata: {path: d}\n", says="model: required"),
+    "no model": instead("output: o\ndata: {path: d}\n", says="run.yaml: model: required"),
     "no data": instead("output: o\nmodel: m\n", says="data: required"),
 }  # fmt: skip
 KEYS = {
     "unknown": settings("stepps=1", says="stepps: unknown setting (value 1)"),
     "unknown in a section": settings("optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1)"),
     "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
-    "a section that is a number": settings("optimizer=3", says="optimizer | 3"),
-    "a section that is nothing": settings("optimizer=", says="optimizer | None"),
+    "a section that is a number": settings("optimizer=3", says="optimizer: a section of settings | 3"),
+    "a section that is nothing": settings("optimizer=", says="optimizer: a section of settings | None"),
     "no value": settings("steps", says="--set | KEY=VALUE | 'steps'"),
     "no name": settings("optimizer..lr=1", says="--set | KEY=VALUE | 'optimizer..lr=1'"),
-    "a value that is no YAML": settings("steps=[1", says="--set steps=[1 | not valid YAML"),
+    "a value that is no YAML": settings("steps=[1", says="--set steps=[1: not valid YAML"),
     "a name of 0.1 and its new one": settings(
         "mindspeed={}", "provider_options={}", says="mindspeed | provider_options | both are set"
     ),
@@ -81,7 +81,7 @@ VALUES = {
     "engine": settings("engine=deepspeed", says="engine | 'deepspeed' | megatron, single, fsdp"),
     "provider": settings("provider=nobody", says="provider | 'nobody'"),
     "plug-in": settings("plugins=[no_such_package.x]", says="plugins | 'no_such_package'"),
-    "plug-in that is a path": settings("plugins=[my/plugin.py]", says="plugins.0 | 'my/plugin.py'"),
+    "plug-in that is a path": settings("plugins=[my/plugin.py]", says="plugins.0 | package.module | 'my/plugin.py'"),
     "seed negative": settings("seed=-1", says="seed | 0 | -1"),
     "seed beyond 64 bits": settings(f"seed={10**20}", says=f"seed | {2**62} | {10**20}"),
     "timeout of none": settings("timeout_s=0", says="timeout_s | 1 | 0"),
