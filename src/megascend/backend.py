@@ -129,6 +129,21 @@ class Backend:
         numbers = [float(flag) for flag in flags]
         return [value > 0 for value in all_reduce_numbers(numbers, "world", self.groups, "max", "any_rank()")]
 
+    def smallest(self, *numbers: float) -> list[float]:
+        """For each number, the smallest on any rank; the same answer on every rank. Travels over Gloo."""
+        return all_reduce_numbers(numbers, "world", self.groups, "min", "smallest()")
+
+    def set_micro_batch_tokens(self, tokens: int) -> None:
+        """Change the token budget of a micro batch (``batching.micro_batch_tokens``), on all ranks alike."""
+        self.engine.batching = self.engine.batching.with_budget(tokens)
+
+    def try_step(self, samples: Sequence[Sample], adapter: str | None = None) -> None:
+        """:meth:`forward_backward` by cross entropy without keeping any gradient, to see what memory it takes. Collective.
+
+        Gradients that were there before are lost.
+        """
+        self._step.forward_backward(samples, resolve("cross_entropy"), adapter, keep=False)
+
     def forward_backward(
         self,
         samples: Sequence[Sample],

@@ -155,7 +155,7 @@ class MegatronBackend(Backend):
             if provider_options is not None:
                 raise ConfigError("mindspeed= is now called provider_options=, and both are given: leave mindspeed out")
             provider_options = mindspeed
-        batches = batching or Batching()
+        batches = _with_number(batching)
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
             _check_megatron(runtime, topology, model_dir, batching=batches)
@@ -245,6 +245,7 @@ class SingleBackend(Backend):
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
     ) -> None:
+        batches = _with_number(batching)
         with engine_context(
             "single",
             model,
@@ -266,11 +267,21 @@ class SingleBackend(Backend):
                 schedule=schedule or Schedule(),
                 recompute=recompute or Recompute(),
                 moe=moe or Moe(),
-                batching=batching or Batching(),
+                batching=batches,
                 adapters=adapters,
                 seed=seed,
             )
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
+
+
+def _with_number(batching: Batching | None) -> Batching:
+    """Settings of micro batches, in which ``auto`` has been replaced by a number.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    settings = batching or Batching()
+    return settings.with_budget(settings.budget)
 
 
 def _check_megatron(
@@ -342,6 +353,7 @@ class FsdpBackend(Backend):
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
     ) -> None:
+        batches = _with_number(batching)
         settings, recomputed = fsdp or Fsdp(), recompute or Recompute()
         made: list[Any] = []
 
@@ -379,7 +391,7 @@ class FsdpBackend(Backend):
                 schedule=schedule or Schedule(),
                 recompute=recomputed,
                 moe=moe or Moe(),
-                batching=batching or Batching(),
+                batching=batches,
                 adapters=adapters,
                 seed=seed,
                 page_locked=context.runtime.platform.page_locks_memory,

@@ -13,6 +13,7 @@ from megascend.app.run import backend_settings, load_tokenizer
 from megascend.app.run_samples import RunSamples
 from megascend.app.sample_limits import sample_limits, sequence_layout
 from megascend.app.step_plan import StepPlan, plan_steps
+from megascend.app.token_budget import AUTO, SHARE, check_platform, largest_useful, predicted
 from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
@@ -97,6 +98,7 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     )
     info = inspect_checkpoint(config.model)
     topology = plan(config.parallel, world_size, info.shape)
+    check_platform(config, runtime.platform)
     check_backend(config.engine, runtime, topology, config.model, **backend_settings(config))
 
     tokenizer = load_tokenizer(config.model)
@@ -108,11 +110,26 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     units = objective.units(samples.learned)
     config = config.of_length(units)
     first = objective.members(next(samples.batches(config, objective)))
-    steps = plan_steps(config, samples, objective, sequence_layout(config, topology), topology)
+    layout, hf_config, kernels = (
+        sequence_layout(config, topology),
+        read_config(config.model),
+        kernels_of(runtime.platform),
+    )
+    device_memory = runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1)
+
+    def fits(tokens: int) -> bool:
+        found = estimate(config, info, hf_config, topology, Workload(tokens, micro_batches=2), kernels)
+        return found is None or found.tensors <= SHARE * device_memory
+
+    budget = config.batching.micro_batch_tokens
+    if budget == AUTO:
+        largest = largest_useful(config, samples, layout, topology)
+        budget = predicted(samples.longest_unit(layout), largest, fits)
+    steps = plan_steps(config, samples, objective, layout, topology, budget)
 
     def memory(of: RunConfig) -> Estimate | None:
         workload = Workload(steps.tokens, steps.micro_batches, steps.packed)
-        return estimate(of, info, read_config(of.model), topology, workload, kernels_of(runtime.platform))
+        return estimate(of, info, hf_config, topology, workload, kernels)
 
     recompute = config.recompute.model_copy(update={"granularity": "full"})
     recomputed = config.model_copy(update={"recompute": recompute})
@@ -140,7 +157,7 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
         free_disk=shutil.disk_usage(nearest(config.output)).free,
         memory=memory(config),
         recomputed=None if config.recompute.granularity == "full" else memory(recomputed),
-        device_memory=runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1),
+        device_memory=device_memory,
     )
 
 

@@ -134,8 +134,10 @@ def run(
     from megascend.app.generation import Answering
     from megascend.app.objectives import make_objective
     from megascend.app.run_samples import RunSamples
-    from megascend.app.sample_limits import sample_limits
+    from megascend.app.sample_limits import layout_of_run, sample_limits
+    from megascend.app.token_budget import TokenBudget, check_platform, with_first_budget
 
+    check_platform(config, runtime.platform)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
     samples = RunSamples.prepare(config, tokenizer, limits)
     answering = None
@@ -151,7 +153,7 @@ def run(
     gc.freeze()
 
     # Model: trained itself, or frozen under one adapter
-    backend = make_backend(config)
+    backend = make_backend(with_first_budget(config, samples, layout_of_run(config, launch.world_size)))
     lora = config.lora
     adapter = None if lora is None else ADAPTER
     launched = launch.agent_store or launch.world_size > 1
@@ -165,10 +167,11 @@ def run(
         objective.prepare(backend, samples.learned, samples.drawn(config, objective), size)
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
-        counts = Counts()
+        counts, budget = Counts(), TokenBudget(config)
         if progress := begin(config, backend, event_log, overwrite, resume, ("data", "counts")):
             stream.load_state_dict(progress["data"])
             counts = Counts(**progress["counts"])
+        budget.settle(config, backend, samples, adapter, (progress or {}).get("budget"), event_log)
         if backend.rank == 0:
             write_config(config)
             tell_start(config, backend, samples)
@@ -176,7 +179,10 @@ def run(
         # Loop
         number = done = backend.step_count
         saves = CheckpointPolicy(
-            backend, config, event_log, lambda: {"data": stream.state_dict(), "counts": vars(counts)}
+            backend,
+            config,
+            event_log,
+            lambda: {"data": stream.state_dict(), "counts": vars(counts), "budget": budget.state_dict()},
         )
         trackers = make_trackers(config, event_log, done)
         backend.platform.reset_peak_memory()

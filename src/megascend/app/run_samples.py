@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
 from megascend.data.order import Batches, batches
 from megascend.data.prepare import prepare_samples
@@ -61,6 +62,10 @@ class RunSamples:
             raise DataError(f"of {data.path} and {validation.path} one holds preference pairs and the other does not")
         longest = max(longest, int(other.lengths.max()))
         return cls(whole(store), whole(other), longest, (*remarks, *other.remarks))
+
+    def longest_unit(self, layout: SequenceLayout) -> int:
+        """Tokens that fit the longest sample, or pair, with its padding."""
+        return layout.padded_length(self.longest) * (2 if self.learned.has_pairs else 1)
 
     def check_lengths(self, backend: Backend) -> None:
         """Refuse samples beyond what the engine, which may have a limit of its own, takes.

@@ -23,6 +23,7 @@ class StepPlan:
 
     Attributes:
         steps: how many were looked at.
+        budget: most tokens of a micro batch.
         micro_batches: most that a data parallel rank has in a step.
         tokens: of the largest micro batch, padding included, over all context parallel ranks.
         samples: of that one.
@@ -33,6 +34,7 @@ class StepPlan:
     """
 
     steps: int
+    budget: int
     micro_batches: int
     tokens: int
     samples: int
@@ -43,9 +45,17 @@ class StepPlan:
 
 
 def plan_steps(
-    config: RunConfig, samples: RunSamples, objective: Objective, layout: SequenceLayout, topology: Topology
+    config: RunConfig,
+    samples: RunSamples,
+    objective: Objective,
+    layout: SequenceLayout,
+    topology: Topology,
+    budget: int,
 ) -> StepPlan:
     """Plan the first :data:`LOOKED_AT` steps, from the lengths of samples alone.
+
+    Args:
+        budget: most tokens of a micro batch.
 
     Raises:
         DataError: a sample, or a pair, does not fit into a micro batch.
@@ -59,7 +69,7 @@ def plan_steps(
         own = [lengths[index] for index, _ in members]
         pairs = [pair for _, pair in members]
         for share in shard(own, pairs, topology.data):
-            planned = _micro_batches([own[i] for i in share], [pairs[i] for i in share], layout, config)
+            planned = _micro_batches([own[i] for i in share], [pairs[i] for i in share], layout, budget)
             most, idle = max(most, len(planned)), idle or not planned
             for tokens, count, top in planned:
                 packed |= layout.packing and tokens < top * count
@@ -67,16 +77,16 @@ def plan_steps(
                     largest, largest_samples = tokens, count
                 longest, padded = max(longest, top), padded + tokens
             taken += sum(own[i] for i in share)
-    return StepPlan(steps, most, largest, largest_samples, longest, 1 - taken / padded, packed, idle)
+    return StepPlan(steps, budget, most, largest, largest_samples, longest, 1 - taken / padded, packed, idle)
 
 
 def _micro_batches(
-    lengths: Sequence[int], pairs: Sequence[int | None], layout: SequenceLayout, config: RunConfig
+    lengths: Sequence[int], pairs: Sequence[int | None], layout: SequenceLayout, budget: int
 ) -> list[tuple[int, int, int]]:
     """(tokens, samples, longest sample) of each micro batch of one rank."""
     padded = [layout.padded_length(length) for length in lengths]
     found = []
-    for members in plan_micro_batches(padded, pairs, config.batching.micro_batch_tokens, layout.packing):
+    for members in plan_micro_batches(padded, pairs, budget, layout.packing):
         longest = max(padded[i] for i in members)
         tokens = sum(padded[i] for i in members) if layout.packing else longest * len(members)
         found.append((tokens, len(members), longest))

@@ -111,10 +111,11 @@ def count(number: int) -> str:
 def _length(found: DryRun) -> str:
     config, plan = found.config, found.steps
     unit = "pairs" if config.dpo is not None else "samples"
+    budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
     most = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
     return (
         f"{config.steps} of {config.data.global_batch_size} {unit} = {found.epochs:.3g} epochs; {most} a rank, the largest with "
-        f"{plan.tokens} of {config.batching.micro_batch_tokens} tokens, {plan.padding:.1%} padding (first {plan.steps} steps)"
+        f"{plan.tokens} of {budget} tokens, {plan.padding:.1%} padding (first {plan.steps} steps)"
     )
 
 

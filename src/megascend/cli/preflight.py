@@ -55,8 +55,13 @@ def check_topology(config: TrainerConfig, world_size: int) -> Topology:
     return plan(config.parallel, world_size, inspect_checkpoint(config.model).shape)
 
 
-def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str | None = None) -> None:
+def check_run(
+    config: RunConfig, world_size: int, overwrite: bool, resume: str | None = None, *, starts: bool = True
+) -> None:
     """Everything about a run that needs no torch: plug-ins, layout, checkpoint files, output directory, packages, data files.
+
+    Args:
+        starts: the processes are to be started on this host; else they are there, maybe on several hosts.
 
     Raises:
         MegascendError: whatever the first rank would have raised a few seconds later.
@@ -74,7 +79,8 @@ def check_run(config: RunConfig, world_size: int, overwrite: bool, resume: str |
     check_topology(config, world_size)
     check_settings(config, config.data_paths(), overwrite)
     check_lora(config)
-    check_processes(config.platform, world_size)
+    if starts:
+        check_processes(config.platform, world_size)
     check_files(config.data.path, config.data)
     if config.validation is not None and config.validation.path is not None:
         check_files(config.validation.path, config.data, "validation.path")

@@ -87,6 +87,7 @@ def show_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resume
 
     from megascend.app.dry_run import dry_run
     from megascend.cli.dry_run_text import Style, report
+    from megascend.cli.launch import under_torchrun
     from megascend.cli.messages import show_messages
     from megascend.cli.preflight import check_run
     from megascend.distributed.launch import Launch
@@ -96,7 +97,7 @@ def show_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resume
         return
     world_size = nproc or launch.world_size
     show_messages()
-    check_run(settings, world_size, overwrite, resume)
+    check_run(settings, world_size, overwrite, resume, starts=not under_torchrun())
     for line in report(dry_run(settings, world_size), Style.of(sys.stdout)):
         print(line)
     print("\ndry run: nothing is wrong that can be known before training; nothing was trained or written", flush=True)

@@ -199,8 +199,30 @@ class Batching(Section):
     """How samples become micro batches."""
 
     packing: bool = Field(True, description="concatenate samples (THD) instead of padding them")
-    micro_batch_tokens: Size = Field(4096, description="token budget of one micro batch, padding included")
+    micro_batch_tokens: Size | Literal["auto"] = Field(
+        4096,
+        description="token budget of one micro batch, padding included; auto in a run file of `megascend train`: as many as "
+        "the device's memory has room for, measured when the run starts",
+    )
     max_length: Size | None = Field(None, description="longest sample allowed; default: what the model allows")
+
+    @property
+    def budget(self) -> int:
+        """Tokens of one micro batch.
+
+        Raises:
+            ConfigError: they are to be found first.
+        """
+        if self.micro_batch_tokens == "auto":
+            raise ConfigError(
+                "batching.micro_batch_tokens: auto is for run files of `megascend train`, which measures; set a number, for "
+                "example 4096"
+            )
+        return self.micro_batch_tokens
+
+    def with_budget(self, tokens: int) -> Batching:
+        """These settings with another number of tokens."""
+        return self.model_copy(update={"micro_batch_tokens": tokens})
 
 
 class Lora(Section):

@@ -98,6 +98,7 @@ class RlConfig(TrainerConfig):
                 f"sync.every={self.sync.every} needs rollout.max_lag of {self.sync.every - 1} or more, got "
                 f"{self.rollout.max_lag}: between two updates every step learns from weights that are one step older"
             )
+        self.batching.budget  # noqa: B018, raises where it is no number
         if not self.engines:
             raise ValueError("engines must name at least one")
         if len(set(self.engines) - {"local"}) < len([name for name in self.engines if name != "local"]):

@@ -37,6 +37,7 @@ class Platform(ABC):
         packed_lengths_on_host: True if attention reads the ends of packed samples on the CPU; from a device tensor each
             layer would wait for them.
         page_locks_memory: True if copies into page-locked host memory are faster (and known to work here).
+        tells_peak_memory: True if :meth:`memory` tells the peak since :meth:`reset_peak_memory`.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
@@ -49,6 +50,7 @@ class Platform(ABC):
     attention_draws_its_own_dropout: ClassVar[bool] = False
     packed_lengths_on_host: ClassVar[bool] = False
     page_locks_memory: ClassVar[bool] = False
+    tells_peak_memory: ClassVar[bool] = True
     has_transformer_engine_kernels: bool = False
     fuses_activations: bool = False
 
@@ -95,6 +97,14 @@ class Platform(ABC):
     @abstractmethod
     def reset_peak_memory(self) -> None:
         """Start a new peak-memory measurement."""
+
+    def room(self) -> int:
+        """Bytes that tensors of this process can have in all, those there are among them."""
+        return self.memory().total
+
+    def free_cached_memory(self) -> None:
+        """Give memory back to the device that the allocator keeps and nothing uses."""
+        return
 
     def profiler(self, warm_up: int, steps: int) -> Any:
         """A ``torch.profiler.profile`` of host and device, not started: it records ``steps`` steps after ``warm_up`` others."""

@@ -78,6 +78,17 @@ class CudaPlatform(Platform):
 
         torch.cuda.reset_peak_memory_stats()
 
+    def room(self) -> int:
+        import torch
+
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved()
+
+    def free_cached_memory(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
     def pci_address(self, local_rank: int) -> str | None:
         import torch
 

@@ -73,6 +73,14 @@ class NpuPlatform(Platform):
     def reset_peak_memory(self) -> None:
         _torch_npu().reset_peak_memory_stats()
 
+    def room(self) -> int:
+        npu = _torch_npu()
+        free, _ = npu.mem_get_info()
+        return free + npu.memory_reserved()
+
+    def free_cached_memory(self) -> None:
+        _torch_npu().empty_cache()
+
 
 def _torch_npu() -> Any:
     """``torch.npu``, which torch_npu adds to torch."""

@@ -47,8 +47,14 @@ class Step:
         loss: Loss,
         adapter: str | None = None,
         on_micro_batch: OnMicroBatch | None = None,
+        *,
+        keep: bool = True,
     ) -> ForwardBackwardResult:
-        """Accumulate gradients of the loss over the global batch; see ``Backend.forward_backward``."""
+        """Accumulate gradients of the loss over the global batch; see ``Backend.forward_backward``.
+
+        Args:
+            keep: False drops them again, with those of earlier calls; for measurements before the first step.
+        """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
             verb = f"forward_backward(loss={loss.name!r}){trainable.describe()}"
@@ -64,7 +70,7 @@ class Step:
                         batches, lambda batch, output: self._loss(batch, output, normalizer), forward_only=False
                     )
                     metrics, values = self._reduce_metrics(stored, normalizer)
-                    trainable.collect()
+                    trainable.collect() if keep else trainable.abandon()
             except LossFunctionError:
                 trainable.abandon()
                 raise
@@ -149,7 +155,7 @@ class Step:
             pair_positions(samples, loss)
             if loss is not None:
                 check_fields(samples, loss)
-            budget = engine.batching.micro_batch_tokens
+            budget = engine.batching.budget
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
             mine = agreement.report(samples, len(plan), names, loss is not None and loss.per == "pair")
         except DataError as error:

@@ -1,0 +1,207 @@
+"""``batching.micro_batch_tokens: auto``: the budget is found by measuring when a run starts, and kept for the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megascend.app.budget_search import STEP, BudgetSearch
+from megascend.batch.micro_batch import SequenceLayout
+from megascend.batch.sample import Sample
+from megascend.checkpoint.random_state import random_state, set_random_state
+from megascend.config import RunConfig
+from megascend.data.split import Part
+from megascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megascend.app.event_log import EventLog
+    from megascend.app.run_samples import RunSamples
+    from megascend.backend import Backend
+    from megascend.platforms.base import Platform
+    from megascend.topology.topology import Topology
+
+AUTO = "auto"
+USUAL = 4096
+"""Tokens of the first trial, and of what is computed before the budget is known."""
+SHARE = 0.92
+"""Of the memory that tensors can have, which a trial may take: batches differ, and the allocator needs some for itself."""
+PIPELINE_FILL = 4
+"""Micro batches for each pipeline stage that a step should have; fewer leave stages idle."""
+
+
+def with_first_budget(config: RunConfig, samples: RunSamples, layout: SequenceLayout) -> RunConfig:
+    """Settings with a number in place of ``auto``: the usual one, or as many tokens as the longest sample or pair takes."""
+    if config.batching.micro_batch_tokens != AUTO:
+        return config
+    tokens = max(USUAL, samples.longest_unit(layout))
+    return config.model_copy(update={"batching": config.batching.with_budget(tokens)})
+
+
+class TokenBudget:
+    """The budget of a run, and what a checkpoint keeps of it.
+
+    Attributes:
+        tokens: found or kept; None where the run file has a number.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._wanted = config.batching.micro_batch_tokens == AUTO
+        self.tokens: int | None = None
+        self._layout = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; JSON."""
+        return {} if self.tokens is None else {"micro_batch_tokens": self.tokens, "layout": self._layout}
+
+    def settle(
+        self,
+        config: RunConfig,
+        backend: Backend,
+        samples: RunSamples,
+        adapter: str | None,
+        kept: dict[str, Any] | None,
+        event_log: EventLog,
+    ) -> None:
+        """Give the backend its budget: that of the checkpoint if it was found on this layout, else one that is measured.
+
+        Collective; a no-op where the run file has a number.
+
+        Args:
+            kept: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
+
+        Raises:
+            ConfigError: the platform tells no peaks, or not even the longest sample fits.
+        """
+        if not self._wanted:
+            return
+        self._layout = _layout_of(config, backend)
+        if kept and kept["layout"] == self._layout:
+            self.tokens, how = int(kept["micro_batch_tokens"]), "kept from the checkpoint"
+        else:
+            self.tokens, how = find(config, backend, samples, adapter)
+        backend.set_micro_batch_tokens(self.tokens)
+        event_log.event("micro_batch_tokens", found=self.tokens)
+        if backend.rank == 0:
+            print(f"batching.micro_batch_tokens: auto is {self.tokens}, {how}", flush=True)
+
+
+def _layout_of(config: RunConfig, backend: Backend) -> str:
+    """What the memory of a step depends on beside the model."""
+    recompute = config.recompute.model_dump_json()
+    return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}"
+
+
+def check_platform(config: RunConfig, platform: Platform) -> None:
+    """Raise ConfigError for ``auto`` where peaks cannot be measured."""
+    if config.batching.micro_batch_tokens == AUTO and not platform.tells_peak_memory:
+        raise ConfigError(
+            f"batching.micro_batch_tokens: auto measures peaks of device memory, which platform {platform.name} does not tell: "
+            "set a number, for example 4096"
+        )
+
+
+def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str | None) -> tuple[int, str]:
+    """The largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay as they are.
+
+    Raises:
+        ConfigError: the longest sample, or pair, alone does not fit.
+    """
+    platform, engine = backend.platform, backend.engine
+    random = random_state(engine)
+    engine.state(everything=False)  # makes the optimizer's moments, which are there from the first step on
+    room = platform.room()
+    layout = engine.layout
+    smallest = samples.longest_unit(layout)
+    search = BudgetSearch(
+        smallest,
+        largest_useful(config, samples, layout, backend.topology),
+        limit=SHARE * room,
+        before=platform.memory().allocated,
+    )
+    proposal: int | None = search.first(USUAL)
+    while proposal is not None:
+        # Every rank tries what suits all of them, and learns whether it did.
+        peak = trial(backend, samples.learned, proposal, adapter)
+        fits = not backend.any_rank(peak > search.limit)[0]
+        search.add(proposal, peak, fits)
+        mine = search.next()
+        agreed = int(backend.smallest(0 if mine is None else mine)[0])
+        proposal = agreed or None  # 0: some rank is content
+    set_random_state(engine, random)
+    platform.free_cached_memory()
+    if search.best is None:
+        raise ConfigError(
+            f"batching.micro_batch_tokens: auto: a micro batch of the longest sample, {smallest} tokens, does not fit into "
+            f"memory on some rank ({search.limit / 2**30:.1f} GiB here): set batching.max_length, recompute.granularity: full, "
+            "or divide the model over more ranks"
+        )
+    peak = dict(search.fitted)[search.best]
+    trials = len(search.fitted) + len(search.failed)
+    how = f"measured in {trials} trial{'s' if trials > 1 else ''}: peak {peak / 2**30:.2f} of {room / 2**30:.2f} GiB on rank 0"
+    return search.best, how
+
+
+def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayout, topology: Topology) -> int:
+    """Tokens of a step for one data parallel rank, at most; with pipeline parallelism so many that stages stay busy."""
+    lengths = np.sort(samples.learned.lengths)[::-1]
+    sides = 2 if samples.learned.has_pairs else 1
+    of_step = -(-config.data.global_batch_size * sides // topology.data)
+    tokens = sum(layout.padded_length(int(length)) for length in lengths[:of_step])
+    if topology.pipeline > 1:
+        tokens //= PIPELINE_FILL * topology.pipeline
+    return max(tokens, samples.longest_unit(layout))
+
+
+def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
+    """The largest of these budgets that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
+    while largest > smallest:
+        middle = max(smallest + 1, (smallest + largest + 1) // 2 // STEP * STEP)
+        if fits(middle):
+            smallest = middle
+        else:
+            largest = middle - 1
+        if largest - smallest < STEP:
+            break
+    return smallest
+
+
+def trial(backend: Backend, samples: Part, tokens: int, adapter: str | None) -> float:
+    """Peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
+    backend.set_micro_batch_tokens(tokens)
+    count = 2 * backend.topology.pipeline
+    batch = [sample for _ in range(count) for sample in filled(samples, tokens, backend)]
+    backend.platform.free_cached_memory()
+    backend.platform.reset_peak_memory()
+    try:
+        backend.try_step(batch, adapter=adapter)
+    except torch.OutOfMemoryError:
+        if backend.world_size > 1:
+            raise  # the others are in a collective
+        backend.engine.trainable.abandon()
+        return math.inf
+    backend.platform.synchronize()
+    return float(backend.platform.memory().peak)
+
+
+def filled(samples: Part, tokens: int, backend: Backend) -> list[Sample]:
+    """The longest samples of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
+    layout, found, left = backend.engine.layout, [], tokens
+    longest_first = np.argsort(-samples.lengths, kind="stable")
+    if not layout.packing:  # all are padded to the longest
+        longest_first, left = (
+            longest_first[:1],
+            left // (length := layout.padded_length(int(samples.lengths.max()))) * length,
+        )
+    while left >= layout.padded_length(1):
+        sample = samples[int(longest_first[len(found) % len(longest_first)])]
+        room = left // layout.padded_length(1) * layout.padded_length(1)
+        length = min(len(sample), room)
+        found.append(
+            Sample(sample.input_ids[:length], sample.target_ids[:length], torch.ones(length, dtype=torch.float32))
+        )
+        left -= layout.padded_length(length)
+    return found
