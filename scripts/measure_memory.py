@@ -148,7 +148,7 @@ def config_of(case: Case, platform: str, model: Path) -> RunConfig:
 
 def lengths_of(case: Case, config: RunConfig, data_ranks: int) -> list[int]:
     """Of a step's samples: those of each micro batch fill it."""
-    tokens = config.batching.micro_batch_tokens
+    tokens = config.batching.budget
     parts = [tokens // 2, tokens // 4, tokens - tokens // 2 - tokens // 4] if case.packed else [tokens // 2] * 2
     return parts * (case.micro_batches * data_ranks)
 
@@ -156,7 +156,7 @@ def lengths_of(case: Case, config: RunConfig, data_ranks: int) -> list[int]:
 def estimate_of(case: Case, platform: str, model: Path) -> Estimate:
     """What the formulas say of a case."""
     config, info = config_of(case, platform, model), inspect_checkpoint(model)
-    workload = Workload(config.batching.micro_batch_tokens, case.micro_batches, case.packed and case.engine != "single")
+    workload = Workload(config.batching.budget, case.micro_batches, case.packed and case.engine != "single")
     topology = plan(config.parallel, case.ranks, info.shape)
     found = estimate(config, info, read_config(model), topology, workload, "plain" if platform == "cpu" else "fused")
     assert found is not None

@@ -12,7 +12,16 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import Self, TypedDict
 
 from megascend.config.explain import explain
@@ -205,6 +214,15 @@ class Batching(Section):
         "the device's memory has room for, measured when the run starts",
     )
     max_length: Size | None = Field(None, description="longest sample allowed; default: what the model allows")
+
+    @field_validator("micro_batch_tokens", mode="wrap")
+    @classmethod
+    def _number_or_auto(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+        """One message instead of one for each kind of value."""
+        try:
+            return validated(value)
+        except ValidationError:
+            raise ValueError("must be auto, or a whole number of 1 or more") from None
 
     @property
     def budget(self) -> int:
