@@ -5,8 +5,11 @@
 #
 # PYTHON            the interpreter to create it with (default: python3, 3.10 or later)
 # MEGASCEND_TORCH   what to install as torch where there is none yet (default: torch==2.13.0)
-# Modules are compiled when they are first imported: of 18,000, most never are.
+# Modules are compiled when they are first imported: of 18,000, most never are. They are kept then, whatever the caller has set;
+# otherwise every process would compile torch, transformers and Megatron-Core anew.
 # pip's own configuration and PIP_* variables apply.
+
+unset PYTHONDONTWRITEBYTECODE
 
 prepare_torch() {
   local venv=$1 python=${PYTHON:-python3}

@@ -17,6 +17,8 @@ from megascend.testing.reference import IMPORTED, ProgramServer
 PACKAGES = [
     *(module for modules in IMPORTED.values() for module in modules),
     *("torch.distributed", "torch.utils.tensorboard", "transformers.generation.utils", "datasets", "modelscope"),
+    *("pydantic.fields", "pydantic.functional_validators", "pydantic.type_adapter", "pydantic.main", "einops"),
+    *("typer", "typer.rich_utils"),
 ]
 """What megascend and mcore-bridge import of others."""
 COMMAND = "import runpy\nrunpy.run_module('megascend.cli.main', run_name='__main__', alter_sys=True)"
@@ -25,9 +27,13 @@ _server = ProgramServer(PACKAGES)
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Of a program that finds what this process finds and computes on one thread."""
+    """Of a program that finds what this process finds and computes on one thread.
+
+    Without what the bootstrap may have set in this process: another value would start another server.
+    """
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
+    mine = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    return mine | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
 
 
 def run_forked(

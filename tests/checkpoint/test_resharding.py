@@ -55,10 +55,13 @@ def whole_tensors(directories):
     def on_rank():
         from megatron.core import dist_checkpointing
 
-        found = [dist_checkpointing.load_plain_tensors(str(directory)) for directory in directories]
-        return [{name: value for name, value in of.items() if isinstance(value, torch.Tensor)} for of in found]
+        found = {each: dist_checkpointing.load_plain_tensors(str(each)) for each in directories}
+        return {
+            each: {name: value for name, value in of.items() if isinstance(value, torch.Tensor)}
+            for each, of in found.items()
+        }
 
-    return run_distributed(on_rank, 1, timeout_s=180)[0]
+    return run_distributed(on_rank, 1, timeout_s=300)[0]
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +87,14 @@ def table(parity_folder, tmp_path_factory):
 
     expected = {name: on_layout(name, train)(checkpoint, folder / name) for name in LAYOUTS}
     loaded = {name: on_layout(name, reload)(checkpoint, name) for name in LAYOUTS}
-    return folder, expected, loaded
+    whole = whole_tensors([folder / name for name in LAYOUTS] + [folder / f"{a} at {b}" for a, b in PAIRS])
+    return folder, expected, loaded, whole
 
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
 def test_parameters_and_moments_are_the_same(table, saved, loaded):
-    before, after = whole_tensors([table[0] / saved, table[0] / f"{saved} at {loaded}"])
+    folder, _, _, whole = table
+    before, after = whole[folder / saved], whole[folder / f"{saved} at {loaded}"]
     assert before.keys() == after.keys()
     assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in before) > 10
     for name, tensor in before.items():
@@ -98,7 +103,7 @@ def test_parameters_and_moments_are_the_same(table, saved, loaded):
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
 def test_the_next_step_is_the_same(table, saved, loaded, record_property):
-    _, expected, found = table
+    _, expected, found, _ = table
     steps, loss, norm = found[loaded][saved]
     record_property("loss_difference", abs(loss - expected[saved][0]))
     record_property("norm_difference", abs(norm - expected[saved][1]))

@@ -119,13 +119,16 @@ class Rank:
     ended_at: float = 0.0
     outcome: Outcome | None = None
 
+    def __post_init__(self) -> None:
+        self._outcome = str(self.files.outcome)  # looked for every POLL_S
+
     def look(self) -> None:
         """Take note of an outcome file, and of the end of the process."""
         if self.status is None:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:
                 self._reap()
-        if self.outcome is None and self.files.outcome.exists():
+        if self.outcome is None and os.path.exists(self._outcome):
             self.outcome = pickle.loads(self.files.outcome.read_bytes())
 
     def kill(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from forked_programs import environment, run_forked
+from forked_programs import run_forked
 from megascend import Fsdp, Moe, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.errors import ConfigError
@@ -149,9 +149,7 @@ def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layout
         checkpoint = str(case_checkpoint(folder, arch))
         jobs.append(("trajectory", (checkpoint, world_size, backend, steps), options))
     torch.save(jobs, tmp_path / "job")
-    # The Megatron engine's bootstrap, which this process may have had, sets it to 1.
-    variables = environment(TORCHDYNAMO_DISABLE="0")
-    done = run_forked(PROGRAM, tmp_path / "job", tmp_path / "result", timeout_s=800, variables=variables)
+    done = run_forked(PROGRAM, tmp_path / "job", tmp_path / "result", timeout_s=800)
     assert done.returncode == 0, done.stderr[-6000:]
     problems = []
     for (_, (checkpoint, *_), options), found in zip(jobs, torch.load(tmp_path / "result"), strict=True):
