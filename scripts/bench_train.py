@@ -13,7 +13,7 @@ losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is ne
 
 A run is one of these, with options after colons:
     bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
-    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2
+    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=grouped
     fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
     plain       micro_batch=2  recompute=full
 
@@ -341,11 +341,13 @@ class MegascendSteps(Steps):
         """Those that only this engine has, or has in its own way."""
         import megascend
 
+        experts: Any = options.get("experts", "upstream")
+        settings = {"moe": megascend.Moe(experts=experts)}
         if not (recompute := recompute_options(options)):
-            return {}
+            return settings
         if modules := recompute.get("recompute_modules"):
-            return {"recompute": megascend.Recompute(granularity="selective", modules=tuple(modules))}
-        return {"recompute": megascend.Recompute(granularity="full")}
+            return settings | {"recompute": megascend.Recompute(granularity="selective", modules=tuple(modules))}
+        return settings | {"recompute": megascend.Recompute(granularity="full")}
 
     def step(self, batch: torch.Tensor) -> tuple[float, float]:
         import torch
@@ -555,7 +557,7 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
-        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts"},
         "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard"},
         "plain": {"micro_batch", "recompute"},
     }

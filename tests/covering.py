@@ -55,7 +55,7 @@ def settings_of(case: Case) -> Settings:
     found |= {"data": case.world_size // ranks} if case.world_size > ranks else {}
     found |= {f"model.{name}": value for name, value in case.overrides.items()}
     found |= {f"optimizer.{name}": value for name, value in case.optimizer.items()}
-    for axis in ("arch", "precision", "recompute", "packing", "targets", "aux_loss", "resumes"):
+    for axis in ("arch", "precision", "recompute", "packing", "targets", "aux_loss", "experts", "resumes"):
         value = getattr(case, axis)
         if value != getattr(plain, axis):
             found[axis] = repr(value)

@@ -50,6 +50,25 @@ def test_a_step_waits_once(adapters, parity_folder):
     backend.close()
 
 
+@pytest.mark.parametrize("adapters", [(), ("a", "b")], ids=["model", "adapters"])
+def test_a_step_of_grouped_experts_waits_once(adapters, parity_folder):
+    backend = megascend.MegatronBackend(
+        model=case_checkpoint(parity_folder, "qwen3_moe"),
+        platform="cuda",
+        batching=megascend.Batching(micro_batch_tokens=64),
+        moe=megascend.Moe(experts="grouped"),
+        adapters=megascend.Adapters() if adapters else None,
+    )
+    for name in adapters:
+        backend.add_adapter(name, megascend.Lora(rank=8))
+    samples = causal_samples(token_lists())
+    for position, sample in enumerate(samples if adapters else []):
+        sample.adapter = adapters[position % len(adapters)]
+    places = places_of_waits(lambda: (backend.forward_backward(samples), backend.optimizer_step()))
+    assert len(places) == 1, places
+    backend.close()
+
+
 def test_a_policy_step_waits_once(parity_folder):
     """A loss that is called as a function of its inputs, with its gradient taken on the way."""
     backend = megascend.MegatronBackend(

@@ -37,6 +37,9 @@ class ExpertRows:
         """The order that sorts the rows by (adapter, expert), None if they are sorted, and the segments in that order."""
         if self._grouped is not None:
             return self._grouped
+        if isinstance(counts, Segments):  # of moe.experts: grouped
+            self._grouped = self._on_device(counts, adapters, experts)
+            return self._grouped
         rows = [int(count) for count in counts]
         if self.adapter_index is None:
             self._grouped = None, Segments.of(rows, device)
@@ -45,6 +48,14 @@ class ExpertRows:
         expert = torch.arange(experts, device=device).repeat_interleave(repeats, output_size=sum(rows))
         self._grouped = by_adapter_and_expert(self.adapter_index, expert, adapters, experts)
         return self._grouped
+
+    def _on_device(self, segments: Segments, adapters: int, experts: int) -> tuple[Tensor | None, Segments]:
+        """The same from segments whose sizes the CPU does not know. Waits for no device."""
+        if self.adapter_index is None:
+            return None, segments
+        row = torch.arange(len(self.adapter_index), device=segments.ends.device)
+        expert = torch.searchsorted(segments.ends, row.int(), right=True)
+        return by_adapter_and_expert(self.adapter_index, expert, adapters, experts)
 
 
 def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
@@ -93,7 +104,9 @@ def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> T
         column = gather_from_sequence_parallel_region(
             column, group=dispatcher.tp_group, output_split_sizes=None if splits is None else splits.tolist()
         )
-    if dispatcher.num_local_experts > 1:
+    if (sort_received := getattr(dispatcher, "sort_received", None)) is not None:  # of moe.experts: grouped
+        column = sort_received(column)
+    elif dispatcher.num_local_experts > 1:
         column, _ = sort_chunks_by_idxs(
             column, dispatcher.num_global_tokens_per_local_expert.ravel(), dispatcher.sort_input_by_local_experts
         )

@@ -39,7 +39,10 @@ class Segments:
 
 @cache
 def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
-    """Who multiplies all segments at once on a device: torch on GPUs of compute capability 9.0, torch_npu on NPUs."""
+    """Who multiplies all segments at once on a device: torch on GPUs of compute capability 9.0, torch_npu on NPUs.
+
+    Not torch on 10.0: the weight gradient of a segment without rows is not zero there (pytorch/pytorch#172439).
+    """
     if device.type == "npu":
         return "npu"
     return "torch" if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megascend.config import Adam, Adapters, Batching, Lora, Parallel
+from megascend.config import Adam, Adapters, Batching, Lora, Moe, Parallel
 from megascend.errors import DistributedTestError
 from megascend.lora.peft_settings import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, to_factors
@@ -392,6 +392,7 @@ def _backend(case: Case, checkpoint: Path) -> MegatronBackend:
         optimizer=case.adam,
         recompute=case.recompute,
         batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
+        moe=Moe(experts=case.experts),
         adapters=Adapters(targets=case.targets),
         timeout_s=60,
         self_check=False,  # its whole trajectory is held against Hugging Face

@@ -59,6 +59,7 @@ class Case:
         arch: as for :func:`megascend.testing.tiny_models.write_tiny_checkpoint`.
         overrides: of the tiny model's configuration.
         aux_loss: coefficient of the routers' load-balancing loss, by the formula ``aux_formula``.
+        experts: ``moe.experts``.
         targets: layers that an adapter acts on, where one is trained.
         loss_bound, norm_bound: largest absolute difference allowed over all steps.
         logits_bound: largest absolute difference of any logit, in fp32.
@@ -77,6 +78,7 @@ class Case:
     micro_batch_tokens: int = 64
     aux_loss: float = 0.0
     aux_formula: Literal["megatron", "transformers"] = "megatron"
+    experts: Literal["upstream", "grouped"] = "upstream"
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     loss_bound: float = 1e-5
     norm_bound: float = 1e-4
@@ -135,6 +137,9 @@ def _on_cuda() -> list[Case]:
         Case("fp16, saved and loaded", precision="fp16", loss_bound=1e-2, norm_bound=0.1, resumes=True),
         Case("MoE bf16 TP2 + SP (ETP2)", 2, Parallel(tensor=2), **moe),
         Case("MoE bf16 EP2", 2, Parallel(expert=2), **moe),
+        Case("MoE bf16, grouped experts", experts="grouped", **moe),
+        Case("MoE bf16 TP2 + SP (ETP2), grouped experts", 2, Parallel(tensor=2), experts="grouped", **moe),
+        Case("MoE bf16 EP2, grouped experts", 2, Parallel(expert=2), experts="grouped", **moe),
     ]
     return [*cases.values(), *more]
 
@@ -378,7 +383,11 @@ def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> Mega
         precision=case.precision,
         optimizer=case.adam,
         recompute=case.recompute,
-        moe=Moe(aux_loss=case.aux_formula if case.aux_loss else "none", aux_loss_coefficient=case.aux_loss),
+        moe=Moe(
+            aux_loss=case.aux_formula if case.aux_loss else "none",
+            aux_loss_coefficient=case.aux_loss,
+            experts=case.experts,
+        ),
         batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
         timeout_s=60,
         self_check=self_check,

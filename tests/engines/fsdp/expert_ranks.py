@@ -78,6 +78,7 @@ def refused(experts: str, dense: str) -> dict[str, str]:
     asked: dict[str, tuple[str, dict[str, Any]]] = {
         "no experts": (dense, {"parallel": Parallel(expert=2)}),
         "no such loss": (dense, {"moe": balance}),
+        "moe.experts='grouped'": (experts, {"moe": Moe(experts="grouped")}),
         "others' samples": (experts, {"moe": balance, "adapters": Adapters()}),
     }
 

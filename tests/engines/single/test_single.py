@@ -220,7 +220,7 @@ def test_a_skipped_step_changes_nothing_and_what_is_refused(parity_folder, tmp_p
     )
     assert (step.skipped, step.skipped_in_a_row) == (True, 1)
     assert unchanged
-    assert len(refused) == 6
+    assert len(refused) == 7
     assert all(what in message for what, message in refused.items()), refused
 
 

@@ -181,6 +181,7 @@ def refused(checkpoint: str) -> dict[str, str]:
         "moe.aux_loss='megatron'": {"moe": megascend.Moe(aux_loss="megatron", aux_loss_coefficient=0.1)},
         "moe.aux_loss is set": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
         "moe.bias_update_rate=0.1": {"moe": megascend.Moe(bias_update_rate=0.1)},
+        "moe.experts='grouped'": {"moe": megascend.Moe(experts="grouped")},
         "'lm_head'": {"adapters": megascend.Adapters(targets=("lm_head",))},
     }
     found = {}

@@ -31,6 +31,7 @@ from megascend.engines.megatron import (
     attention_dropout,
     attention_mask,
     graph_support,
+    grouped_experts,
     hf_parts,
     routers,
     state,
@@ -101,6 +102,7 @@ class MegatronEngine:
         seed_everything(seed)
         self.config = build_config(model_dir, topology, precision, recompute, runtime.platform)
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
+        grouped_experts.check(moe, self.config, precision, self.device)
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         self.self_check = self._check(model_dir, self_check)
@@ -119,6 +121,7 @@ class MegatronEngine:
             from megascend.kernels import head_norm
 
             head_norm.install(self.bare_chunks)
+        grouped = grouped_experts.install(self.bare_chunks, self.device) if moe.experts == "grouped" else []
         self.adapters: AdapterManager | None = None
         self.graphs: GraphedSteps | None = None
         self.optimizer: Optimizer | None = None
@@ -126,6 +129,7 @@ class MegatronEngine:
         if adapters is not None:
             self.adapters = self._adapter_manager(adapters, schedule, seed)
             self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
+            grouped_experts.settle(grouped, self.chunks)
             self.trainable: Trainable = self.adapters
             if adapters.cuda_graphs is not None:
                 graph_support.check(
@@ -135,6 +139,7 @@ class MegatronEngine:
                 self.graph_steps(adapters.cuda_graphs, CudaCapture())
         else:
             self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
+            grouped_experts.settle(grouped, self.chunks)
             if runtime.platform.has_transformer_engine_kernels:
                 fuse_weight_gradients(self.bare_chunks)
             self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)

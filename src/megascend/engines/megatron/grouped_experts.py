@@ -1,0 +1,95 @@
+"""``moe.experts: grouped``: experts by grouped products and indexed permutations, chosen when a model is built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from megascend.changes import patch
+from megascend.config import Moe, Precision
+from megascend.engines.megatron.expert_dispatch import IndexedDispatcher
+from megascend.engines.megatron.expert_weights import ExpertWeights
+from megascend.errors import ConfigError
+from megascend.lora.grouped import kernel_of
+
+
+def check(moe: Moe, config: Any, precision: Precision, device: torch.device) -> None:
+    """Refuse ``moe.experts: grouped`` where it would be slow, wrong or nothing at all.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if moe.experts != "grouped":
+        return
+    wrong = _unfit(config, precision, device)
+    if wrong:
+        raise ConfigError(f"moe.experts: grouped, but {wrong}; set moe.experts: upstream")
+
+
+def _unfit(config: Any, precision: Precision, device: torch.device) -> str | None:
+    if not config.num_moe_experts:
+        return f"{config.hf_model_type} has no experts"
+    if device.type == "npu":
+        return "on NPUs experts are MindSpeed's"
+    if device.type == "cuda":
+        if kernel_of(device) != "torch":
+            return f"torch's grouped products need compute capability 9.0, and this is {torch.cuda.get_device_name(device)}"
+        if precision != "bf16":
+            return f"torch's grouped products need precision bf16, not {precision}"
+        width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
+        if config.hidden_size % 8 or width % 8:
+            return f"sizes must be multiples of 8, not {config.hidden_size} and {width}"
+    for name in ("moe_permute_fusion", "moe_shared_expert_overlap", "add_bias_linear", "fp8"):
+        if getattr(config, name, None):
+            return f"the model has {name}"
+    if config.moe_expert_capacity_factor is not None:
+        return "tokens above a capacity are dropped"
+    return None
+
+
+def install(chunks: Sequence[torch.nn.Module], device: torch.device) -> list[ExpertWeights]:
+    """Change every layer of experts in ``chunks``, before Megatron's DDP takes their parameters.
+
+    Raises:
+        ConfigError: a layer is not made of what this replaces.
+    """
+    found = []
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+        experts, dispatcher = layer.experts, layer.token_dispatcher
+        if not isinstance(experts, TEGroupedMLP) or type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+            raise ConfigError(
+                f"moe.experts: grouped, but the model has {type(experts).__name__} and {type(dispatcher).__name__}; "
+                "set moe.experts: upstream"
+            )
+        patch(layer, "token_dispatcher", IndexedDispatcher(dispatcher), "permutes by indices on the device")
+        found += [ExpertWeights(experts.linear_fc1), ExpertWeights(experts.linear_fc2)]
+    how = "torch._grouped_mm" if kernel_of(device) == "torch" else "a loop of products (no grouped kernel here)"
+    logging.getLogger(__name__).info(
+        "moe.experts: grouped: %d layers of experts by %s on %s; moe.experts: upstream switches it off",
+        len(found) // 2,
+        how,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+    return found
+
+
+def settle(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
+    """Connect what :func:`install` returned with parameters and gradients where they lie now, when all is built."""
+    groups: dict[Any, Any] = {}
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce:
+            groups.update(dict.fromkeys(chunk.param_to_bucket_group, chunk))
+
+    def ready(parameter: Any) -> None:
+        chunk = groups[parameter]
+        chunk.param_to_bucket_group[parameter].register_grad_ready(parameter, chunk.force_all_reduce)
+
+    for each in weights:
+        each.settle(ready if groups else None)

@@ -1,0 +1,177 @@
+"""``moe.experts: grouped``: the same training in every layout, one tensor of all experts, and what is refused."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from covering import FIRST_STACK_ONLY
+from megascend import Moe, Parallel, Recompute
+from megascend.errors import ConfigError
+from megascend.testing import run_distributed
+from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
+from megascend.testing.parity import (
+    STEPS,
+    Case,
+    case_checkpoint,
+    differences,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+MOE: dict[str, Any] = {"arch": "qwen3_moe", "logits_bound": 2e-5, "experts": "grouped"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+TP2_EP2 = Parallel(tensor=2, expert=2, expert_tensor=1)
+CASES = [
+    Case("recomputed activation", recompute=Recompute(granularity="selective", modules=("moe_act",)), **MOE),
+    Case("TP2 x EP2 + SP", 2, TP2_EP2, **MOE),
+    Case("DP2, overlapped", 2, optimizer=OVERLAP, **MOE),
+]
+MORE = [
+    Case("single", **MOE),
+    Case("full recompute", recompute=Recompute(granularity="full"), **MOE),
+    Case("saved and loaded", resumes=True, **MOE),
+    Case("auxiliary loss", aux_loss=0.01, micro_batch_tokens=4096, **MOE | {"loss_bound": 5e-5, "norm_bound": 3e-4}),
+    Case("DP2, plain optimizer", 2, optimizer={"distributed": False}, **MOE),
+    Case("TP2 + SP (ETP2)", 2, Parallel(tensor=2), **MOE),
+    Case("EP2", 2, Parallel(expert=2), **MOE),
+    Case("EP2, padded", 2, Parallel(expert=2), packing=False, **MOE | {"micro_batch_tokens": 200}),
+    Case("EP2, plain optimizer", 2, Parallel(expert=2), optimizer={"distributed": False}, **MOE),
+    Case("CP2 x EP2", 2, Parallel(context=2, expert=2), **MOE),
+    Case("EP2 x DP2, overlapped", 4, Parallel(expert=2), optimizer=OVERLAP, **MOE),
+    Case("TP2 x PP2 x EP2", 4, Parallel(tensor=2, pipeline=2, expert=2, expert_tensor=1), **MOE),
+    Case("TP2 x EP2, ETP2", 4, Parallel(tensor=2, expert=2, expert_tensor=2), **MOE),
+]
+
+
+def parameters(short: list[Case], long: list[Case]) -> list[Any]:
+    return [pytest.param(case, marks=FIRST_STACK_ONLY) for case in short] + [
+        pytest.param(case, marks=pytest.mark.nightly) for case in long
+    ]
+
+
+@pytest.mark.parametrize("case", parameters(CASES, MORE), ids=lambda case: case.name)
+def test_trajectory_equals_hugging_face(case: Case, parity_folder):
+    checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists()
+    reference = hf_reference(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula)
+    found = differences(train_case(case, checkpoint, tokens), reference)
+    assert found.loss <= case.loss_bound, found
+    assert found.grad_norm <= case.norm_bound, found
+    assert found.logits is None or found.logits <= case.logits_bound, found
+
+
+@pytest.mark.parametrize(
+    ("case", "tenants"),
+    [
+        pytest.param(CASES[1], 3, marks=FIRST_STACK_ONLY),
+        *(pytest.param(case, 3, marks=pytest.mark.nightly) for case in MORE if case.name in ("single", "EP2")),
+        *(
+            pytest.param(case, 1, marks=pytest.mark.nightly)
+            for case in MORE
+            if case.name in ("single", "full recompute")
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_tenants_equal_pefts(case: Case, tenants: int, parity_folder, tmp_path):
+    """Adapters on experts, whose rows are sorted by tenant and expert on the device; one tenant's are in order already."""
+    checkpoint = case_checkpoint(parity_folder, case.arch)
+    adapters = [case_adapter(checkpoint, case, seed=seed) for seed in range(tenants)]
+    ranks = run_distributed(
+        run_mixed, case.world_size, case, checkpoint, adapters, STEPS, tmp_path, init=False, timeout_s=120
+    )
+    for number, adapter in enumerate(adapters):
+        reference = peft_reference(parity_folder, checkpoint, adapter, share_of(number, tenants))
+        found = adapter_differences(ranks[0][number], reference)
+        assert found.loss <= case.loss_bound, found
+        assert found.grad_norm <= case.norm_bound, found
+        assert found.factors <= 1e-3, found
+
+
+def test_the_grouped_path_is_the_one_that_runs(parity_folder):
+    """Experts lie in one tensor, which their parameters and Megatron's gradient buffer are parts of; each has a gradient."""
+    from megascend.engines.megatron.expert_dispatch import IndexedDispatcher
+    from megascend.engines.megatron.expert_weights import one_view
+    from megascend.testing.parity import case_backend, causal_samples
+
+    backend = case_backend(MORE[0], case_checkpoint(parity_folder, "qwen3_moe"))
+    (chunk,) = backend.engine.bare_chunks
+    backend.forward_backward(causal_samples(token_lists()))
+    for layer in chunk.decoder.layers:
+        assert isinstance(layer.mlp.token_dispatcher, IndexedDispatcher)
+        for grouped in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2):
+            weights = [getattr(grouped, f"weight{index}") for index in range(grouped.num_gemms)]
+            assert one_view([weight.data for weight in weights]).data_ptr() == weights[0].data_ptr()
+            assert one_view([weight.main_grad for weight in weights]).any(-1).any(-1).all()
+            assert all(weight.grad is None for weight in weights)
+    backend.close()
+
+
+def test_tensors_that_do_not_lie_evenly_have_no_common_view():
+    from megascend.engines.megatron.expert_weights import one_view
+
+    whole = torch.arange(40.0)
+    parts = [whole[start : start + 6].view(2, 3) for start in (0, 8, 16, 24)]
+    assert one_view(parts).tolist() == [part.tolist() for part in parts]
+    assert one_view(parts[:1]).shape == (1, 2, 3)
+    for uneven in (
+        parts[::-1],
+        [*parts, whole[30:36].view(2, 3)],
+        [parts[0], whole[5:11].view(2, 3)],
+        [parts[0], parts[1].clone()],
+        [parts[0], whole[8:14].view(3, 2)],
+        [part.T for part in parts],
+    ):
+        assert one_view(uneven) is None
+
+
+def config(**changed: Any) -> Any:
+    """What a check reads of mcore-bridge's configuration."""
+    sizes = {"num_moe_experts": 4, "hidden_size": 64, "moe_ffn_hidden_size": 32, "expert_tensor_parallel_size": 1}
+    return types.SimpleNamespace(
+        **{"hf_model_type": "qwen3_moe", "moe_expert_capacity_factor": None, **sizes, **changed}
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "changed", "words"),
+    [
+        ("npu", {}, "on NPUs experts are MindSpeed's"),
+        ("cpu", {"num_moe_experts": None, "hf_model_type": "qwen3"}, "qwen3 has no experts"),
+        ("cpu", {"moe_permute_fusion": True}, "the model has moe_permute_fusion"),
+        ("cpu", {"moe_expert_capacity_factor": 1.0}, "tokens above a capacity are dropped"),
+    ],
+)
+def test_what_grouped_experts_refuse(device, changed, words):
+    from megascend.engines.megatron.grouped_experts import check
+
+    check(Moe(), config(**changed), "bf16", types.SimpleNamespace(type=device))
+    with pytest.raises(ConfigError, match=f"moe.experts: grouped, but {words}; set moe.experts: upstream"):
+        check(Moe(experts="grouped"), config(**changed), "bf16", types.SimpleNamespace(type=device))
+    check(Moe(experts="grouped"), config(), "fp32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "changed", "words"),
+    [
+        ((10, 0), "bf16", {}, "need compute capability 9.0, and this is some GPU"),
+        ((9, 0), "fp32", {}, "need precision bf16, not fp32"),
+        ((9, 0), "bf16", {"moe_ffn_hidden_size": 40, "expert_tensor_parallel_size": 2}, "not 64 and 20"),
+    ],
+)
+def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, words, monkeypatch):
+    from megascend.engines.megatron import grouped_experts
+
+    kernel = "torch" if capability == (9, 0) else None
+    monkeypatch.setattr(grouped_experts, "kernel_of", lambda device: kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    with pytest.raises(ConfigError, match=words):
+        grouped_experts.check(Moe(experts="grouped"), config(**changed), precision, torch.device("cuda", 0))
+    if capability == (9, 0):
+        grouped_experts.check(Moe(experts="grouped"), config(), "bf16", torch.device("cuda", 0))
