@@ -69,7 +69,8 @@ def test_trajectory_equals_hugging_face(case: Case, parity_folder):
 @pytest.mark.parametrize(
     ("case", "tenants"),
     [
-        pytest.param(CASES[1], 3, marks=FIRST_STACK_ONLY),
+        *(pytest.param(case, 2, marks=FIRST_STACK_ONLY) for case in MORE if case.name == "EP2"),
+        pytest.param(CASES[1], 3, marks=pytest.mark.nightly),
         *(pytest.param(case, 3, marks=pytest.mark.nightly) for case in MORE if case.name in ("single", "EP2")),
         *(
             pytest.param(case, 1, marks=pytest.mark.nightly)
