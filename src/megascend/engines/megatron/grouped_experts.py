@@ -89,7 +89,8 @@ def settle(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
 
     def ready(parameter: Any) -> None:
         chunk = groups[parameter]
-        chunk.param_to_bucket_group[parameter].register_grad_ready(parameter, chunk.force_all_reduce)
+        options = [chunk.force_all_reduce] if hasattr(chunk, "force_all_reduce") else []  # not in 0.15
+        chunk.param_to_bucket_group[parameter].register_grad_ready(parameter, *options)
 
     for each in weights:
         each.settle(ready if groups else None)
