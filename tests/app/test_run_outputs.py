@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import struct
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megascend.app import plot
 from megascend.app.plot import plot_metrics
 from megascend.app.resume import RUN_FILES, check_start
 from megascend.app.run import check_lora, check_packages, clear_output
-from megascend.app.run_log import PlainDisplay, RunLog, StepClock, StepRecord, clock
+from megascend.app.run_log import BarDisplay, Pace, PlainDisplay, RunLog, StepClock, StepRecord, clock
 from megascend.config import Data, Lora, RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, MissingDependencyError
@@ -81,14 +83,72 @@ def test_a_long_step_is_told_of_every_so_many_seconds() -> None:
 
 
 def test_plain_progress_is_a_line_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    display = PlainDisplay(100)
+    seconds = 0.0
+    display = PlainDisplay(100, now=lambda: seconds)
+    display.start()
     for step in range(1, 101):
+        seconds += 2.0
         display.show(record(step))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 21
-    assert lines[0].startswith("step 1/100")
-    assert lines[-1] == "step 100/100  loss 0.0100  grad norm 2.000  100 tokens/s  ETA 0:00"
+    assert lines[0] == "step 1/100  epoch 0.10  loss 1.0000  grad norm 2.000  100 tokens/s  elapsed 0:02  ETA 3:18"
+    assert lines[-1] == "step 100/100  epoch 10.00  loss 0.0100  grad norm 2.000  100 tokens/s  elapsed 3:20  ETA 0:00"
     assert clock(3725) == "1:02:05"
+
+
+def test_a_resumed_run_tells_the_pace_of_this_process() -> None:
+    seconds = 10.0
+    pace = Pace(100, done=50, now=lambda: seconds)
+    pace.start()
+    assert pace.remaining_s(50) is None
+    seconds += 30.0
+    assert (pace.elapsed_s, pace.remaining_s(60)) == (30.0, 120.0)
+
+
+def test_the_picture_has_a_panel_for_each_figure_and_a_log_axis_where_decades_are_spanned() -> None:
+    rows = [
+        record(step, loss=8.0 * 0.9**step, grad_norm=1.0 + step % 3, lr=1e-3 * step).to_dict() for step in range(1, 81)
+    ]
+    rows[39]["validation_loss"] = 2.5
+    figure = plot.draw(rows, "a run", plot.PANELS)
+    loss, rate, norm, speed = figure.axes
+    assert [axes.get_title("left").split()[0] for axes in figure.axes] == ["loss", "learning", "gradient", "tokens"]
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear", "linear", "linear"]
+    assert [line.get_label() for line in loss.lines] == ["each step", "smoothed", "validation"]
+    assert list(loss.lines[2].get_ydata()) == [2.5]
+    assert list(loss.lines[1].get_ydata()) == pytest.approx(
+        [row["loss"] for row in rows]
+    )  # what decays evenly stays so
+    assert [len(axes.lines) for axes in (rate, norm, speed)] == [1, 2, 2]
+    assert rate.lines[0].get_ydata()[-1] == pytest.approx(0.08)
+    assert norm.get_ylim()[0] == 0
+    short = plot.draw(rows[:5], "a run", plot.PANELS).axes[0]
+    assert (short.get_yscale(), len(short.lines)) == ("linear", 1)
+
+
+def test_a_smoothed_line_is_a_mean_of_what_is_around_and_follows_a_trend_to_its_ends() -> None:
+    nan = float("nan")
+    assert plot.smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 2) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert plot.smoothed([0.0, 6.0, 0.0, 6.0, 9.0], 1) == pytest.approx([0.0, 2.0, 4.0, 5.0, 9.0])
+    assert plot.smoothed([0.0, 6.0, nan, 6.0, 9.0], 1) == pytest.approx([0.0, 3.0, nan, 7.5, 9.0], nan_ok=True)
+
+
+@pytest.mark.parametrize("width", [80, 120, 40])
+def test_the_counter_is_whole_whatever_the_width_of_the_terminal(width: int) -> None:
+    seconds = 0.0
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    display = BarDisplay(120_000, console=console, now=lambda: seconds)
+    seconds = 3725.0
+    display.show(record(12_340, validation_loss=1.25, tokens_per_s=123_456.0))
+    console.print(display.lines())
+    first, *others = console.file.getvalue().splitlines()
+    assert max(len(line) for line in (first, *others)) <= width
+    assert first.startswith("step 12340/120000 ")
+    figures = ["loss", "0.0001", "validation", "1.2500", "grad", "norm", "2.000", "123,456", "tokens/s"]
+    assert " ".join(others).split() == figures
+    if width >= 80:
+        assert first.rstrip().endswith("epoch 1234.00  elapsed 1:02:05  ETA 9:01:39")
+        assert "━" in first
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megascend.distributed import process_groups
 from megascend.distributed.launch import Launch
 from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import CARRIERS, initialize
+from megascend.distributed.start_up import wait_for_all
 from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
 from megascend.testing import run_distributed
 from megascend.topology.groups import GROUP_AXES
@@ -111,6 +113,18 @@ def test_another_world_size_is_refused_before_anything_is_created(runtime: Runti
         assert not dist.is_initialized()
 
     run_distributed(start, 2, init=False)
+
+
+def test_waiting_for_a_rank_writes_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's store says of each wait that ends early that its socket has timed out, which reads like a failure."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
+    assert wait_for_all(stores[0], 0, 2, timeout_s=1.2) == [1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_all, stores[0], 0, 2, 60.0)
+        assert wait_for_all(stores[1], 1, 2, 60.0) == []
+        assert waiting.result(60) == []
+    assert "waitForInput" not in capfd.readouterr().err
 
 
 def test_missing_ranks_are_named_within_the_timeout(runtime: Runtime) -> None:

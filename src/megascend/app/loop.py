@@ -26,6 +26,7 @@ from megascend.app.run import (
     load_tokenizer,
     make_backend,
     make_trackers,
+    model_line,
     tell_stop,
     too_many_skips,
     utilisation,
@@ -214,7 +215,7 @@ def run(
 
 def tell_start(config: RunConfig, backend: Backend, samples: RunSamples) -> None:
     """Say what is trained, on what, and what the self-check found."""
-    print(start_line(config, backend, samples), flush=True)
+    print(f"{model_line(config, backend)}: {what_is_trained(config, backend, samples)}", flush=True)
     for line in samples.remarks:
         print(f"data: {line}", flush=True)
     for line in config.schedule_remarks():
@@ -233,7 +234,8 @@ def leave_results(
     """
     exported = export(config, backend) if config.export else None
     if backend.rank == 0 and config.plot:
-        plot_metrics(log.rows, config.output / "metrics.png", title=start_line(config, backend, samples))
+        title = f"{model_line(config, backend)}\n{what_is_trained(config, backend, samples)}"
+        plot_metrics(log.rows, config.output / "metrics.png", title)
     event_log.event("finished", step=config.steps, loss=counts.loss)
     if backend.rank == 0:
         summary = f"{config.steps} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}"
@@ -354,10 +356,10 @@ def record(
     )
 
 
-def start_line(config: RunConfig, backend: Backend, samples: RunSamples) -> str:
-    """One line on what is about to happen."""
+def what_is_trained(config: RunConfig, backend: Backend, samples: RunSamples) -> str:
+    """What, for how long, and on what, in a line."""
     ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
     lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
     steps = f"{config.steps} steps of {config.data.global_batch_size}"
     precision = config.precision + (" with TF32 products" if config.tf32 else "")
-    return f"{config.model.name}: {lora}{samples.describe()}, {steps}; {precision}; {ranks}"
+    return f"{lora}{samples.describe()}, {steps}; {precision}; {ranks}"

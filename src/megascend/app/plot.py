@@ -1,15 +1,21 @@
-"""The picture of a run: loss, gradient norm and throughput over the steps."""
+"""The picture of a run: loss, learning rate, gradient norm and throughput over the steps."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascend.errors import MissingDependencyError
 from megascend.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def require_extra(package: str, setting: str) -> None:
@@ -25,52 +31,131 @@ def require_extra(package: str, setting: str) -> None:
         )
 
 
-Panel = tuple[str, str, str]
-"""A key of metrics.jsonl, what is written above its panel, and a colour."""
+@dataclass(frozen=True)
+class Panel:
+    """What one part of the picture shows.
+
+    Attributes:
+        key: of a row of metrics.jsonl.
+        label: above it.
+        colour: of the line.
+        smoothed: a run of many steps has a smoothed line over that of the steps.
+        decades: a logarithmic axis where the values span two decades or more.
+        from_zero: the axis begins at 0, unless it is logarithmic.
+        beside: a key whose values are drawn into the same panel, where a row has one, and what they are called.
+    """
+
+    key: str
+    label: str
+    colour: str
+    smoothed: bool = False
+    decades: bool = False
+    from_zero: bool = True
+    beside: tuple[str, str] | None = None
 
 
 def plot_metrics(
     rows: Sequence[dict[str, Any]], path: Path, title: str = "", panels: Sequence[Panel] | None = None
 ) -> None:
-    """Draw ``rows`` (the lines of metrics.jsonl) as a PNG, three panels a line. Steps whose value is None leave a gap."""
+    """Draw ``rows`` (the lines of metrics.jsonl) as a PNG. Steps whose value is None leave a gap."""
+    with replacing(path) as fresh:
+        draw(rows, title, PANELS if panels is None else panels).savefig(fresh, format="png", dpi=130)
+
+
+def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) -> Figure:
+    """The picture of a run, two panels a line, or three where there are more than four.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
     require_extra("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = PANELS if panels is None else tuple(panels)
-    lines = -(-len(shown) // ACROSS)
-    figure = Figure(figsize=(4 * ACROSS, 3.6 * lines), layout="constrained")
+    across = 2 if len(panels) <= 4 else 3
+    lines = -(-len(panels) // across)
+    figure = Figure(figsize=(5.2 * across if across == 2 else 4 * across, 3.4 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    drawn = figure.subplots(lines, ACROSS, squeeze=False).flatten()
-    steps = [row["step"] for row in rows]
-    for axes in drawn[len(shown) :]:
+    drawn = figure.subplots(lines, across, squeeze=False).flatten()
+    for axes in drawn[len(panels) :]:
         axes.set_axis_off()
-    for axes, (key, label, colour) in zip(drawn, shown, strict=False):
-        values = [float("nan") if row.get(key) is None else row[key] for row in rows]
-        axes.plot(steps, values, color=colour, linewidth=1.4, marker="." if len(rows) < 30 else None)
-        if key == "loss" and (held_out := [row for row in rows if row.get("validation_loss") is not None]):
-            measured = [row["validation_loss"] for row in held_out]
-            axes.plot(
-                [row["step"] for row in held_out], measured, "o-", color="tab:red", markersize=3, label="validation"
-            )
-            axes.legend(frameon=False, fontsize=9)
-        axes.set_title(label, loc="left", fontsize=11)
-        axes.set_xlabel("step")
-        if all(value >= 0 for value in values if value == value):
-            axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        if key == "grad_norm":
-            for step in (row["step"] for row in rows if row.get("skipped")):
-                axes.axvline(step, color="tab:red", alpha=0.4, linewidth=0.8)
+    for axes, panel in zip(drawn, panels, strict=False):
+        draw_panel(axes, rows, panel)
     figure.suptitle(title, fontsize=11)
-    with replacing(path) as fresh:
-        figure.savefig(fresh, format="png", dpi=130)
+    return figure
 
 
-ACROSS = 3
+def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None:
+    """One figure over the steps."""
+    steps, values = [row["step"] for row in rows], column(rows, panel.key)
+    measured = [row for row in rows if panel.beside is not None and row.get(panel.beside[0]) is not None]
+    beside = column(measured, panel.beside[0]) if panel.beside is not None else []
+    logarithmic = panel.decades and spans_decades([*values, *beside])
+    if panel.smoothed and len(rows) >= SMOOTHED_FROM:
+        reach = len(rows) // SMOOTHED_FROM
+        means = smoothed([math.log(value) for value in values], reach) if logarithmic else smoothed(values, reach)
+        shown = [math.exp(mean) for mean in means] if logarithmic else means
+        axes.plot(steps, values, color=panel.colour, linewidth=0.8, alpha=0.35, label="each step")
+        axes.plot(steps, shown, color=panel.colour, linewidth=1.6, label="smoothed")
+    else:
+        marker = "." if len(rows) < MARKED_BELOW else None
+        axes.plot(steps, values, color=panel.colour, linewidth=1.4, marker=marker, label="each step")
+    if panel.beside is not None and measured:
+        where = [row["step"] for row in measured]
+        axes.plot(where, beside, "o-", color=BESIDE, markersize=3, label=panel.beside[1])
+    if len(axes.lines) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    axes.set_title(panel.label, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    elif panel.from_zero and all(value >= 0 for value in values if value == value):
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if panel.key == "grad_norm":
+        for step in (row["step"] for row in rows if row.get("skipped")):
+            axes.axvline(step, color="tab:red", alpha=0.4, linewidth=0.8)
+
+
+def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """A figure of all rows; NaN where it is not known."""
+    return [math.nan if row.get(key) is None else float(row[key]) for row in rows]
+
+
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Means over ``reach`` steps on either side, fewer at the ends, as many on both; NaN stays and does not count. Pure."""
+    found = []
+    for place, value in enumerate(values):
+        near = min(reach, place, len(values) - 1 - place)
+        around = [each for each in values[place - near : place + near + 1] if each == each]
+        found.append(sum(around) / len(around) if value == value else math.nan)
+    return found
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether all values are above 0 and the largest is a hundred times the smallest or more."""
+    known = [value for value in values if value == value]
+    return bool(known) and min(known) > 0 and max(known) >= 100 * min(known)
+
+
+SMOOTHED_FROM = 40
+"""Steps from which on a line is smoothed; a mean reaches a part in so many of the run to either side."""
+MARKED_BELOW = 30
+"""Steps below which each has a dot."""
+BESIDE = "tab:red"
 PANELS = (
-    ("loss", "loss (mean over trained tokens)", "tab:blue"),
-    ("grad_norm", "gradient norm", "tab:orange"),
-    ("tokens_per_s", "tokens per second", "tab:green"),
+    Panel(
+        "loss",
+        "loss (mean over trained tokens)",
+        "tab:blue",
+        smoothed=True,
+        decades=True,
+        from_zero=False,
+        beside=("validation_loss", "validation"),
+    ),
+    Panel("lr", "learning rate", "tab:purple"),
+    Panel("grad_norm", "gradient norm, before clipping", "tab:orange", smoothed=True, decades=True),
+    Panel("tokens_per_s", "tokens per second", "tab:green", smoothed=True),
 )

@@ -14,6 +14,7 @@ from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.errors import CheckpointError, ConfigError
 from megascend.files import replacing
 from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.files import read_config
 from megascend.tracking.registry import check_trackers
 from megascend.tracking.trackers import Trackers
 
@@ -198,6 +199,13 @@ def make_trackers(config: TrainerConfig, event_log: EventLog, done: int) -> Trac
         done,
         lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
     )
+
+
+def model_line(config: TrainerConfig, backend: Backend) -> str:
+    """Which model a run trains, by its architecture and size, and where it is from."""
+    count = backend.parameter_count
+    size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    return f"{read_config(config.model).get('model_type', 'a model')} with {size} parameters ({config.model})"
 
 
 def keep_batch(config: TrainerConfig, step: int, batch: Sequence[Sample]) -> Path:

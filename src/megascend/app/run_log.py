@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 from megascend.files import replacing
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from megascend.tracking.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
+WIDEST = 100
+"""Columns of a terminal that the progress bar and what is beside it take at most."""
 SHOWN = 400
 """Characters of a prompt and of an answer that are shown; events.jsonl has them whole."""
 PROGRESS_S = 30.0
@@ -46,6 +50,10 @@ class Record:
     def summary(self) -> str:
         """The figures of a step in one short line."""
         raise NotImplementedError
+
+    def progress(self) -> str:
+        """How far the run is, beside its steps, with two spaces behind it; nothing for most kinds of run."""
+        return ""
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON can hold it: rounded to six digits, null for numbers that are not finite."""
@@ -100,6 +108,10 @@ class StepRecord(Record):
         """The record as JSON can hold it; each of ``metrics`` under its own name."""
         values = super().to_dict()
         return values | {key: rounded(value) for key, value in values.pop("metrics").items()}
+
+    def progress(self) -> str:
+        """How often the data has been gone through."""
+        return f"epoch {self.epoch:.2f}  "
 
     def summary(self) -> str:
         """The figures of a step in one short line."""
@@ -169,7 +181,7 @@ class RunLog:
         self._enabled = enabled
         self._trackers = trackers if enabled else None
         self._steps = steps
-        self._display = make_display(steps)
+        self._display = make_display(steps, done)
         self._clock = StepClock(steps, done)
         self._file: AppendFile | None = None
         self._done = done
@@ -276,15 +288,45 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+class Pace:
+    """How long this process has been at its steps, and how long it still will be.
+
+    Args:
+        steps: of the whole run.
+        done: steps before this process.
+        now: a clock in seconds.
+    """
+
+    def __init__(self, steps: int, done: int = 0, now: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._done, self._now = steps, done, now
+        self._began = now()
+
+    def start(self) -> None:
+        """The first step begins."""
+        self._began = self._now()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the first step of this process began, with everything between steps."""
+        return self._now() - self._began
+
+    def remaining_s(self, step: int) -> float | None:
+        """After ``step``, if the other steps take as long as those so far; None before the first one."""
+        here = step - self._done
+        return self.elapsed_s / here * (self._steps - step) if here > 0 else None
+
+
 class PlainDisplay:
     """A line every few steps, for log files and pipes."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, done: int = 0, now: Callable[[], float] = time.monotonic) -> None:
         self._steps = steps
+        self._pace = Pace(steps, done, now)
         self._every = max(1, steps // PLAIN_LINES)
 
     def start(self) -> None:
-        """Nothing to set up."""
+        """The first step begins."""
+        self._pace.start()
 
     def stop(self) -> None:
         """Nothing to take down."""
@@ -292,8 +334,12 @@ class PlainDisplay:
     def show(self, record: Record) -> None:
         """Print the step if it is the first, the last, skipped, or due."""
         if record.step in (1, self._steps) or record.skipped or record.step % self._every == 0:
-            remaining = record.seconds / record.step * (self._steps - record.step)
-            print(f"step {record.step}/{self._steps}  {record.summary()}  ETA {clock(remaining)}", flush=True)
+            elapsed, remaining = self._pace.elapsed_s, self._pace.remaining_s(record.step) or 0.0
+            print(
+                f"step {record.step}/{self._steps}  {record.progress()}{record.summary()}  elapsed {clock(elapsed)}  "
+                f"ETA {clock(remaining)}",
+                flush=True,
+            )
 
     def tell(self, line: str) -> None:
         """Print a line about a step that is running."""
@@ -305,48 +351,64 @@ class PlainDisplay:
 
 
 class BarDisplay:
-    """A rich progress bar."""
+    """Two lines at the bottom of a terminal: how far the run is, whose counter is never cut, and the figures of the last step."""
 
-    def __init__(self, steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def __init__(
+        self, steps: int, done: int = 0, console: Console | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        from rich import get_console
+        from rich.live import Live
 
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[summary]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            refresh_per_second=4,
-        )
-        self._task = self._progress.add_task("train", total=steps, summary="waiting for the first step")
+        self._console = console or get_console()
+        self._steps, self._step = steps, done
+        self._pace = Pace(steps, done, now)
+        self._progress, self._summary = "", "waiting for the first step"
+        self._live = Live(get_renderable=self.lines, refresh_per_second=4, console=self._console)
 
     def start(self) -> None:
-        """Show the bar."""
-        self._progress.start()
+        """Show the lines; the first step begins."""
+        self._pace.start()
+        self._live.start()
 
     def stop(self) -> None:
-        """Leave the bar as it stands and give the terminal back."""
-        self._progress.stop()
+        """Leave the lines as they stand and give the terminal back."""
+        self._live.stop()
 
     def show(self, record: Record) -> None:
-        """Move the bar to the step."""
-        self._progress.update(self._task, completed=record.step, summary=record.summary())
+        """Move to the step."""
+        self._step, self._progress, self._summary = record.step, record.progress(), record.summary()
         if record.skipped:
-            self._progress.console.print(f"step {record.step}: non-finite gradients, skipped on all ranks", style="red")
+            self._console.print(f"step {record.step}: non-finite gradients, skipped on all ranks", style="red")
 
     def tell(self, line: str) -> None:
-        """Show a line about a step that is running beside the bar, until the step ends."""
-        self._progress.update(self._task, summary=line)
+        """Show a line about a step that is running in place of the figures, until the step ends."""
+        self._summary = line
 
     def tell_more(self, text: str) -> None:
-        """Show lines that stay, above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        """Show lines that stay, above the others."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def lines(self) -> RenderableType:
+        """Both lines, as they are now. The bar takes what the counter and the times leave of the width."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        remaining = self._pace.remaining_s(self._step)
+        times = f"{self._progress}elapsed {clock(self._pace.elapsed_s)}  ETA {'-' if remaining is None else clock(remaining)}"
+        first = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        first.width = min(self._console.width, WIDEST)
+        first.add_column(no_wrap=True, min_width=len(counter := f"step {self._step}/{self._steps}"))
+        first.add_column(ratio=1)
+        first.add_column(no_wrap=True)
+        first.add_row(counter, ProgressBar(self._steps, self._step), times)
+        return Group(first, Text(self._summary, overflow="fold"))
 
 
-def make_display(steps: int) -> BarDisplay | PlainDisplay:
-    """A bar on a terminal, else lines."""
-    return BarDisplay(steps) if sys.stdout.isatty() else PlainDisplay(steps)
+def make_display(steps: int, done: int = 0) -> BarDisplay | PlainDisplay:
+    """Lines that stay in place on a terminal, else a line every few steps."""
+    return BarDisplay(steps, done) if sys.stdout.isatty() else PlainDisplay(steps, done)
 
 
 def quoted(prompt: str, answer: str) -> str:

@@ -23,6 +23,7 @@ from megascend.app.run import (
     load_tokenizer,
     make_backend,
     make_trackers,
+    model_line,
     tell_stop,
     write_config,
 )
@@ -221,7 +222,8 @@ def run(
         else:
             exported = export(config, backend) if config.export else None
             if main_rank and config.plot:
-                plot_metrics(log.rows, config.output / "metrics.png", start_line(config, backend, len(prompts)), PANELS)
+                title = start_line(config, backend, len(prompts)).replace(": ", "\n", 1)
+                plot_metrics(log.rows, config.output / "metrics.png", title, PANELS)
             event_log.event("finished", step=number, reward=progress.reward_after)
             if main_rank:
                 print(end_line(config, number, progress), flush=True)
@@ -235,7 +237,9 @@ def start_line(config: RlConfig, backend: Backend, prompts: int) -> str:
     rollout, ranks = config.rollout, backend.world_size
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {backend.platform.name}, engines: {', '.join(config.engines)}"
     steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
-    return f"{config.model.name}: {prompts} prompts, {steps}; lag {rollout.max_lag}; {config.precision}; {where}"
+    return (
+        f"{model_line(config, backend)}: {prompts} prompts, {steps}; lag {rollout.max_lag}; {config.precision}; {where}"
+    )
 
 
 def end_line(config: RlConfig, step: int, progress: Progress) -> str:

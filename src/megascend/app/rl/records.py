@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megascend.app.plot import Panel
 from megascend.app.run_log import Record
 from megascend.rollout.buffer import Counts
 from megascend.rollout.group import Group
@@ -78,12 +79,12 @@ class RlRecord(Record):
 
 
 PANELS = (
-    ("reward", "reward (mean over all responses)", "tab:blue"),
-    ("eval_reward", "reward of evaluations", "tab:cyan"),
-    ("lag", "lag (steps)", "tab:purple"),
-    ("mismatch", "mismatch, mean |log p_trainer - log p_engine|", "tab:red"),
-    ("pause_s", "pause of the engines (s)", "tab:orange"),
-    ("tokens_per_s", "tokens learned from per second", "tab:green"),
+    Panel("reward", "reward (mean over all responses)", "tab:blue", smoothed=True),
+    Panel("eval_reward", "reward of evaluations", "tab:cyan"),
+    Panel("lag", "lag (steps)", "tab:purple"),
+    Panel("mismatch", "mismatch, mean |log p_trainer - log p_engine|", "tab:red"),
+    Panel("pause_s", "pause of the engines (s)", "tab:orange"),
+    Panel("tokens_per_s", "tokens learned from per second", "tab:green"),
 )
 
 
