@@ -500,7 +500,9 @@ class TrainerConfig(Section):
         "registers; by name, or as NAME: {options of its own}",
     )
     tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
-    plot: bool = Field(True, description="draw loss, grad norm and throughput to metrics.png at the end")
+    plot: bool = Field(
+        True, description="draw loss, learning rate, gradient norm and throughput to metrics.png at the end"
+    )
     export: bool = Field(
         True, description="at the end write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
     )
