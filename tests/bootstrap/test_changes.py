@@ -61,6 +61,7 @@ FINE = (
             "view.__class__",
             "view.pp_size",
             "view.ep_pp_size",
+            "session.on_trace_ready",  # of the profiler that the run has made
             "backend.groups.monitor.last_words",
             "backend.on_micro_batch",
             "monitor.on_phase",
