@@ -207,9 +207,9 @@ def measure(work: Work, folder: str, arguments: argparse.Namespace, graphs: bool
 
 def stand_in(backend: Any, settings: Any) -> None:
     """What takes the place of CUDA graphs on a CPU."""
-    from megascend.testing.graphed_steps import CaptureAgain, gradients_of
+    from megascend.testing.graphed_steps import CaptureOnCpu, gradients_of
 
-    backend.engine.graph_steps(settings, CaptureAgain(lambda: gradients_of(backend)))
+    backend.engine.graph_steps(settings, CaptureOnCpu(lambda: gradients_of(backend)))
 
 
 def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megascend.batch.sample import Sample
+from megascend.changes import patched
 from megascend.config import Adam, Lora, Schedule
 
 if TYPE_CHECKING:
@@ -27,37 +30,90 @@ def gradients_of(backend: Backend) -> list[Tensor]:
     return [] if stacked is None else [of for stack in stacked.stacks for of in (stack.a_grads, stack.b_grads)]
 
 
-class CaptureAgain:
-    """Stands in for CUDA graphs where there are none: runs the work again, and writes its results to the same memory.
+class CaptureOnCpu:
+    """Stands in for CUDA graphs where there are none.
 
-    As with graphs, capturing leaves no trace. A backward pass by itself is not captured, since its forward pass would have to be
-    the same object each time.
+    What is captured are the operations, with the numbers and the memory that they were called with; a replay runs them again on
+    that memory and calls nothing else. As with graphs, capturing leaves no trace, and what reads values of a tensor on the host
+    cannot be captured. On a CPU that are several samples and several adapters, whose products go one by one. Unless ``strict``,
+    their work is called anew instead, and its results written to the same memory: that is possible where a backward pass is part
+    of the work, or none follows.
 
     Args:
         protected: the gradients that work adds to.
     """
 
-    def __init__(self, protected: Callable[[], Sequence[Tensor]]) -> None:
-        self._protected = protected
+    def __init__(self, protected: Callable[[], Sequence[Tensor]], *, strict: bool = False) -> None:
+        self._protected, self._strict = protected, strict
         self.bytes = 0
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """See :class:`megascend.engines.megatron.capture.Capture`."""
         before = [tensor.clone() for tensor in self._protected()]
-        found: Any = work()
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found):
-            raise RuntimeError("work whose backward pass comes later is not captured here")
+        operations = _Operations()
+        try:
+            with (
+                operations,
+                patched(Tensor, "tolist", _refuse, "values are not read on the host while work is captured"),
+            ):
+                found: Any = work()
+            return operations.replay, found
+        except HostReadError:
+            if self._strict:
+                raise
+        finally:
+            for tensor, value in zip(self._protected(), before, strict=True):
+                tensor.copy_(value)
+        found = work()
         for tensor, value in zip(self._protected(), before, strict=True):
             tensor.copy_(value)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found):
+            raise HostReadError("work whose backward pass comes later is not called anew")
 
-        def replay() -> None:
+        def again() -> None:
             for tensor, value in zip(found, work(), strict=True):  # type: ignore[reportArgumentType]
                 tensor.copy_(value)
 
-        return replay, found
+        return again, found
 
     def wait(self) -> None:
         """Nothing runs by itself here."""
+
+
+class HostReadError(RuntimeError):
+    """Work needs a value of a tensor on the host."""
+
+
+def _refuse(tensor: Tensor) -> Any:
+    raise HostReadError(f"a tensor of shape {tuple(tensor.shape)} is read on the host")
+
+
+def _alias(value: Any) -> Any:
+    """The memory that a tensor has now: upstream gives some tensors other memory later (``tensor.data = ...``)."""
+    return torch.ops.aten.alias.default(value) if isinstance(value, Tensor) else value
+
+
+class _Operations(TorchDispatchMode):
+    """Keeps every operation that runs, with its arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        before = tree_map(_alias, (args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._kept.append((func, *before, tree_map(_alias, result)))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run all of them on the memory of then."""
+        for func, args, kwargs, result in self._kept:
+            given = {of.untyped_storage().data_ptr() for of in tree_leaves((args, kwargs)) if isinstance(of, Tensor)}
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
+                    old.copy_(new)
 
 
 def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5)) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Parallel, Recompute, Sample
 from megascend.testing import run_distributed
-from megascend.testing.graphed_steps import CaptureAgain, differences, gradients_of, life
+from megascend.testing.graphed_steps import CaptureOnCpu, differences, gradients_of, life
 from megascend.testing.parity import case_checkpoint
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -17,7 +17,7 @@ BOUND = 1e-5
 """Of relative differences in fp32: products of other numbers of rows, and ranks padded with zeros, are added in another order."""
 
 
-def make_backend(checkpoint, settings=None, targets="all-linear", **options):
+def make_backend(checkpoint, settings=None, *, strict=False):
     """With ``settings``, as ``adapters.cuda_graphs`` would make it, but for a stand-in for CUDA graphs."""
     from megascend.backends import MegatronBackend
 
@@ -26,12 +26,11 @@ def make_backend(checkpoint, settings=None, targets="all-linear", **options):
         precision="fp32",
         optimizer=Adam(lr=1e-4, eps=1e-6),
         batching=Batching(micro_batch_tokens=120),
-        adapters=Adapters(targets=targets),
+        adapters=Adapters(),
         timeout_s=60,
-        **options,
     )
     if settings is not None:
-        backend.engine.graph_steps(settings, CaptureAgain(lambda: gradients_of(backend)))
+        backend.engine.graph_steps(settings, CaptureOnCpu(lambda: gradients_of(backend), strict=strict))
     return backend
 
 
@@ -60,10 +59,72 @@ def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
         roomy, tight = found["roomy"][1], found["tight"][1]
         assert roomy.replayed > roomy.captured > 4
         assert roomy.captures == roomy.captured, "nothing was captured twice"
-        assert all("logprobs" in reason for reason in roomy.eager), "only what the stand-in cannot capture"
+        assert all("logprobs" in reason and "adapters=2" in reason for reason in roomy.eager), (
+            "what the stand-in cannot capture"
+        )
         assert tight.captures <= 2 < tight.captured
         assert tight.dropped
         assert "micro batches above adapters.cuda_graphs.max_tokens=64 tokens" in tight.eager
+
+
+def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
+    """Nothing but static memory decides what a replay gives: no number of the call in which it was captured."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def figures(settings):
+        backend = make_backend(checkpoint, settings, strict=True)
+        backend.add_adapter("a", Lora(rank=6))
+        found = []
+        for number, length in enumerate((40, 50, 33, 64, 45, 5)):
+            ids = (torch.arange(length + 1) * (7 + number)) % 300
+            sample = Sample.causal(ids)
+            sample.weights = sample.weights * (1 + number)
+            sample.old_logprobs, sample.advantages = torch.full((length,), -5.5), torch.linspace(-1, 1, length)
+            backend.remove_adapter("a")  # every request is of an adapter that was not there before
+            backend.add_adapter(
+                "a", Lora(rank=5 + number % 3, alpha=8 + number, optimizer=Adam(lr=1e-3 * (1 + number)))
+            )
+            for loss in ("cross_entropy", "ppo", "cross_entropy", "ppo"):
+                result = backend.forward_backward([sample], loss, adapter="a")
+                step = backend.optimizer_step("a")
+                found += [result.loss, *result.metrics.values(), step.grad_norm, step.lr]
+            found += backend.forward([sample], adapter="a").logprobs[0].tolist()
+            found += backend.forward([sample], entropy=True, adapter="a").entropy[0].tolist()
+            found += backend.forward([sample], reference=True).logprobs[0].tolist()
+        report = backend.cuda_graphs
+        backend.close()
+        return torch.tensor(found, dtype=torch.float64), report
+
+    def both():
+        return figures(None), figures(CudaGraphs())
+
+    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    print(report, float((found - expected).abs().max()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert report.eager == {}
+    assert report.captured == 5, "cross entropy; another loss; forward with and without entropy, and of the model alone"
+    assert report.replayed == 6 * 7 - 2 * 5 + 5
+
+
+def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def tables():
+        from megascend.engines.megatron.graph_support import without_rotary_cache
+
+        backend = make_backend(checkpoint)
+        model = backend.engine.bare_chunks[0]
+        before, again = model.rotary_pos_emb(9), model.rotary_pos_emb(9)
+        with without_rotary_cache(model):
+            inside = model.rotary_pos_emb(9)
+        after = model.rotary_pos_emb(9)
+        backend.close()
+        return before is again, inside is before, after is inside
+
+    kept, from_before, kept_from_inside = run_distributed(tables, 1, init=False)[0]
+    assert kept, "upstream no longer keeps them: without_rotary_cache can go"
+    assert not from_before
+    assert not kept_from_inside
 
 
 def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, caplog):
