@@ -1,0 +1,64 @@
+"""Micro batches of a run's first steps, from the lengths of its samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascend import Parallel, Sample
+from megascend.app.objectives import Preferences, Tokens
+from megascend.app.run_samples import RunSamples
+from megascend.app.step_plan import StepPlan, plan_steps
+from megascend.batch.micro_batch import SequenceLayout
+from megascend.config import RunConfig
+from megascend.data.findings import Findings
+from megascend.data.split import whole
+from megascend.data.store import SampleStore, write_store
+from megascend.topology.topology import plan
+
+LENGTHS = (40, 10, 30, 20)
+
+
+def samples_of(folder: Path, *, pairs: bool = False) -> RunSamples:
+    samples = [Sample.causal(range(length + 1)) for length in LENGTHS]
+    if pairs:
+        for number, sample in enumerate(samples):
+            sample.pair, sample.chosen = number // 2, number % 2 == 0
+        documents = [(0, samples[:2]), (1, samples[2:])]
+    else:
+        documents = [(number, [sample]) for number, sample in enumerate(samples)]
+    write_store(folder / "store", iter(documents), Findings())
+    return RunSamples(whole(SampleStore(folder / "store")), None, max(LENGTHS), ())
+
+
+def planned(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:
+    config = RunConfig(model="m", output="o", data={"path": "d", "global_batch_size": batch, "shuffle": False}, steps=3)
+    objective = Preferences(0.1) if samples.learned.has_pairs else Tokens()
+    return plan_steps(config, samples, objective, SequenceLayout(**layout), plan(Parallel(), world), budget)
+
+
+def test_ranks_have_equal_shares_and_fill_the_budget(tmp_path: Path):
+    samples = samples_of(tmp_path)
+    # 40 and 10 tokens on one rank, 30 and 20 on the other.
+    assert planned(samples, 64) == StepPlan(3, 64, 1, 50, 2, 40, 0.0, packed=True, idle=False)
+    assert planned(samples, 40) == StepPlan(3, 40, 2, 40, 1, 40, 0.0, packed=False, idle=False)
+
+
+def test_padding_counts(tmp_path: Path):
+    samples = samples_of(tmp_path)
+    found = planned(samples, 80, packing=False)
+    assert (found.tokens, found.samples, found.packed) == (80, 2, False)
+    assert found.padding == pytest.approx(1 - 100 / (80 + 60))
+    multiple = planned(samples, 64, context_size=2, world=1)  # every sample is a multiple of four
+    assert (multiple.tokens, multiple.longest) == (60, 40)  # 40 with 20, 32 with 12
+    assert multiple.padding == pytest.approx(1 - 100 / (40 + 12 + 32 + 20))
+
+
+def test_a_rank_without_samples_is_told(tmp_path: Path):
+    assert planned(samples_of(tmp_path), 64, batch=1).idle
+
+
+def test_pairs_stay_together(tmp_path: Path):
+    found = planned(samples_of(tmp_path, pairs=True), 64, batch=2)
+    assert (found.micro_batches, found.tokens, found.samples) == (1, 50, 2)
