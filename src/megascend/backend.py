@@ -395,7 +395,7 @@ class Backend:
         wait: bool = False,
         after: Callable[[Path], None] | None = None,
     ) -> PendingSave:
-        """Write everything that this run needs to go on, while it goes on; the directory appears only when complete.
+        """Write everything that this run needs to resume, while it continues; the directory appears only when complete.
 
         Model, optimizer, schedule position and random state; with adapters, all of them with their optimizers instead of the
         frozen model. Returns when it is copied off the device. The checkpoint before is waited for first.
@@ -429,7 +429,7 @@ class Backend:
         self._saver.prepare(self.engine.state(everything=False))
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint: under the same layout exactly, under another one from the same parameters and moments.
+        """Resume from a checkpoint: under the same layout exactly, under another one from the same parameters and moments.
 
         Every file is held against its digest first. With adapters, those of the checkpoint take the place of the present ones.
 

@@ -129,7 +129,7 @@ def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) 
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75, log.read_text()[-4000:]
     last = stopped_after(output, "SIGTERM")
-    assert f"stopped by SIGTERM after step {last}; go on with --resume auto" in log.read_text()
+    assert f"stopped by SIGTERM after step {last}; resume with --resume auto" in log.read_text()
 
     done = megascend("doctor", "--run", output)
     assert done.returncode == 0

@@ -122,7 +122,7 @@ def test_a_failure_is_said_once_and_costs_no_further_record(
     assert [told[0] for told in opened[0].told[:-1]] == [1, 4]
     assert events == [("kept", "OSError: no network")]
     assert [record.getMessage() for record in caplog.records] == [
-        "tracker kept: OSError: no network; training goes on", "tracker kept: 2 records were lost",
+        "tracker kept: OSError: no network; training continues", "tracker kept: 2 records were lost",
     ]  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_a_tracker_that_cannot_be_opened_ends_nothing(
     for step in (1, 2, 3):
         trackers.log(step, {"loss": 1.0})
     trackers.close("finished")
-    assert "it cannot be opened: RuntimeError: not logged in; training goes on" in caplog.text
+    assert "it cannot be opened: RuntimeError: not logged in; training continues" in caplog.text
     assert "3 records were lost" in caplog.text
     assert opened == []
 

@@ -34,7 +34,7 @@ class CheckpointPolicy:
     ) -> None:
         """
         Args:
-            progress: what the loop needs to go on, as JSON; asked for at every save.
+            progress: what the loop needs to resume, as JSON; asked for at every save.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
         self._event_log, self._progress = event_log, progress
@@ -119,4 +119,4 @@ class CheckpointPolicy:
         if self._settings.on_failure == "stop":
             raise CheckpointError(problem)
         if self._backend.rank == 0:
-            logger.warning("%s; going on (checkpoint.on_failure: continue)", problem)
+            logger.warning("%s; training continues (checkpoint.on_failure: continue)", problem)

@@ -88,7 +88,7 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
     removed when the first step is to begin. SIGTERM and SIGINT end a run after its present step, with a checkpoint.
 
     Args:
-        resume: ``"auto"``: go on from the newest checkpoint in ``config.output`` that is whole, if there is any. A path: from
+        resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from
             that checkpoint, or the newest of that run.
 
     Raises:

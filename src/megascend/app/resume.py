@@ -42,7 +42,7 @@ class Start:
     """How a run begins.
 
     Attributes:
-        candidates: checkpoints to go on from, the best first; empty: at the beginning.
+        candidates: checkpoints to resume from, the best first; empty: at the beginning.
         clear: which files of an earlier run to remove first.
         said: what the user should know about the choice.
     """
@@ -62,7 +62,7 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
     """
     if overwrite and resume is not None:
         raise ConfigError(
-            f"--overwrite and --resume {resume} contradict each other: the first removes the run that the second goes on from; "
+            f"--overwrite and --resume {resume} contradict each other: the first removes the run that the second resumes; "
             "leave one out"
         )
     if os.path.lexists(output) and not output.is_dir():
@@ -82,7 +82,7 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
 def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> Start:
     """How the run in ``output`` begins. Reads files, changes none.
 
-    A launcher that restarts a run (``torchrun --max-restarts``) goes on from its last checkpoint, whatever it was started with.
+    A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
 
     Raises:
         ConfigError: there is an earlier run that is neither to be resumed nor overwritten.
@@ -91,7 +91,7 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
     own = tuple(Retention(output / CHECKPOINTS).candidates())
     if launch.attempt > 0 and restarts(output):
         if own:
-            return Start(own, said=f"attempt {launch.attempt}: going on from the last checkpoint")
+            return Start(own, said=f"attempt {launch.attempt}: resuming from the last checkpoint")
         if resume is None or str(resume) == "auto":
             return Start(clear=RESULTS, said=f"attempt {launch.attempt}: no checkpoint yet, starting again at step 1")
     if resume is None:
@@ -124,7 +124,7 @@ def refuse_earlier_run(output: Path) -> None:
     """Raise ConfigError if a directory holds a run."""
     held = run_files(output)
     if held:
-        advice = "go on with --resume auto, " if Retention(output / CHECKPOINTS).steps() else ""
+        advice = "resume it with --resume auto, " if Retention(output / CHECKPOINTS).steps() else ""
         raise ConfigError(
             f"output: {output} holds an earlier run ({', '.join(held)}); {advice}choose another with --set output=PATH, or "
             "replace it with --overwrite"

@@ -261,4 +261,4 @@ def tell_stop(backend: Backend, event_log: EventLog, step: int, signal: str, pro
         raise CheckpointError(f"stopped by {signal} after step {step}, without a checkpoint: {problem}")
     event_log.event("stopped", step=step, signal=signal)
     if backend.rank == 0:
-        print(f"stopped by {signal} after step {step}; go on with --resume auto", flush=True)
+        print(f"stopped by {signal} after step {step}; resume with --resume auto", flush=True)

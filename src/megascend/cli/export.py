@@ -137,7 +137,7 @@ def find_checkpoint(path: Path) -> Path:
     if (path / "metrics.jsonl").is_file():
         raise CheckpointError(
             f"{path} is a run directory without an exported model (no hf/): the run did not finish, or had export: false. "
-            "With a checkpoint, megascend train --resume auto goes on to its end and exports it"
+            "With a checkpoint, megascend train --resume auto trains to its end and exports it"
         )
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: the directory does not exist")

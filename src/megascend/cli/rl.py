@@ -29,7 +29,7 @@ def rl_command(
         typer.Option(
             "--resume",
             metavar="auto|PATH",
-            help="Go on from a checkpoint: the newest whole one in the output directory, or that at PATH.",
+            help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
         ),
     ] = None,
 ) -> None:

@@ -48,7 +48,7 @@ class Attempt:
         restart: how often torchrun had restarted the run before, by itself.
         started: seconds since the epoch, or None if it did not get as far as the first step.
         world_size: or None if nothing tells.
-        resumed_after: the step of the checkpoint that it went on from; 0: from the beginning.
+        resumed_after: the step of the checkpoint that it resumed from; 0: from the beginning.
         ended: when it ended, or None if no file tells.
         outcome: ``interrupted``: Ctrl-C came twice, so that no checkpoint was saved; ``error``: a rank ended with an error of
             its own; ``lost``: ranks are gone without a word, as others say;
@@ -134,7 +134,7 @@ class RunReport:
 
     @property
     def last_good(self) -> CheckpointState | None:
-        """The checkpoint that ``--resume auto`` will go on from, as far as was looked."""
+        """The checkpoint that ``--resume auto`` will resume from, as far as was looked."""
         whole = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
         for path in Retention(self.directory / CHECKPOINTS).candidates():
             match = NAME.fullmatch(path.name)

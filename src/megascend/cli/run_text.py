@@ -101,7 +101,7 @@ def attempt_lines(attempt: Attempt, last: bool) -> list[str]:
     if attempt.started is None:
         lines = [f"{clock(attempt.ended)}: failed before its first step; {ranks}{restarted}"]
         return [*lines, *error_lines(attempt)]
-    since = f"went on after step {attempt.resumed_after}" if attempt.resumed_after else "began with step 1"
+    since = f"resumed after step {attempt.resumed_after}" if attempt.resumed_after else "began with step 1"
     lines = [f"{clock(attempt.started)}: {since}; {ranks}{on}{restarted}"]
     if attempt.outcome == "finished":
         lines.append(f"{clock(attempt.ended)}: finished after step {attempt.step}")
@@ -213,7 +213,7 @@ def next_steps(report: RunReport) -> list[str]:
     begun = any(a.started is not None for a in report.attempts) and not failed_in_step_1(report.directory)
     begun = begun or bool(report.metrics or report.checkpoints)
     if good is not None:
-        steps.append(f"go on after step {good.step}{_where(report)}:")
+        steps.append(f"resume after step {good.step}{_where(report)}:")
     elif begun:
         steps.append(f"there is no whole checkpoint: start over{_where(report)}:")
     else:
@@ -250,7 +250,7 @@ def space(report: RunReport) -> str:
 
 
 def command_to_go_on(report: RunReport, option: str) -> str:
-    """The command that started the last attempt, changed so that the run goes on or starts over."""
+    """The command that started the last attempt, changed so that the run resumes or starts over."""
     recorded = next((list(a.command) for a in reversed(report.attempts) if a.command), [])
     words = without_options(short_program(recorded))
     if "train" not in words or not any("megascend" in word for word in words):

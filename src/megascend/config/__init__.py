@@ -413,18 +413,18 @@ class Profile(Section):
 
 
 class Checkpoint(Section):
-    """When a run saves what it needs to go on, to OUTPUT/checkpoints, and what becomes of it."""
+    """When a run saves what it needs to resume, to OUTPUT/checkpoints, and what becomes of it."""
 
     every: Count = Field(
         0, description="steps from one to the next, and one at the end; 0: only when a signal stops the run"
     )
     keep_last: Size = Field(2, description="how many of the newest stay")
     keep_every: Count = Field(0, description="those whose step is a multiple of this stay for good; 0: none")
-    asynchronous: bool = Field(True, description="write while training goes on; training stands still for a copy only")
+    asynchronous: bool = Field(True, description="write while training continues, which stands still for a copy only")
     hf: bool = Field(False, description="also export the model into each, for transformers; not in the background")
     timeout_s: Seconds = Field(1800, description="seconds after which one that is waited for counts as failed")
     on_failure: Literal["stop", "continue"] = Field(
-        "stop", description="what happens when a checkpoint cannot be written: the run ends, or goes on and tries again"
+        "stop", description="what happens when a checkpoint cannot be written: the run ends, or continues and tries again"
     )
 
 

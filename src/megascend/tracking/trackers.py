@@ -99,7 +99,7 @@ class Trackers:
                 fresh.write_text(json.dumps(ids, indent=1) + "\n")
 
     def _failed(self, name: str, problem: str) -> None:
-        logger.warning("tracker %s: %s; training goes on", name, problem)
+        logger.warning("tracker %s: %s; training continues", name, problem)
         self._on_failure(name, problem)
 
 

@@ -1,0 +1,108 @@
+"""docs/own-data.md as a new user follows it: its files, and its commands in their order."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from forked_programs import run_command, run_forked
+
+PAGE = Path(__file__).parents[1] / "docs" / "own-data.md"
+STEPS = {"own.yaml": 120, "winter.yaml": 40}
+FEWER = {"own.yaml": 12, "winter.yaml": 4}
+"""In CI: enough for every command to do its work, not for answers."""
+DEADLINE_S = 300
+
+
+def files_of_the_page() -> dict[str, str]:
+    """The page's blocks by the names that their first lines give them."""
+    blocks = re.findall(r"^```(?:python|yaml|jinja)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return {re.match(r"(?:#|\{#-) (\S+)", block)[1]: block for block in blocks}
+
+
+def commands() -> list[str]:
+    text = re.sub(r"^```.*?^```", "", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [line.strip() for line in text.splitlines() if line.startswith("    ")]
+
+
+def run(command: str, folder: Path) -> str:
+    """Standard output of a command of the page."""
+    program, *arguments = command.split()
+    if program == "python":
+        done = run_forked(folder / arguments[0], *arguments[1:], directory=folder, timeout_s=DEADLINE_S)
+    else:
+        done = run_command(*arguments, directory=folder, timeout_s=DEADLINE_S)
+    assert done.returncode == (1 if "doctor" in arguments else 0), f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def kill(command: str, folder: Path, after: int) -> None:
+    """Start a command and kill its process once ``after`` steps have been logged."""
+    output, ended = folder / "runs" / "own", []
+    arguments = command.split()[1:]
+    thread = threading.Thread(
+        target=lambda: ended.append(run_command(*arguments, directory=folder, timeout_s=DEADLINE_S))
+    )
+    thread.start()
+    metrics, deadline = output / "metrics.jsonl", time.monotonic() + DEADLINE_S
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= after):
+        assert thread.is_alive(), ended
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(json.loads((output / "events.jsonl").read_text().splitlines()[0])["pid"], signal.SIGKILL)
+    thread.join(DEADLINE_S)
+    assert ended[0].returncode != 0
+
+
+def follow(folder: Path, steps: dict[str, int]) -> dict[str, str]:
+    """What every command of the page prints; the first training is killed."""
+    files = files_of_the_page()
+    for name, text in files.items():
+        if not name.startswith("model/"):  # that directory is made by a command
+            (folder / name).write_text(text)
+    for name, count in steps.items():
+        shown, changed = f"\nsteps: {STEPS[name]}\n", f"\nsteps: {count}\n"
+        assert shown in files[name]
+        (folder / name).write_text(files[name].replace(shown, changed))
+    printed = {}
+    for command in commands():
+        if command == "megascend train own.yaml":
+            kill(command, folder, after=7)
+            continue
+        printed[command] = run(command, folder)
+        if command.startswith("megascend new-model"):
+            (folder / "model" / "chat_template.jinja").write_text(files["model/chat_template.jinja"])
+    return printed
+
+
+@pytest.mark.parametrize("steps", [FEWER, pytest.param(STEPS, marks=pytest.mark.nightly)], ids=["few steps", "whole"])
+def test_a_new_user_follows_the_page(steps: dict[str, int], tmp_path: Path) -> None:
+    printed = follow(tmp_path, steps)
+
+    dry_run = printed["megascend train own.yaml --dry-run"]
+    assert "⟦<tool_call>{" in dry_run
+    assert "⟦Yes, every day.<|im_end|>⟧" in dry_run
+    assert "You work for a bakery.<|im_end|>" in dry_run
+    assert re.search(r"^learned +19 .*\nheld out +2 ", dry_run, re.MULTILINE)
+    assert "megascend train runs/own/config.yaml --resume auto" in printed["megascend doctor --run runs/own"]
+
+    assert "resumed from" in printed["megascend train own.yaml --resume auto"]
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps["own.yaml"] + 1))
+    held_out = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
+    assert held_out
+    assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+
+    alone, with_peft, merged = (output for command, output in printed.items() if command.startswith("python ask.py"))
+    assert with_peft == merged
+    if steps == STEPS:
+        promised = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+        assert [alone, merged] == promised
+        assert held_out[-1] < held_out[0]
