@@ -197,6 +197,9 @@ NIGHTLY = {
         "a_cookbook_script_learns[PP2]": "experts on EP2; PP2 in parity",
         "tenants_that_had_no_time_to_learn_are_a_failure": "npu/test_cookbook_ascend.py: multi_lora_npu",
     },
+    "test_own_data.py": {
+        "a_new_user_follows_the_page[whole]": "the same commands with fewer steps",
+    },
     "test_readme.py": {
         "the_program_without_a_cluster_runs": "engines/single/test_single.py",
         "the_programs_about_lora_run": "lora/test_backend_adapters.py, lora/test_peft_format.py",
