@@ -424,7 +424,8 @@ class Checkpoint(Section):
     hf: bool = Field(False, description="also export the model into each, for transformers; not in the background")
     timeout_s: Seconds = Field(1800, description="seconds after which one that is waited for counts as failed")
     on_failure: Literal["stop", "continue"] = Field(
-        "stop", description="what happens when a checkpoint cannot be written: the run ends, or continues and tries again"
+        "stop",
+        description="what happens when a checkpoint cannot be written: the run ends, or continues and tries again",
     )
 
 
