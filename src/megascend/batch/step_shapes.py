@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-StepKind = Literal["cross_entropy", "logprobs", "forward"]
-"""Forward and backward of the built-in cross entropy; of any other loss, which is computed between them; no backward."""
+StepKind = Literal["cross_entropy", "logprobs", "forward", "hidden"]
+"""Forward and backward of the built-in cross entropy; of any other loss, which is computed between them; no backward; hidden
+states alone."""
 
 SMALLEST, STEPS_PER_OCTAVE = 64, 4
 

@@ -153,6 +153,8 @@ def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5)) -> d
     learn("two", of("c", "a"))
     look("mixed", of("a", "b", "c"))
     look("reference", of("a", "b", "c"), reference=True)
+    for step in range(3):
+        found[f"next {step}"] = torch.cat(backend.next_token_logits(backend.shard([*of("b", "a"), *of("a")])))
     backend.remove_adapter("b")
     backend.add_adapter("d", Lora(rank=10, rslora=True))
     learn("another", of("d", "c", "a"))

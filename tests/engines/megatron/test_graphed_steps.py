@@ -91,6 +91,7 @@ def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
             found += backend.forward([sample], adapter="a").logprobs[0].tolist()
             found += backend.forward([sample], entropy=True, adapter="a").entropy[0].tolist()
             found += backend.forward([sample], reference=True).logprobs[0].tolist()
+            found += backend.next_token_logits([sample], adapter="a")[0].tolist()
         report = backend.cuda_graphs
         backend.close()
         return torch.tensor(found, dtype=torch.float64), report
@@ -102,8 +103,8 @@ def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
     print(report, float((found - expected).abs().max()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert report.eager == {}
-    assert report.captured == 5, "cross entropy; another loss; forward with and without entropy, and of the model alone"
-    assert report.replayed == 6 * 7 - 2 * 5 + 5
+    assert report.captured == 6, "two losses; forward with and without entropy, and of the model alone; the next token"
+    assert report.replayed == 2 * (6 * 2 - 1) + 4 * (6 - 1), "all but the first of each"
 
 
 def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):

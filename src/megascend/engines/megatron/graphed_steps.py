@@ -212,8 +212,8 @@ class _Step:
         self._found: tuple[Tensor, ...] = ()
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Compute (hidden states, log-probabilities, entropies if wanted), or of cross entropy log-probabilities and all
-        gradients. They are valid until another micro batch runs."""
+        """Compute (hidden states, log-probabilities, entropies if wanted), as far as the kind goes, or of cross entropy
+        log-probabilities and all gradients. They are valid until another micro batch runs."""
         if self._replay_forward is None and self._seen and not self._refused:
             self._try_to_capture()
         if self._replay_forward is not None:
@@ -240,8 +240,10 @@ class _Step:
 
     def _work(self) -> tuple[Tensor, ...]:
         head, batch = self._owner._head, self.static.batch
-        with self._owner.mode(forward_only=self._shape.kind == "forward"):
+        with self._owner.mode(forward_only=self._shape.kind in ("forward", "hidden")):
             hidden = self._owner._forward(batch)
+        if self._shape.kind == "hidden":
+            return (hidden,)
         if self._shape.kind == "cross_entropy":
             loss, logprobs = head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
             loss.backward()
@@ -300,9 +302,11 @@ class _GraphedOutput:
             own = list(_Differentiable.apply(self._steps._root, step, *own))
         return own[0], own[1] if entropy else None
 
-    def logits(self) -> Tensor:
-        assert self._hidden is not None, "log-probabilities come first"
-        return self._steps._head.logits(self._hidden)
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        if self._hidden is None:
+            (hidden,) = self._steps.step(self._batch, "hidden").forward()
+            self._hidden = hidden[:, : self._count]
+        return self._steps._head.logits(self._hidden, rows=rows)
 
 
 class _Differentiable(torch.autograd.Function):
