@@ -108,6 +108,7 @@ SPREAD = (
 FIRST = (
     "tests/test_cookbook.py",
     "tests/reliability/test_hang_and_death.py",
+    "tests/engines/fsdp/test_fsdp.py",
     "tests/reliability/test_resume.py",
     "tests/engines/single/test_single.py",
     "tests/engines/megatron/test_export.py",
