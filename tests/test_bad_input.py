@@ -1,6 +1,6 @@
 """Bad input is an error of our hierarchy, on every rank alike, in seconds, and leaves nothing half-done behind.
 
-What concerns the command line is in ``tests/cli/test_cli_errors.py``; here it is the Python API on real ranks.
+What concerns the command line is in ``tests/cli/test_bad_inputs.py``; here it is the Python API on real ranks.
 """
 
 from __future__ import annotations
