@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from megascend.testing.lora_parity import adapter_differences, case_adapter, pef
 from megascend.testing.parity import (
     STEPS,
     Case,
+    Trajectory,
+    case_backend,
     case_checkpoint,
+    causal_samples,
     differences,
     hf_reference,
     token_lists,
@@ -66,6 +70,35 @@ def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     assert found.logits is None or found.logits <= case.logits_bound, found
 
 
+def resumed(before: Case, after: Case, checkpoint: Path, saved: Path) -> Trajectory:
+    """One rank: half of the steps with one setting, the others with another one, from a checkpoint."""
+    losses, norms = [], []
+    backend = case_backend(before, checkpoint)
+    samples = backend.shard(causal_samples(token_lists()))
+    for number in range(STEPS):
+        if number == STEPS // 2:
+            backend.save(saved, wait=True)
+            backend.close()
+            backend = case_backend(after, checkpoint)
+            backend.load(saved)
+        losses.append(backend.forward_backward(samples).loss)
+        norms.append(backend.optimizer_step().grad_norm)
+    backend.close()
+    return Trajectory(losses, norms, [])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", [("upstream", "grouped"), ("grouped", "upstream")], ids=" to ".join)
+def test_a_checkpoint_serves_either(order: tuple[Any, Any], parity_folder, tmp_path):
+    """The optimizer's shards of two ranks are cut in another order of parameters."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    before, after = (Case("DP2", 2, **MOE | {"experts": experts}) for experts in order)
+    ranks = run_distributed(resumed, 2, before, after, checkpoint, tmp_path / "saved", init=False, timeout_s=120)
+    found = differences(ranks[0], hf_reference(parity_folder, checkpoint, token_lists()))
+    assert found.loss <= before.loss_bound, found
+    assert found.grad_norm <= before.norm_bound, found
+
+
 @pytest.mark.parametrize(
     ("case", "tenants"),
     [
@@ -99,7 +132,6 @@ def test_the_grouped_path_is_the_one_that_runs(parity_folder):
     """Experts lie in one tensor, which their parameters and Megatron's gradient buffer are parts of; each has a gradient."""
     from megascend.engines.megatron.expert_dispatch import IndexedDispatcher
     from megascend.engines.megatron.expert_weights import one_view
-    from megascend.testing.parity import case_backend, causal_samples
 
     backend = case_backend(MORE[0], case_checkpoint(parity_folder, "qwen3_moe"))
     (chunk,) = backend.engine.bare_chunks
