@@ -16,7 +16,7 @@ from megascend.batch.results import ForwardBackwardResult, ForwardResult, StepRe
 from megascend.batch.sample import Sample
 from megascend.checkpoint import describe, loader
 from megascend.checkpoint.saver import PendingSave, Saver
-from megascend.config import Lora
+from megascend.config import Adam, Lora
 from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import AdapterTrainable, Engine, Receivers
@@ -149,19 +149,21 @@ class Backend:
         samples: Sequence[Sample],
         loss: str | Loss | LossFunction = "cross_entropy",
         adapter: str | None = None,
+        logprobs: bool = False,
     ) -> ForwardBackwardResult:
         """Compute the loss over the samples of all data parallel ranks and accumulate its gradients.
 
         The loss is ``sum(weight * loss_t) / sum(weight)`` over all samples (or the mean over preference pairs), whatever
-        the layout and however the samples fall into micro batches; with adapters, over the samples of each adapter. Calls
-        before one :meth:`optimizer_step` add up.
+        the layout and however the samples fall into micro batches; with adapters, over the samples of each adapter. A loss with
+        ``reduction="sum"`` is not divided. Calls before one :meth:`optimizer_step` add up.
 
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Samples of any adapters may
                 be mixed.
-            loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``dpo``, a :class:`megascend.Loss`, or a callable
-                ``(logprobs [n], LossInputs) -> values [n]``.
+            loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dro``, ``dpo``, a
+                :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> values [n]``.
             adapter: the adapter of samples that do not name theirs (``Sample.adapter``).
+            logprobs: also return the log-probabilities of all targets. The call then waits for the device.
 
         Raises:
             DataError: on every rank, if any rank's samples cannot be trained on; no gradient has been added then.
@@ -175,9 +177,11 @@ class Backend:
         except ConfigError as error:
             agree("forward_backward", self.groups, problem=error)
             raise
-        return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch)
+        return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, logprobs)
 
-    def optimizer_step(self, adapters: str | Sequence[str] | None = None) -> StepResult:
+    def optimizer_step(
+        self, adapters: str | Sequence[str] | None = None, adam: Mapping[str, Adam] | None = None
+    ) -> StepResult:
         """Reduce and clip the accumulated gradients, update what is trained, and clear the gradients.
 
         If the gradient norm of any rank is not finite, no rank changes anything and ``skipped`` is True. Adapters are
@@ -185,14 +189,26 @@ class Backend:
 
         Args:
             adapters: which adapters; default: all that have accumulated gradients.
+            adam: by adapter, settings for this step alone, in place of the backend's own and its schedule: learning rate, betas,
+                eps, weight decay, ``max_grad_norm``. Its other settings have no effect.
 
         Raises:
-            ConfigError: a named adapter does not exist, or none has accumulated gradients.
+            ConfigError: a named adapter does not exist, none has accumulated gradients, or ``adam`` names one that makes no step.
         """
         trainable = self.engine.trainable
         named = "" if adapters is None else repr([adapters] if isinstance(adapters, str) else list(adapters))
-        chosen = self._together(f"optimizer_step({named}){trainable.describe()}", lambda: trainable.choose(adapters))
-        result = trainable.step(chosen)
+        settings = dict(adam or {})
+
+        def choose() -> list[str]:
+            chosen = trainable.choose(adapters)
+            idle = [name for name in settings if name not in chosen]
+            if idle:
+                raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}; the step is for {chosen}")
+            return chosen
+
+        call = f"optimizer_step({named}{f', adam={settings}' if settings else ''}){trainable.describe()}"
+        chosen = self._together(call, choose)
+        result = self._adapters().step(chosen, settings) if settings else trainable.step(chosen)
         self.groups.monitor.step = self.step_count + 1
         return result
 
@@ -298,20 +314,23 @@ class Backend:
             self._together(f"save_adapter({name!r}, {str(path)!r}, {optimizer=})", check)
             self._adapters().save(name, Path(path), str(self._model_dir), optimizer=optimizer)
 
-    def load_adapter(self, name: str, path: str | Path, lora: Lora | None = None, optimizer: bool = True) -> None:
+    def load_adapter(
+        self, name: str, path: str | Path, lora: Lora | None = None, optimizer: bool = True, replace: bool = False
+    ) -> None:
         """Add an adapter from a directory that megascend or ``peft`` has written.
 
         Args:
             lora: its settings from now on, of the same rank and scaling; default: those it was saved with.
             optimizer: also load its optimizer's state and step count, where there are any.
+            replace: put it in the place of the adapter of that name, if there is one; its gradients are dropped.
 
         Raises:
             ConfigError: as :meth:`add_adapter`.
-            CheckpointError: on every rank; nothing has been added then.
+            CheckpointError: on every rank; nothing has been added or replaced then.
         """
         with self.groups.monitor.phase("load adapter"):
-            self._together(f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=})", self._adapters)
-            self._adapters().load(name, Path(path), optimizer=optimizer, lora=lora)
+            self._together(f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=}, {replace=})", self._adapters)
+            self._adapters().load(name, Path(path), optimizer=optimizer, lora=lora, replace=replace)
 
     def _adapters(self) -> AdapterTrainable:
         if not self.engine.trainable.frozen:

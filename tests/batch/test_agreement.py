@@ -6,6 +6,7 @@ import pytest
 
 from megascend import Parallel, Sample
 from megascend.batch.agreement import Report, reconcile, report
+from megascend.batch.losses import BUILT_IN
 from megascend.batch.results import TokenCounts
 from megascend.errors import DataError
 from megascend.topology.topology import Topology, plan
@@ -102,16 +103,16 @@ def test_a_report_counts_what_is_there():
         Sample([1, 2, 3], [2, 3, 4], [0.0, 0.5, 2.0]),
         Sample([9], [8], [1.0]),
     ]
-    found = report(samples, 3, ["", ""], per_pair=False)
+    found = report(samples, 3, ["", ""], None)
     count_ = TokenCounts(weight=3.5, pairs=0, trained=3, tokens=4)
     assert (found.problem, found.micro_batches, found.counts) == (None, 3, {"": count_})
     assert found.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
-    assert report([], 0, [], per_pair=False) == Report(None)
+    assert report([], 0, [], None) == Report(None)
 
 
 def test_a_pair_counts_once_and_for_its_own_adapter():
     samples = [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for pair in (1, 2) for chosen in (True, False)]
-    found = report(samples, 1, ["a", "a", "b", "b"], per_pair=True).counts
+    found = report(samples, 1, ["a", "a", "b", "b"], BUILT_IN["dpo"]).counts
     assert {name: (count_.pairs, count_.tokens) for name, count_ in found.items()} == {"a": (1, 2), "b": (1, 2)}
 
 
@@ -119,19 +120,19 @@ def test_a_report_does_not_lose_small_weights_beside_large_ones():
     """Summed in float64: a million weights of 1e-3 beside one of 1e5 would lose digits in float32."""
     large = Sample([1], [1], [1e5])
     small = Sample([1] * 100_000, [1] * 100_000, [1e-3] * 100_000)
-    assert report([large, small], 1, ["", ""], per_pair=False).counts[""].weight == pytest.approx(1e5 + 100, rel=1e-9)
+    assert report([large, small], 1, ["", ""], None).counts[""].weight == pytest.approx(1e5 + 100, rel=1e-9)
 
 
 def test_other_token_ids_or_another_order_are_another_checksum():
     a, b = Sample([1, 2], [2, 3], [1, 1]), Sample([2, 1], [2, 3], [1, 1])
     lists = ([a], [b], [a, b], [b, a], [a, a])
-    checksums = {report(samples, 1, [""] * len(samples), per_pair=False).checksums["input_ids"] for samples in lists}
+    checksums = {report(samples, 1, [""] * len(samples), None).checksums["input_ids"] for samples in lists}
     assert len(checksums) == 5
 
 
 def test_other_adapters_are_another_checksum():
     a = Sample([1, 2], [2, 3], [1, 1])
-    found = [report([a, a], 1, list(names), per_pair=False).checksums for names in ("ab", "ba", "aa")]
+    found = [report([a, a], 1, list(names), None).checksums for names in ("ab", "ba", "aa")]
     assert len({checksums["adapter"] for checksums in found}) == 3
     assert len({checksums["input_ids"] for checksums in found}) == 1
 
@@ -161,7 +162,7 @@ def test_every_field_is_compared_and_the_one_that_differs_is_named(change):
         "pair": "p",
         "chosen": True,
     }
-    reports = [report([Sample(**fields)], 1, [""], per_pair=False) for fields in (same, same | change)]
+    reports = [report([Sample(**fields)], 1, [""], None) for fields in (same, same | change)]
     reconcile([reports[0]] * 2, layout(2, tensor=2))
     name = "teacher" if "extra" in change else next(iter(change))
     with pytest.raises(DataError, match=rf"ranks 0 and 1 .*\(their {name} differ\)"):
@@ -169,9 +170,7 @@ def test_every_field_is_compared_and_the_one_that_differs_is_named(change):
 
 
 def test_a_field_that_one_rank_lacks_is_a_difference():
-    with_it, without = (
-        report([Sample([1], [2], [1.0], advantages=of)], 1, [""], per_pair=False) for of in ([0.0], None)
-    )
+    with_it, without = (report([Sample([1], [2], [1.0], advantages=of)], 1, [""], None) for of in ([0.0], None))
     with pytest.raises(DataError, match="their advantages differ"):
         reconcile([with_it, without], layout(2, context=2))
 
@@ -181,7 +180,7 @@ def test_pairs_may_be_called_by_objects_of_this_process():
         pair = object()
         return [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for chosen in (True, False)]
 
-    reconcile([report(mine(), 1, ["", ""], per_pair=True) for _ in range(2)], layout(2, tensor=2))
+    reconcile([report(mine(), 1, ["", ""], BUILT_IN["dpo"]) for _ in range(2)], layout(2, tensor=2))
 
 
 @pytest.mark.parametrize(("weight", "name"), [(1e37, ""), (1e31, "alice"), (1e-38, "")])

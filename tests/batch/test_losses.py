@@ -13,8 +13,11 @@ from megascend import Loss
 from megascend.batch.losses import (
     BUILT_IN,
     LossInputs,
+    cispo,
     cross_entropy,
     dpo,
+    dro,
+    gspo,
     importance_sampling,
     ppo,
     resolve,
@@ -81,6 +84,40 @@ def test_the_clip_range_of_ppo_can_be_set_per_side():
     assert loss.function(tensor([1.0]), inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0])))[0] == values
 
 
+def test_settings_of_a_loss_go_by_name_and_make_equal_losses():
+    wide = BUILT_IN["ppo"].with_settings(clip_high=0.28)
+    given = inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0]))
+    assert wide(tensor([1.0]), given)[0].item() == pytest.approx(-1.28 * 2)
+    assert wide == BUILT_IN["ppo"].with_settings(clip_high=0.3).with_settings(clip_high=0.28) != BUILT_IN["ppo"]
+    assert wide.describe() == "loss='ppo', clip_high=0.28"
+    with pytest.raises(ConfigError, match="no setting 'beta'; it has: clip_low, clip_high"):
+        wide.with_settings(beta=1.0)
+
+
+def test_the_gradient_of_cispo_is_the_policys_at_a_clipped_ratio():
+    logprobs = tensor(LOGPROBS, requires_grad=True)
+    values, metrics = cispo(logprobs, inputs(), clip_low=0.5, clip_high=0.1)
+    values.sum().backward()
+    ratios = [min(max(math.exp(new - old), 0.5), 1.1) for new, old in zip(LOGPROBS, OLD, strict=True)]
+    assert logprobs.grad.tolist() == pytest.approx([-r * a for r, a in zip(ratios, ADVANTAGES, strict=True)])
+    assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_gspo_has_one_ratio_a_sequence_of_its_tokens_with_a_weight():
+    given = inputs(weights=tensor([1.0, 0.0, 2.0, 1.0]), sample=tensor([0, 0, 0, 1]), sample_count=3)
+    values, metrics = gspo(tensor(LOGPROBS), given, clip_low=0.1, clip_high=0.2)
+    first, second = math.exp((0.5 + 0.0) / 2), math.exp(-1.0)
+    assert metrics["ratio"].tolist() == pytest.approx([first, first, first, second])
+    assert values.tolist() == pytest.approx([-1.2 * 1.0, first * 2.0, -1.2 * 0.5, 0.9])
+
+
+def test_dro_is_flat_where_the_advantage_is_what_was_earned_by_leaving():
+    """d/dlogp of -A logp + beta / 2 (logp - old)^2 is 0 at logp = old + A / beta."""
+    logprobs = tensor([1.0 / 0.05 - 1.5], requires_grad=True)
+    dro(logprobs, inputs(1, old_logprobs=tensor([-1.5]), advantages=tensor([1.0])))[0].sum().backward()
+    assert logprobs.grad.item() == pytest.approx(0.0, abs=1e-6)
+
+
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
     logprobs = tensor([-1.0, -2.0, -3.0, -0.5, -0.25, -4.0])
@@ -140,7 +177,8 @@ def test_a_loss_is_found_by_name_or_made_of_a_callable():
 
 def test_what_is_no_loss_is_refused():
     with pytest.raises(
-        ConfigError, match="unknown loss 'hinge'; known by name: cross_entropy, importance_sampling, ppo, dpo"
+        ConfigError,
+        match="unknown loss 'hinge'; known by name: cross_entropy, importance_sampling, ppo, cispo, gspo, dro, dpo",
     ):
         resolve("hinge")
     with pytest.raises(ConfigError, match=r"a loss is a name, a megascend\.Loss or a callable, got int"):

@@ -6,7 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megascend import Adam, Adapters, Batching, ConfigError, DataError, Lora, Moe, Parallel, Recompute, Sample
+from megascend import (
+    Adam,
+    AdapterQueue,
+    Adapters,
+    Batching,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Lora,
+    Moe,
+    Parallel,
+    Recompute,
+    Sample,
+)
 from megascend.testing import run_distributed
 from megascend.testing.lora_parity import ALL
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
@@ -320,6 +333,53 @@ def test_calls_with_other_tenants_add_up_until_each_ones_step(dense):
     for name in "ab":
         torch.testing.assert_close(sums[name], 2 * alone[name], atol=1e-6, rtol=1e-5)
         assert norms[name] == pytest.approx(float(2 * alone[name].norm()), rel=1e-5)
+
+
+def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, tmp_path):
+    """A step with settings of its own is the step of a backend that has them; what replaces an adapter is what was saved."""
+    other = Adam(lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, max_grad_norm=0.05)
+
+    def on_rank():
+        samples = samples_of(["a"])
+        with make_backend(dense, optimizer=other) as backend:
+            backend.add_adapter("a", Lora(rank=4, seed=3))
+            backend.forward_backward(backend.shard(samples))
+            wanted, vector = backend.optimizer_step(), backend.adapters["a"].values.detach().clone()
+        backend = make_backend(dense)
+        backend.add_adapter("a", Lora(rank=4, seed=3))
+        backend.forward_backward(backend.shard(samples))
+        step = backend.optimizer_step("a", adam={"a": other})
+        assert step == wanted
+        assert step.lr == other.lr
+        values = backend.adapters["a"].values
+        assert torch.equal(values, vector)
+
+        backend.save_adapter("a", tmp_path / "saved")
+        queue, saved = AdapterQueue(backend), values.detach().clone()
+        before = queue.forward("a", samples)
+        loss = queue.forward_backward("a", samples, logprobs=True)
+        queue.optimizer_step("a", other)
+        queue.drain()
+        for first, second in zip(before.result(), loss.result().logprobs, strict=True):
+            assert torch.allclose(first, second, atol=1e-6)
+        assert backend.adapters["a"].step_count == 2
+        assert not torch.equal(values, saved)
+
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        moved = values.detach().clone()
+        with pytest.raises(CheckpointError, match="adapter_config"):
+            backend.load_adapter("a", tmp_path / "broken", replace=True)
+        assert torch.equal(backend.adapters["a"].values, moved)
+        with pytest.raises(ConfigError, match="adapter 'a' exists; remove it first"):
+            backend.load_adapter("a", tmp_path / "saved")
+        backend.load_adapter("a", tmp_path / "saved", replace=True)
+        assert torch.equal(backend.adapters["a"].values, saved)
+        assert backend.adapters["a"].step_count == 1
+        backend.forward_backward(backend.shard(samples))
+        with pytest.raises(ConfigError, match=r"adam has settings for 'b'; the step is for \['a'\]"):
+            backend.optimizer_step("a", adam={"b": other})
+
+    run_distributed(on_rank, 2, init=False)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])

@@ -46,6 +46,10 @@ def test_real_megatron_core_and_mcore_bridge_import() -> None:
         assert len(cuda_redirect.patch_moe_device_checks()) == 2 and cuda_redirect.patch_moe_device_checks() == []
         import importlib.util
         assert importlib.util.find_spec("transformer_engine").name == "transformer_engine"
+
+        import peft, torch
+        model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"]))
+        assert sum(parameter.requires_grad for parameter in model.parameters()) == 2
         print("done")
         """
     )

@@ -1,11 +1,13 @@
 """Losses of a user's own on real ranks: no layout's padding reaches them, and what goes wrong in one ends the step on all."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megascend import Adapters, Batching, Lora, Loss, Parallel, Sample
+from megascend import Adam, Adapters, Batching, Lora, Loss, Parallel, Sample
+from megascend.batch.losses import BUILT_IN, gspo
 from megascend.errors import DataError, LossFunctionError
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
@@ -154,6 +156,84 @@ def test_a_rank_without_samples_need_not_have_the_fields_of_a_callable(checkpoin
     equals_hugging_face(found, reference)
     assert found[0][3] == found[1][3]
     assert found[0][3]["gap"] > 0
+
+
+# --- sums, and what the pass itself has computed ---
+
+
+def signed(ids):
+    """Weights of both signs and 0, whose sum is negative in some samples."""
+    return [(-1.5, 0.0, 0.5, 1.0, -0.25)[place % 5] for place in range(len(ids) - 1)]
+
+
+def policy_fields(ids):
+    return {
+        "old_logprobs": [-5.6 - 0.1 * (place % 7) for place in range(len(ids) - 1)],
+        "advantages": [0.5 - (len(ids) % 2)] * (len(ids) - 1),
+    }
+
+
+@every_layout
+def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint, parity_folder, layout):
+    """Without a step between them: at a learning rate of 0 nothing changes."""
+    world_size, parallel, packing = LAYOUTS[layout]
+    summed = [{"weights": signed(ids)} for ids in TOKENS]
+    policy = [policy_fields(ids) for ids in TOKENS]
+    cases = [("cross_entropy", "sum", summed)]
+    cases += [
+        (name, "sum", [a | b for a, b in zip(policy, summed, strict=True)])
+        for name in ("cispo", "importance_sampling", "gspo")
+    ]
+    cases += [(name, "mean", policy) for name in ("cispo", "gspo", "dro")]
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, packing, optimizer=Adam(lr=0.0))
+        found = []
+        for name, reduction, fields in cases:
+            samples = with_fields([{key: of[key] for key in of if key != "weights"} for of in fields])
+            for sample, of in zip(samples, fields, strict=True):
+                sample.weights = torch.tensor(of["weights"]) if "weights" in of else sample.weights
+            share = backend.shard(samples)
+            loss = replace(BUILT_IN[name], reduction=reduction)
+            if (name, reduction) == ("gspo", "mean"):  # as a function of a user's own, whose ranks must stay in step
+                loss = replace(loss, function=lambda logprobs, inputs: gspo(logprobs, inputs))
+            result = backend.forward_backward(share, loss, logprobs=True)
+            step = backend.optimizer_step()
+            places = [next(i for i, one in enumerate(samples) if one is sample) for sample in share]
+            found.append((result.loss, step.grad_norm, dict(zip(places, result.logprobs, strict=True))))
+        nothing = causal_samples(TOKENS)
+        for sample in nothing:
+            sample.weights = torch.zeros_like(sample.weights)
+        result = backend.forward_backward(
+            backend.shard(nothing), Loss("none", lambda logprobs, _: -logprobs, reduction="sum")
+        )
+        return found, (result.loss, backend.optimizer_step().grad_norm)
+
+    for found, nothing in run_distributed(on_rank, world_size, init=False):
+        assert nothing == (0.0, 0.0)
+        for (name, reduction, fields), (loss, norm, logprobs) in zip(cases, found, strict=True):
+            reference = hf_reference(
+                parity_folder, checkpoint, TOKENS, steps=1, loss=name, fields=fields, reduction=reduction
+            )
+            assert loss == pytest.approx(reference.losses[0], rel=2e-5, abs=2e-5), (name, reduction)
+            assert norm == pytest.approx(reference.grad_norms[0], rel=5e-5), (name, reduction)
+            for place, values in logprobs.items():
+                wanted = (
+                    reference.logits[place].log_softmax(-1).gather(1, torch.tensor(TOKENS[place][1:])[:, None])[:, 0]
+                )
+                assert torch.allclose(values, wanted, atol=1e-5)
+
+
+def test_weights_below_0_are_for_sums(checkpoint):
+    def on_rank():
+        backend = make_backend(checkpoint, Parallel())
+        samples = causal_samples(TOKENS)
+        if backend.rank == 1:
+            samples[3].weights[-1] = -1.0
+        with pytest.raises(DataError, match=r"rank 1: sample 3 has a weight of -1\.0.*reduction='sum'"):
+            backend.forward_backward(samples)
+
+    run_distributed(on_rank, 2, init=False)
 
 
 # --- a function that raises ---

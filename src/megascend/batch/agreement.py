@@ -6,6 +6,9 @@ import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from megascend.batch.losses import Loss
 from megascend.batch.results import TokenCounts
 from megascend.batch.sample import Sample
 from megascend.distributed.objects import gather_objects
@@ -43,12 +46,12 @@ class Agreement:
     counts: dict[str, TokenCounts]
 
 
-def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], per_pair: bool) -> Report:
+def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> Report:
     """The :class:`Report` of samples that are in order.
 
     Args:
         names: every sample's adapter, "" for the model itself.
-        per_pair: the samples are preference pairs.
+        loss: what the samples are for; None where nothing is trained.
 
     Raises:
         DataError: a weight stopped being finite after its sample was made.
@@ -66,12 +69,19 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
         for what, content in _contents(sample, name, index, pair):
             checksums[what] = zlib.crc32(content, checksums.get(what, 0))
         counts[name] = counts.get(name, TokenCounts()) + TokenCounts(
-            weight=float(sample.weights.sum(dtype=sample.weights.double().dtype)),
-            pairs=int(per_pair and bool(sample.chosen)),
-            trained=int((sample.weights > 0).sum()),
+            weight=_weight(sample, loss),
+            pairs=int(loss is not None and loss.per == "pair" and bool(sample.chosen)),
+            trained=int((sample.weights != 0).sum()),
             tokens=len(sample),
         )
     return Report(None, micro_batches, counts, checksums)
+
+
+def _weight(sample: Sample, loss: Loss | None) -> float:
+    """What averages over the sample's targets are divided by."""
+    if loss is not None and loss.reduction == "sum":
+        return float((sample.weights != 0).sum())
+    return float(sample.weights.sum(dtype=torch.float64))
 
 
 def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterator[tuple[str, bytes]]:

@@ -69,7 +69,7 @@ class LossCall:
         self.loss = loss
         self.problem: LossProblem | None = None
         self.cause: Exception | None = None
-        self._gather = None if loss in BUILT_IN.values() else gather
+        self._gather = None if loss.function in {known.function for known in BUILT_IN.values()} else gather
         self._calls = 0
 
     def evaluate(
@@ -119,7 +119,7 @@ class LossCall:
                 entropy=None if entropy is None else seen[1],
                 reduce_context=self._reduce_context(inputs.reduce_context),
             )
-            values, metrics = split_output(loss, loss.function(seen[0], inputs), count)
+            values, metrics = split_output(loss, loss(seen[0], inputs), count)
             counted = weighted(values, weights * factors) if loss.per == "token" else values * factors
             total = counted.sum()
         _check_graph(loss, total, given)
@@ -140,7 +140,10 @@ class LossCall:
 
         def guarded(values: Tensor) -> Tensor:
             self._tell(("reduces values of shape", tuple(values.shape)))
-            return reduce(values)
+            total = reduce(values)
+            if total.requires_grad and self.loss.per == "token":  # whose backward pass meets the other ranks, too
+                total.register_hook(lambda grad: self._tell(("reduces a gradient of shape", tuple(grad.shape))))
+            return total
 
         return guarded
 

@@ -1,4 +1,4 @@
-"""Loss functions: plain callables on (log-probs, inputs), the four built-in ones, and a registry of those known by name.
+"""Loss functions: plain callables on (log-probs, inputs), the built-in ones, and a registry of those known by name.
 
 A loss returns one value per token, or one per preference pair, *unreduced*; the step weights, normalises and sums over
 micro batches, data and context parallel ranks, so a loss never depends on the layout.
@@ -6,8 +6,9 @@ micro batches, data and context parallel ranks, so a loss never depends on the l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -70,6 +71,9 @@ class Loss:
         per: what is averaged: tokens by their weights, or preference pairs, each counting once.
         requires: per-token fields of :class:`megascend.Sample` that must be set.
         entropy: True if ``inputs.entropy`` is needed.
+        reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
+            is not; only then weights may be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
+        settings: keyword arguments of ``function``; see :meth:`with_settings`.
     """
 
     name: str
@@ -77,6 +81,29 @@ class Loss:
     per: Literal["token", "pair"] = "token"
     requires: tuple[str, ...] = ()
     entropy: bool = False
+    reduction: Literal["mean", "sum"] = "mean"
+    settings: tuple[tuple[str, float], ...] = ()
+
+    def with_settings(self, **settings: float) -> Loss:
+        """This loss with keyword arguments of its function, such as ``ppo``'s ``clip_low``. Equal settings make equal losses.
+
+        Raises:
+            ConfigError: the function has no such argument; the message lists those that it has.
+        """
+        parameters = list(inspect.signature(self.function).parameters.values())[2:]
+        known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ConfigError(f"loss {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
+        return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
+
+    def describe(self) -> str:
+        """What must be equal on all ranks."""
+        settings = "".join(f", {name}={value!r}" for name, value in self.settings)
+        return f"loss={self.name!r}{settings}" + (", reduction='sum'" if self.reduction == "sum" else "")
+
+    def __call__(self, logprobs: Tensor, inputs: LossInputs) -> Any:
+        return self.function(logprobs, inputs, **dict(self.settings))
 
 
 def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> Tensor:
@@ -102,6 +129,40 @@ def ppo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high: 
     return -surrogate, {"ratio": ratio.detach(), "clip_fraction": was_clipped, "kl": kl.detach()}
 
 
+def cispo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2):
+    """Policy gradient whose importance weight is clipped and has no gradient (MiniMax-M1, 2025, eq. 4): no token is dropped."""
+    ratio = torch.exp(logprobs.detach() - inputs.old_logprobs)
+    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    return -clipped * inputs.advantages * logprobs, {"ratio": ratio, "clip_fraction": (clipped != ratio).float()}
+
+
+def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4):
+    """Clipped surrogate objective of whole sequences (Zheng et al. 2025, eq. 5 to 7).
+
+    The ratio of a sequence is the geometric mean of its tokens', those with a weight; it stands at each of them.
+    """
+    counted = (inputs.weights != 0).to(logprobs.dtype)
+
+    def per_sample(values: Tensor) -> Tensor:
+        totals = values.new_zeros(inputs.sample_count).index_add(
+            0, inputs.sample, torch.where(counted > 0, values, 0.0)
+        )
+        return inputs.reduce_context(totals)
+
+    mean = per_sample(logprobs - inputs.old_logprobs) / per_sample(counted).clamp_min(1.0)
+    ratio = torch.exp(mean)[inputs.sample]
+    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    surrogate = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
+    was_clipped = (clipped * inputs.advantages < ratio * inputs.advantages).float()
+    return -surrogate, {"ratio": ratio.detach(), "clip_fraction": was_clipped}
+
+
+def dro(logprobs: Tensor, inputs: LossInputs, beta: float = 0.05):
+    """Policy gradient with a quadratic penalty on leaving the old policy (Richemond et al. 2024), as in Tinker's ``dro``."""
+    log_ratio = logprobs - inputs.old_logprobs
+    return 0.5 * beta * log_ratio.square() - logprobs * inputs.advantages, {"ratio": log_ratio.detach().exp()}
+
+
 def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     """Direct preference optimisation (Rafailov et al. 2023, eq. 7); needs ``ref_logprobs`` and complete pairs."""
     margins = inputs.sum_per_sample(logprobs - inputs.ref_logprobs)
@@ -114,12 +175,16 @@ def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     }
 
 
-BUILT_IN = {
-    "cross_entropy": Loss("cross_entropy", cross_entropy),
-    "importance_sampling": Loss("importance_sampling", importance_sampling, requires=("old_logprobs", "advantages")),
-    "ppo": Loss("ppo", ppo, requires=("old_logprobs", "advantages")),
-    "dpo": Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
-}
+def _built_in(policy_losses: Iterable[LossFunction]) -> dict[str, Loss]:
+    losses = [
+        Loss("cross_entropy", cross_entropy),
+        *(Loss(of.__name__, of, requires=("old_logprobs", "advantages")) for of in policy_losses),
+        Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
+    ]
+    return {loss.name: loss for loss in losses}
+
+
+BUILT_IN = _built_in((importance_sampling, ppo, cispo, gspo, dro))
 
 
 _by_name: dict[str, Loss] = dict(BUILT_IN)

@@ -8,27 +8,35 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megascend.batch.losses import Loss
+
 
 @dataclass(frozen=True)
 class AdapterLoss:
     """What one adapter's samples gave in a ``forward_backward``, over all data parallel ranks.
 
     Attributes:
-        loss: normalised by this adapter's own weights (or preference pairs).
-        tokens: targets with a weight above 0.
+        loss: normalised by this adapter's own weights (or preference pairs); the sum for a loss with ``reduction="sum"``.
+        tokens: targets with a weight other than 0.
         total_tokens: input tokens, padding excluded.
         metrics: what the loss function reported.
+        logprobs: fp32 [length] on the CPU for each of a request's samples, where :class:`megascend.AdapterQueue` was asked for
+            them.
     """
 
     loss: float
     tokens: int
     total_tokens: int
     metrics: dict[str, float]
+    logprobs: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Sums over samples: target weights, preference pairs, targets with a weight above 0, input tokens."""
+    """Sums over samples: target weights, preference pairs, targets with a weight other than 0, input tokens.
+
+    For a loss with ``reduction="sum"`` each target with a weight counts 1 in ``weight``.
+    """
 
     weight: float = 0.0
     pairs: int = 0
@@ -53,18 +61,21 @@ class ForwardBackwardResult:
 
     Attributes:
         micro_batches: micro batches that each data parallel rank ran.
+        logprobs: fp32 [length] on the CPU for each of this data parallel rank's samples, in their order: log-probabilities of
+            the targets in the very pass that made the gradients; None if not asked for.
     """
 
     micro_batches: int
     _counts: dict[str, TokenCounts]
-    _per_pair: bool
+    _loss: Loss
     _names: tuple[str, ...]
     _values: Tensor  # [counts, names], sums of weighted values
+    logprobs: list[Tensor] | None = field(default=None, repr=False)
     _read: list[list[float]] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
-        """Targets with a weight above 0, over all data parallel ranks."""
+        """Targets with a weight other than 0, over all data parallel ranks."""
         return sum(counts.trained for counts in self._counts.values())
 
     @property
@@ -74,12 +85,12 @@ class ForwardBackwardResult:
 
     @property
     def loss(self) -> float:
-        """The token-weighted loss over the whole global batch."""
+        """The token-weighted loss over the whole global batch; the sum for a loss with ``reduction="sum"``."""
         return self._averages()["loss"]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the loss function reported, averaged the way the loss is."""
+        """What the loss function reported, averaged by weights (for a sum: over targets with a weight) or over pairs."""
         return {name: value for name, value in self._averages().items() if name != "loss"}
 
     @property
@@ -88,17 +99,21 @@ class ForwardBackwardResult:
         found = {}
         for (name, counts), sums in zip(self._counts.items(), self._sums(), strict=True):
             if name:
-                own = {key: self._mean(value, counts) for key, value in zip(self._names, sums, strict=True)}
+                own = {key: self._average(key, value, counts) for key, value in zip(self._names, sums, strict=True)}
                 found[name] = AdapterLoss(own.pop("loss"), counts.trained, counts.tokens, own)
         return found
 
     def _averages(self) -> dict[str, float]:
         whole = sum(self._counts.values(), TokenCounts())
         columns = zip(*self._sums(), strict=True)
-        return {name: self._mean(sum(column), whole) for name, column in zip(self._names, columns, strict=True)}
+        return {
+            name: self._average(name, sum(column), whole) for name, column in zip(self._names, columns, strict=True)
+        }
 
-    def _mean(self, total: float, counts: TokenCounts) -> float:
-        count = counts.pairs if self._per_pair else counts.weight
+    def _average(self, name: str, total: float, counts: TokenCounts) -> float:
+        if name == "loss" and self._loss.reduction == "sum":
+            return total
+        count = counts.pairs if self._loss.per == "pair" else counts.weight
         return total / count if count else math.nan
 
     def _sums(self) -> list[list[float]]:

@@ -21,7 +21,8 @@ class Sample:
     Attributes:
         input_ids: int64, what the model reads.
         target_ids: int64, what it shall predict at each position (for causal models the next token).
-        weights: float32, each target's weight in the loss; a mask is 0 / 1.
+        weights: float32, each target's weight in the loss; a mask is 0 / 1. Negative ones are for losses with
+            ``reduction="sum"``.
         advantages: float32, for policy losses.
         old_logprobs: float32, log-probabilities of the targets under the policy that sampled them.
         ref_logprobs: float32, log-probabilities of the targets under a reference model.
@@ -55,8 +56,6 @@ class Sample:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
             raise DataError("a sample must hold at least one token")
-        if bool((self.weights < 0).any()):
-            raise DataError(f"weights must not be negative, got {float(self.weights.min())}")
 
     def __len__(self) -> int:
         return len(self.input_ids)

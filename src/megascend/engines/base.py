@@ -16,7 +16,7 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
-from megascend.config import Batching, Lora, Precision
+from megascend.config import Adam, Batching, Lora, Precision
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.hf_parts import HfParts
 from megascend.huggingface.info import ModelInfo
@@ -150,6 +150,14 @@ class Trainable(Protocol):
 class AdapterTrainable(Trainable, Protocol):
     """Adapters on a frozen model."""
 
+    def step(self, names: Sequence[str], adam: Mapping[str, Adam] | None = None) -> StepResult:
+        """As :meth:`Trainable.step`.
+
+        Args:
+            adam: settings of this step alone, by adapter.
+        """
+        ...
+
     def check(self, name: str, lora: Lora) -> None:
         """Raise ConfigError unless an adapter ``name`` with these settings can be added."""
         ...
@@ -182,8 +190,8 @@ class AdapterTrainable(Trainable, Protocol):
         """Write an adapter as a directory that ``peft`` loads. Collective."""
         ...
 
-    def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None) -> None:
-        """Add an adapter from such a directory. Collective."""
+    def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None, replace: bool = False) -> None:
+        """Add an adapter from such a directory, or replace the one of that name, if it can be read. Collective."""
         ...
 
 

@@ -93,22 +93,26 @@ class Adapter:
         state = self.optimizer.state[self.values]
         return int(state["step"]) if state else 0
 
-    def step(self, grad_norm: float) -> StepResult:
+    def step(self, grad_norm: float, adam: Adam | None = None) -> StepResult:
         """Clip and step, or skip if the norm is not finite; then clear the gradients.
 
         Args:
             grad_norm: L2 norm of the reduced gradients over all ranks, loss scale included.
+            adam: settings for this step alone, in place of the adapter's own and of its schedule.
         """
-        lr = learning_rate(self.schedule, self.adam.lr, self.step_count)
+        lr = learning_rate(self.schedule, self.adam.lr, self.step_count) if adam is None else adam.lr
+        settings = adam or self.adam
         scale, finite = self.loss_scale, math.isfinite(grad_norm)
         norm = grad_norm / scale if finite else math.inf
         if finite:
             factor = 1 / scale
-            if self.adam.max_grad_norm > 0:
-                factor *= min(1.0, self.adam.max_grad_norm / (norm + 1e-6))
+            if settings.max_grad_norm > 0:
+                factor *= min(1.0, settings.max_grad_norm / (norm + 1e-6))
             if factor != 1:
                 self.grads.mul_(factor)
-            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.param_groups[0].update(
+                lr=lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+            )
             self.optimizer.step()
         self._adapt_scale(finite)
         self.clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
-from megascend.config import Lora
+from megascend.config import Adam, Lora
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError, DataError
@@ -90,8 +90,8 @@ class AdapterSet:
             raise ConfigError(f"optimizer_step: {which} has gradients; call forward_backward first")
         return [adapter.name for adapter in chosen]
 
-    def step(self, names: Sequence[str]) -> StepResult:
-        result = StepResult.of(self.optimizer.step(self.named(names)))
+    def step(self, names: Sequence[str], adam: Mapping[str, Adam] | None = None) -> StepResult:
+        result = StepResult.of(self.optimizer.step(self.named(names), adam or {}))
         self.step_count += 1
         return result
 
@@ -168,8 +168,19 @@ class AdapterSet:
                 problem = CheckpointError(f"{error} (rank 0)")
         raise_on_all_ranks(problem, self._groups, f"whether {path} could be written")
 
-    def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None) -> None:
+    def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None, replace: bool = False) -> None:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
+        before = self.registry.get(name) if replace else None
+        if before is not None:
+            self.forget(name)
+        try:
+            self.registry.add(self._read(name, path, optimizer, lora))
+        except BaseException:
+            if before is not None:
+                self.registry.add(before)
+            raise
+
+    def _read(self, name: str, path: Path, optimizer: bool, lora: Lora | None) -> Adapter:
         problem = saved = None
         try:
             saved = read(path, optimizer=optimizer)
@@ -196,7 +207,7 @@ class AdapterSet:
         except CheckpointError as error:
             problem = CheckpointError(f"{path}: {error} (rank {self._groups.rank})")
         raise_on_all_ranks(problem, self._groups, f"whether {path} fits")
-        self.registry.add(adapter)
+        return adapter
 
     def factors(self, name: str, *, everywhere: bool = False) -> tuple[Lora, dict[str, Factors]] | None:
         """An adapter's settings and whole factors on rank 0 (or ``everywhere``), None on the others. Collective."""

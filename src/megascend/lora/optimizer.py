@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megascend.batch.results import StepResult
+from megascend.config import Adam
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import SHARDINGS, Sharding
@@ -21,8 +22,11 @@ class AdapterOptimizer:
     def __init__(self, topology: Topology, groups: ProcessGroups) -> None:
         self._topology, self._groups = topology, groups
 
-    def step(self, adapters: Sequence[Adapter]) -> dict[str, StepResult]:
+    def step(self, adapters: Sequence[Adapter], adam: Mapping[str, Adam]) -> dict[str, StepResult]:
         """Reduce, clip and step each adapter by its own gradients; one whose gradients are not finite is skipped.
+
+        Args:
+            adam: settings of this step alone, by adapter.
 
         Collective over the world, whose ranks pass the same adapters. Waits for the device once.
         """
@@ -32,7 +36,10 @@ class AdapterOptimizer:
             if self._topology.world_size > 1:
                 dist.all_reduce(squares)
             norms = squares.sqrt().tolist()
-            return {adapter.name: adapter.step(norm) for adapter, norm in zip(adapters, norms, strict=True)}
+            return {
+                adapter.name: adapter.step(norm, adam.get(adapter.name))
+                for adapter, norm in zip(adapters, norms, strict=True)
+            }
 
     def _reduce_all(self, adapters: Sequence[Adapter]) -> None:
         for adapter in adapters:

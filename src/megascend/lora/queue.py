@@ -13,6 +13,7 @@ from torch import Tensor
 from megascend.batch.losses import Loss, LossFunction, resolve
 from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
 from megascend.batch.sample import Sample
+from megascend.config import Adam
 from megascend.errors import ConfigError, DataError, MegascendError, QueueFullError
 from megascend.lora.fairness import Ledger, Request, RequestKind, next_unit
 
@@ -30,8 +31,10 @@ class Backend(Protocol):
     def adapters(self) -> Mapping[str, object]: ...
     def check_samples(self, samples: Sequence[Sample]) -> None: ...
     def shard(self, samples: Sequence[Sample]) -> list[Sample]: ...
-    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> ForwardBackwardResult: ...
-    def optimizer_step(self, adapters: Sequence[str]) -> StepResult: ...
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: Loss, *, logprobs: bool = False
+    ) -> ForwardBackwardResult: ...
+    def optimizer_step(self, adapters: Sequence[str], adam: Mapping[str, Adam] | None = None) -> StepResult: ...
     def forward(self, samples: Sequence[Sample]) -> ForwardResult: ...
     def gather_by_data_rank(self, obj: Any) -> list[Any]: ...
     def discard_gradients(self, adapters: Sequence[str]) -> None: ...
@@ -70,6 +73,8 @@ class AdapterFuture(Generic[T]):
 class _Waiting(Request):
     samples: Sequence[Sample]
     future: AdapterFuture[Any]
+    logprobs: bool = False
+    adam: Adam | None = None
 
 
 class AdapterQueue:
@@ -106,9 +111,16 @@ class AdapterQueue:
     # --- submitting ---
 
     def forward_backward(
-        self, adapter: str, samples: Sequence[Sample], loss: str | Loss | LossFunction = "cross_entropy"
+        self,
+        adapter: str,
+        samples: Sequence[Sample],
+        loss: str | Loss | LossFunction = "cross_entropy",
+        logprobs: bool = False,
     ) -> AdapterFuture[AdapterLoss]:
         """Accumulate gradients of ``adapter`` over ``samples``, the global list. The value is this adapter's loss.
+
+        Args:
+            logprobs: the value also has the log-probabilities of all samples' targets, on every rank.
 
         What is wrong with the adapter's name, the samples or the loss is an error of the future, not of this call. The
         samples are copied, but not their tensors: leave those as they are until the request is done.
@@ -116,11 +128,15 @@ class AdapterQueue:
         Raises:
             QueueFullError: ``max_pending`` requests of this adapter wait; nothing was submitted.
         """
-        return self._submit(adapter, "forward_backward", samples, loss)
+        return self._submit(adapter, "forward_backward", samples, loss, logprobs=logprobs)
 
-    def optimizer_step(self, adapter: str) -> AdapterFuture[StepResult]:
-        """Update ``adapter`` with what its earlier forward_backwards accumulated. Errors as in forward_backward."""
-        return self._submit(adapter, "optimizer_step")
+    def optimizer_step(self, adapter: str, adam: Adam | None = None) -> AdapterFuture[StepResult]:
+        """Update ``adapter`` with what its earlier forward_backwards accumulated. Errors as in forward_backward.
+
+        Args:
+            adam: settings for this step alone; see ``MegatronBackend.optimizer_step``.
+        """
+        return self._submit(adapter, "optimizer_step", adam=adam)
 
     def forward(self, adapter: str, samples: Sequence[Sample]) -> AdapterFuture[list[Tensor]]:
         """Log-probabilities under ``adapter``: fp32 [length] for every one of ``samples``, the global list, in its order.
@@ -183,6 +199,7 @@ class AdapterQueue:
         kind: RequestKind,
         samples: Sequence[Sample] = (),
         loss: str | Loss | LossFunction | None = None,
+        **options: Any,
     ) -> AdapterFuture[Any]:
         future: AdapterFuture[Any] = AdapterFuture(self.run_once)
         if adapter not in self._backend.adapters:
@@ -201,7 +218,8 @@ class AdapterQueue:
                 self._backend.check_samples(stamped)
         except (DataError, ConfigError) as error:
             future._fail(error)  # it still takes its place in line: earlier requests of this adapter are not to blame
-        waiting = _Waiting(adapter, kind, next(self._numbers), sum(map(len, stamped)), loss, stamped, future)
+        tokens = sum(map(len, stamped))
+        waiting = _Waiting(adapter, kind, next(self._numbers), tokens, loss, stamped, future, **options)
         self._lines.setdefault(adapter, deque()).append(waiting)
         self._drop_failed(adapter)
         return future
@@ -227,21 +245,32 @@ class AdapterQueue:
         """The backend's answer to each request of a unit."""
         kind, adapters = unit[0].kind, [waiting.adapter for waiting in unit]
         samples = [sample for waiting in unit for sample in waiting.samples]
-        if kind == "forward":
-            logprobs = iter(self._logprobs(samples))
-            return [[next(logprobs) for _ in waiting.samples] for waiting in unit]
-        if kind == "forward_backward":
-            results = self._backend.forward_backward(self._backend.shard(samples), unit[0].loss).adapters
-        else:
-            results = self._backend.optimizer_step(adapters).adapters
-        return [results[adapter] for adapter in adapters]
-
-    def _logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Of all samples, in their order, from the shares of all data parallel ranks."""
-        position = {id(sample): index for index, sample in enumerate(samples)}
+        if kind == "optimizer_step":
+            adam = {waiting.adapter: waiting.adam for waiting in unit if waiting.adam is not None}
+            results = self._backend.optimizer_step(adapters, **({"adam": adam} if adam else {})).adapters
+            return [results[adapter] for adapter in adapters]
         share = self._backend.shard(samples)
-        mine = zip([position[id(sample)] for sample in share], self._backend.forward(share).logprobs, strict=True)
-        found = dict(entry for part in self._backend.gather_by_data_rank(list(mine)) for entry in part)
+        if kind == "forward":
+            logprobs = iter(self._of_all(samples, share, self._backend.forward(share).logprobs))
+            return [[next(logprobs) for _ in waiting.samples] for waiting in unit]
+        asked = any(waiting.logprobs for waiting in unit)
+        result = self._backend.forward_backward(share, unit[0].loss, **({"logprobs": True} if asked else {}))
+        losses = [result.adapters[adapter] for adapter in adapters]
+        if not asked:
+            return losses
+        assert result.logprobs is not None
+        logprobs = iter(self._of_all(samples, share, result.logprobs))
+        of_requests = [[next(logprobs) for _ in waiting.samples] for waiting in unit]
+        return [
+            replace(loss, logprobs=found) if waiting.logprobs else loss
+            for loss, found, waiting in zip(losses, of_requests, unit, strict=True)
+        ]
+
+    def _of_all(self, samples: Sequence[Sample], share: Sequence[Sample], mine: Sequence[Tensor]) -> list[Tensor]:
+        """A tensor of each of ``samples``, in their order, from those of the shares of all data parallel ranks."""
+        position = {id(sample): index for index, sample in enumerate(samples)}
+        own = [(position[id(sample)], tensor) for sample, tensor in zip(share, mine, strict=True)]
+        found = dict(entry for part in self._backend.gather_by_data_rank(own) for entry in part)
         return [found[index] for index in range(len(samples))]
 
     def _fail(self, waiting: _Waiting, error: BaseException, gradients_lost: bool) -> None:

@@ -48,6 +48,8 @@ def _contents() -> dict[str, dict[str, Any]]:
             "Linear": linear.Linear,
             "LayerNormLinear": linear.LayerNormLinear,
             "GroupedLinear": grouped_linear.GroupedLinear,
+            # peft looks whether a layer is one, whatever the layer.
+            "LayerNormMLP": unavailable_class("LayerNormMLP", "use_transformer_engine_op_fuser"),
             "DotProductAttention": attention.DotProductAttention,
             "RMSNorm": norms.RMSNorm,
             "LayerNorm": norms.LayerNorm,

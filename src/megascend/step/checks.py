@@ -42,8 +42,13 @@ def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
 
 
 def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
-    """Raise DataError if a sample lacks a field that the loss requires."""
+    """Raise DataError if a sample lacks a field that the loss requires, or has weights that it cannot have."""
     for index, sample in enumerate(samples):
+        if loss.reduction == "mean" and bool((sample.weights < 0).any()):
+            raise DataError(
+                f"sample {index} has a weight of {float(sample.weights.min())}; the loss {loss.name!r} is divided by the sum of "
+                "weights, so none may be negative. Give a loss with reduction='sum' such weights"
+            )
         missing = [name for name in loss.requires if name not in sample.token_fields()]
         if missing:
             raise DataError(f"loss {loss.name!r} needs {', '.join(missing)}, which sample {index} does not have")

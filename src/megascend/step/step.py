@@ -33,7 +33,6 @@ class Step:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._groups, self._topology = engine, engine.groups, engine.topology
-        self._reduce_context = context_sum(self._context_group)
 
     @property
     def _context_group(self) -> ProcessGroup | None:
@@ -47,6 +46,7 @@ class Step:
         loss: Loss,
         adapter: str | None = None,
         on_micro_batch: OnMicroBatch | None = None,
+        logprobs: bool = False,
         *,
         keep: bool = True,
     ) -> ForwardBackwardResult:
@@ -57,24 +57,33 @@ class Step:
         """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
-            verb = f"forward_backward(loss={loss.name!r}){trainable.describe()}"
+            verb = f"forward_backward({loss.describe()}, {logprobs=}){trainable.describe()}"
             plan, names, agreed = self._plan(verb, samples, loss, adapter)
             normalizer = self._normalizer(agreed, loss)
             batches = self._build(samples, plan, names, normalizer.names, loss)
             counted = progress(
                 self._groups.monitor, on_micro_batch, agreed.micro_batches, self._topology.virtual_pipeline
             )
+            kept: list[Tensor] = []  # each micro batch's, where the loss is computed
+
+            def differentiated(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Tensor]]:
+                total, figures, of_tokens = self._loss(batch, output, normalizer)
+                if logprobs:
+                    kept.append(of_tokens.detach())
+                return total, figures
+
             try:
                 with trainable.applying(normalizer.names), counted:
-                    stored = engine.run(
-                        batches, lambda batch, output: self._loss(batch, output, normalizer), forward_only=False
-                    )
+                    stored = engine.run(batches, differentiated, forward_only=False)
                     metrics, values = self._reduce_metrics(stored, normalizer)
                     trainable.collect() if keep else trainable.abandon()
             except LossFunctionError:
                 trainable.abandon()
                 raise
-        return ForwardBackwardResult(agreed.micro_batches, agreed.counts, loss.per == "pair", metrics, values)
+            found = None
+            if logprobs:
+                found = self._of_samples({"logprobs": kept}, batches, plan, len(samples))["logprobs"]
+        return ForwardBackwardResult(agreed.micro_batches, agreed.counts, loss, metrics, values, found)
 
     @torch.no_grad()
     def forward(
@@ -100,17 +109,10 @@ class Step:
             batches = self._build(samples, plan, names, order, None)
             with engine.evaluating(), trainable.applying(order):
                 stored = engine.run(batches, scores, forward_only=True)
-            found: dict[str, list[Tensor | None]] = {}
-            for name in ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else [])):
-                values = (
-                    [self._collect(batch, item[name]) for batch, item in zip(batches, stored, strict=True)]
-                    if stored
-                    else []
-                )
-                found[name] = self._in_order(values, plan, len(samples))
-            if self._topology.pipeline > 1:
-                found = broadcast_object(found, "pp", self._groups, self._topology.pipeline - 1, "log-probabilities")
-        return ForwardResult(**found)  # type: ignore[arg-type]
+            names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))
+            values = {name: [item[name] for item in stored] for name in names}
+            found = self._of_samples(values, batches, plan, len(samples))
+        return ForwardResult(**found)
 
     @torch.no_grad()
     def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[Tensor]:
@@ -157,7 +159,7 @@ class Step:
                 check_fields(samples, loss)
             budget = engine.batching.budget
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
-            mine = agreement.report(samples, len(plan), names, loss is not None and loss.per == "pair")
+            mine = agreement.report(samples, len(plan), names, loss)
         except DataError as error:
             mine = agreement.Report(problem=str(error))
         agreed = agreement.exchange(mine, self._topology, self._groups, verb)
@@ -167,13 +169,15 @@ class Step:
         """What the loss of each adapter (or the model itself) is divided by.
 
         Raises:
-            DataError: there is nothing to normalise by.
+            DataError: a mean has nothing to be divided by.
         """
         unit, loss_grad = self._engine.scales(agreed.micro_batches)
         scales = []
         own = self._engine.trainable.loss_scales(list(agreed.counts))
         for (name, counts), factor in zip(agreed.counts.items(), own, strict=True):
             total = counts.weight if loss.per == "token" else float(counts.pairs)
+            if loss.reduction == "sum":
+                total = 1.0
             if total <= 0:
                 what = "all targets have weight 0" if loss.per == "token" else "there is no preference pair"
                 of = f" of adapter {name!r}" if name else ""
@@ -209,38 +213,45 @@ class Step:
 
     # --- the loss of a micro batch ---
 
-    def _loss(self, batch: MicroBatch, output: Output, normalizer: LossNormalizer) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is differentiated, and for every figure its sum for each adapter [names]."""
+    def _loss(
+        self, batch: MicroBatch, output: Output, normalizer: LossNormalizer
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """What is differentiated, for every figure its sum for each adapter [names], and log-probabilities [n]."""
         loss, scale = normalizer.loss, normalizer.of_tokens(batch)
         if loss.function is cross_entropy and output.fuses_loss:
             total, logprobs = output.cross_entropy(batch.weights * scale, normalizer.loss_grad)
-            return total, {"loss": normalizer.sums(weighted(-logprobs.detach(), batch.weights), batch)}
+            return total, {"loss": normalizer.sums(weighted(-logprobs.detach(), batch.weights), batch)}, logprobs
         logprobs, entropy = output.logprobs(loss.entropy)
         found = None
         if not batch.dummy:
-            inputs = self._loss_inputs(batch)
+            inputs = self._loss_inputs(batch, loss)
             factors = scale if loss.per == "token" else normalizer.of_pairs(batch)
             found = normalizer.function.evaluate(logprobs, entropy, inputs, factors, batch.padding)
         if found is None:  # the model's backward pass runs all the same: other ranks meet this one there
-            return torch.zeros_like(logprobs).mul(logprobs).sum(), {"loss": logprobs.new_zeros(len(normalizer.names))}
+            nothing = torch.zeros_like(logprobs).mul(logprobs).sum()
+            return nothing, {"loss": logprobs.new_zeros(len(normalizer.names))}, logprobs
         total = (found.logprobs * logprobs).sum()
         if entropy is not None and found.entropy is not None:
             total = total + (found.entropy * entropy).sum()
         if loss.per == "token":
-            figures = found.figures.items()
-            return total, {name: normalizer.sums(weighted(of, batch.weights), batch) for name, of in figures}
+            of_metrics = batch.weights if loss.reduction == "mean" else (batch.weights != 0).float()
+            figures = {
+                name: normalizer.sums(weighted(of, batch.weights if name == "loss" else of_metrics), batch)
+                for name, of in found.figures.items()
+            }
+            return total, figures, logprobs
         # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
         parts = self._topology.context
-        return total, {name: normalizer.pair_sums(of, batch) / parts for name, of in found.figures.items()}
+        return total, {name: normalizer.pair_sums(of, batch) / parts for name, of in found.figures.items()}, logprobs
 
-    def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
+    def _loss_inputs(self, batch: MicroBatch, loss: Loss) -> LossInputs:
         return LossInputs(
             targets=batch.targets,
             weights=batch.weights,
             sample=batch.sample,
             sample_count=len(batch.members),
             pairs=batch.pairs,
-            reduce_context=self._reduce_context,
+            reduce_context=context_sum(self._context_group, loss.per),
             advantages=batch.fields.get("advantages"),
             old_logprobs=batch.fields.get("old_logprobs"),
             ref_logprobs=batch.fields.get("ref_logprobs"),
@@ -268,6 +279,18 @@ class Step:
         if self._topology.world_size > 1:
             dist.all_reduce(values, group=self._groups.device_group("world"))
         return names, values
+
+    def _of_samples(
+        self, values: dict[str, list[Tensor]], batches: list[MicroBatch], plan: list[list[int]], count: int
+    ) -> dict[str, Any]:
+        """Each of ``values``, a tensor a micro batch where the loss is computed, as one CPU tensor a sample, on every stage."""
+        found = {}
+        for name, of_batches in values.items():
+            pairs = zip(batches, of_batches, strict=True) if of_batches else ()
+            found[name] = self._in_order([self._collect(batch, of) for batch, of in pairs], plan, count)
+        if self._topology.pipeline > 1:
+            found = broadcast_object(found, "pp", self._groups, self._topology.pipeline - 1, "log-probabilities")
+        return found
 
     def _collect(self, batch: MicroBatch, values: Tensor) -> list[Tensor]:
         """One unpadded CPU tensor a sample from this rank's tokens, context parallel parts brought together."""

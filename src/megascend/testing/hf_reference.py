@@ -69,7 +69,7 @@ def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tup
     losses, norms = [], []
     for _ in range(job["steps"]):
         optimizer.zero_grad()
-        loss = batch_loss(model, samples, job["loss"])
+        loss = batch_loss(model, samples, job["loss"], job.get("reduction", "mean"))
         total = loss
         if job["aux_loss"]:
             total = loss + job["aux_loss"] * router_losses(model, samples, job)
@@ -80,7 +80,7 @@ def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tup
     return losses, norms
 
 
-def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str) -> Tensor:
+def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: str) -> Tensor:
     """The loss over all samples, each alone in its forward pass."""
     total, count = torch.zeros((), dtype=model.dtype), 0.0
     margins: dict[Any, dict[bool, Tensor]] = {}
@@ -88,11 +88,13 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str) -> Tensor:
         tokens = torch.tensor(sample["token_ids"])
         logprobs = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
+        if "weights" in sample:
+            weights = torch.tensor(sample["weights"], dtype=torch.float32)
         if kind == "dpo":
             margin = (weights * (logprobs - torch.tensor(sample["ref_logprobs"]))).sum()
             margins.setdefault(sample["pair"], {})[sample["chosen"]] = margin
             continue
-        trained = weights > 0  # the others do not exist for the loss, whatever their fields hold
+        trained = weights != 0  # the others do not exist for the loss, whatever their fields hold
 
         def field(name: str) -> Tensor:
             return torch.tensor(sample[name])[trained]  # noqa: B023 - used in this turn of the loop only
@@ -105,17 +107,28 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str) -> Tensor:
         elif kind == "reverse_kl":
             values = logprobs - field("teacher")
         else:
-            ratio = (logprobs - field("old_logprobs")).exp()
-            advantages = field("advantages")
-            values = -ratio * advantages
-            if kind == "ppo":
-                values = torch.maximum(values, -ratio.clamp(0.8, 1.2) * advantages)
+            values = policy_loss(kind, logprobs, field("old_logprobs"), field("advantages"))
         total = total + (weights[trained] * values).sum()
         count += float(weights.sum())
     if kind == "dpo":
         losses = [-torch.log(torch.sigmoid(0.1 * (sides[True] - sides[False]))) for sides in margins.values()]
         return torch.stack(losses).mean()
-    return total / count
+    return total if reduction == "sum" else total / count
+
+
+def policy_loss(kind: str, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """Of each token of one sequence: [n]."""
+    ratio = (logprobs - old).exp()
+    if kind == "cispo":  # MiniMax-M1: the clipped ratio is a number, the gradient is that of the log-probability
+        return -ratio.detach().clamp(0.8, 1.2) * advantages * logprobs
+    if kind == "dro":  # Tinker's: log p A - beta / 2 (log p - log q)^2, to be maximised
+        return -(logprobs * advantages - 0.025 * (logprobs - old) ** 2)
+    low, high = 0.8, 1.2
+    if kind == "gspo":  # one ratio a sequence, the geometric mean
+        ratio = ((logprobs - old).sum() / len(logprobs)).exp().expand(len(logprobs))
+        low, high = 1 - 3e-4, 1 + 4e-4
+    values = -ratio * advantages
+    return values if kind == "importance_sampling" else torch.maximum(values, -ratio.clamp(low, high) * advantages)
 
 
 def router_losses(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> Tensor:

@@ -315,14 +315,17 @@ def hf_reference(
     micro_batches: list[list[int]] | None = None,
     dtype: str = "float32",
     weights: bool = False,
+    reduction: str = "mean",
 ) -> Trajectory:
     """What Hugging Face and torch AdamW make of the job. Kept in ``folder`` for the next caller with the same job.
 
     Args:
-        fields: per sample, what ``loss`` needs beside the tokens: ``old_logprobs``, ``advantages``, ``pair``...
+        fields: per sample, what ``loss`` needs beside the tokens: ``old_logprobs``, ``advantages``, ``pair``...; and ``weights``
+            of its targets, if not 0 for the prompt's and 1 for the others.
         micro_batches: samples over which the auxiliary loss is computed, each list by itself; default: all in one.
         dtype: of parameters and of everything computed.
         weights: also return the trained ones.
+        reduction: ``sum``: the loss is not divided by the sum of weights.
     """
     from safetensors.torch import load_file
 
@@ -342,6 +345,7 @@ def hf_reference(
         "micro_batches": micro_batches or [list(range(len(tokens)))],
     }
     job |= ({"dtype": dtype} if dtype != "float32" else {}) | ({"weights": True} if weights else {})
+    job |= {"reduction": reduction} if reduction != "mean" else {}
     tensors = load_file(reference(folder, "hf_reference.py", job))
     return Trajectory(
         tensors["losses"].tolist() if steps else [],
