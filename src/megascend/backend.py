@@ -329,7 +329,9 @@ class Backend:
             CheckpointError: on every rank; nothing has been added or replaced then.
         """
         with self.groups.monitor.phase("load adapter"):
-            self._together(f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=}, {replace=})", self._adapters)
+            replacing = ", replace=True" if replace else ""
+            call = f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=}{replacing})"
+            self._together(call, self._adapters)
             self._adapters().load(name, Path(path), optimizer=optimizer, lora=lora, replace=replace)
 
     def _adapters(self) -> AdapterTrainable:

@@ -181,7 +181,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.loss_grad = loss_grad
         ctx.gradients = gradients.for_autograd()
         ctx.mark_non_differentiable(logprobs)
-        return -torch.where(coefficients > 0, logprobs * coefficients, 0.0).sum(), logprobs
+        return -torch.where(coefficients != 0, logprobs * coefficients, 0.0).sum(), logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):

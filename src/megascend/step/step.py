@@ -57,7 +57,7 @@ class Step:
         """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
-            verb = f"forward_backward({loss.describe()}, {logprobs=}){trainable.describe()}"
+            verb = f"forward_backward({loss.describe()}{', logprobs=True' if logprobs else ''}){trainable.describe()}"
             plan, names, agreed = self._plan(verb, samples, loss, adapter)
             normalizer = self._normalizer(agreed, loss)
             batches = self._build(samples, plan, names, normalizer.names, loss)

@@ -291,7 +291,7 @@ class _GraphedOutput:
         write(step.static.coefficients, coefficients * loss_grad)
         (logprobs,) = step.forward()
         own = logprobs[: self._count].clone()
-        return -torch.where(coefficients > 0, own * coefficients, 0.0).sum(), own
+        return -torch.where(coefficients != 0, own * coefficients, 0.0).sum(), own
 
     def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
         step = self._steps.step(self._batch, "forward" if self._forward_only else "logprobs", entropy=entropy)
