@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from megascend.cli.messages import ask_nothing
+
 PROGRAM = """
 import logging, os, sys
 import megascend, megascend.config
@@ -37,3 +39,11 @@ def test_a_message_is_shown_once_with_its_rank(environment: dict[str, str], show
     )
     named_already = "rank 2: forward has taken 9 s\n"
     assert (done.returncode, done.stderr) == (0, shown + named_already)
+
+
+def test_a_package_that_asks_for_a_key_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", sys.stdin)  # put back afterwards
+    ask_nothing()
+    assert not sys.stdin.isatty()
+    with sys.stdin, pytest.raises(EOFError):
+        input("Enter your choice: ")
