@@ -201,16 +201,33 @@ def own_data(path: Path) -> Path:
     return path
 
 
+SHORT = ("--max-length", "128", "--micro-batch-tokens", "256")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [("dense_tp_pp_dp.sh", ("--tensor", "1")), ("moe_ep.sh", ("--tensor", "1")), ("fsdp_moe.sh", ("--recompute",))],
+    [
+        ("dense_tp_pp_dp.sh", ("--tensor", "1", *SHORT)),
+        ("moe_ep.sh", ("--tensor", "1", *SHORT)),
+        ("fsdp_moe.sh", ("--recompute", *SHORT)),
+        ("long_context_cp.sh", ("--length", "128")),
+    ],
 )
 def test_own_data_end_in_a_model_and_a_killed_run_resumes(
     script: str, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    lengths = ("--max-length", "128", "--micro-batch-tokens", "256", "--batch", "4", "--steps", "12")
-    arguments = (*arguments, *lengths, "--data", str(own_data(tmp_path / "own.json")), "--save-every", "2")
+    arguments = (
+        *arguments,
+        "--batch",
+        "4",
+        "--steps",
+        "12",
+        "--data",
+        str(own_data(tmp_path / "own.json")),
+        "--save-every",
+        "2",
+    )
     whole = run(script, tmp_path, *arguments, "--output", str(tmp_path / "whole"), NPROC="2")
     assert_learned(whole, 12)
     killed = ("--output", str(tmp_path / "killed"))

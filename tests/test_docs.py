@@ -120,3 +120,61 @@ def _is_there(package: str, last: str) -> bool:
         return True
     files = [path.with_suffix(".py"), path / "__init__.py"]
     return any(re.search(rf"\b{last}\b", file.read_text(encoding="utf-8")) for file in files if file.exists())
+
+
+WRITTEN_OUT = {
+    "LoRA": "low-rank adaptation",
+    "MoE": "mixtures? of experts|models with experts",
+    "TP": "tensor",
+    "PP": "pipeline",
+    "CP": "context",
+    "DP": "data parallel",
+    "EP": "expert",
+    "ETP": "expert tensor",
+    "SP": "sequence",
+    "KL": "Kullback-Leibler",
+    "NCCL": "NVIDIA's collective communications library",
+}
+GUIDES = (
+    *("README.md", "docs/index.md", "docs/quickstart.md", "docs/own-data.md", "docs/single.md", "docs/data.md"),
+    *(
+        "docs/parallelism.md",
+        "docs/lora.md",
+        "docs/rl.md",
+        "docs/reliability.md",
+        "docs/weightsync.md",
+        "docs/limits.md",
+    ),
+)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_abbreviations_are_written_out_where_they_first_appear(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```|^ {4}.*?$|^#.*?$|\]\([^)]*\)|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    bare = []
+    for short, long in WRITTEN_OUT.items():
+        if first := re.search(rf"(?<![\w-]){short}[2-8]?\b", prose):
+            until = prose[: prose.find("\n\n", first.end())].replace("\n", " ")
+            if not re.search(long, until, re.IGNORECASE):
+                bare.append(short)
+    assert bare == []
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """As `pip install -e '.[docs]'` and `mkdocs build --strict` do it."""
+    from importlib.util import find_spec
+
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        pytest.skip("mkdocs or mkdocs-material is not installed: pip install -e '.[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert 'not included in the "nav"' not in done.stderr
+    assert (tmp_path / "site" / "own-data" / "index.html").is_file()

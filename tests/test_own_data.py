@@ -103,6 +103,6 @@ def test_a_new_user_follows_the_page(steps: dict[str, int], tmp_path: Path) -> N
     alone, with_peft, merged = (output for command, output in printed.items() if command.startswith("python ask.py"))
     assert with_peft == merged
     if steps == STEPS:
-        promised = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+        promised = re.findall(r"^```\n(<tool_call>.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
         assert [alone, merged] == promised
         assert held_out[-1] < held_out[0]
