@@ -107,7 +107,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     assert "rank 1 (far) failed first: OutOfMemoryError: CUDA out of memory" in text
     assert "then rank 0: PeerLostError" in text
     assert "lower batching.micro_batch_tokens" in text
-    assert "there is no whole checkpoint: start over" in text
+    assert "there is no complete checkpoint: start over" in text
     assert text.splitlines()[-1].strip() == "megascend train run.yaml --nproc 2 --overwrite"
 
 
@@ -204,7 +204,7 @@ def test_a_run_is_running_while_its_process_is(tmp_path: Path) -> None:
     assert next_steps(report) == ["nothing: it is running"]
     # The number of a process that ended may belong to another one that began later.
     report = read_run(write_run(tmp_path / "old", [start(100) | mine], steps=3))
-    assert headline(report).startswith("ended without a word after step 3 of 12")
+    assert headline(report).startswith("ended without an error message after step 3 of 12")
 
 
 # --- checkpoints and saves ---

@@ -1,4 +1,4 @@
-"""``megascend doctor``: is this machine ready to train, what has become of a run, and what to do about it."""
+"""``megascend doctor``: is this machine ready to train, what happened to a run, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def doctor_command(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that any single check may take.")] = 120.0,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="DIR", help="Tell what has become of the run in DIR instead."),
+        typer.Option("--run", metavar="DIR", help="Report what happened to the run in DIR instead."),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="With --run: compare every checkpoint file with its digest.")

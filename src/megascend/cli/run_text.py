@@ -85,7 +85,7 @@ def headline(report: RunReport) -> str:
         if still_running(last):
             return "running"
         done = f" after step {report.metrics[-1]['step']}{of}" if report.metrics else " before the end of step 1"
-        return f"ended without a word{done}, or runs on another machine"
+        return f"ended without an error message{done}, or is running on another machine"
     if last.outcome == "interrupted":
         return f"interrupted at once in step {last.step}{of}"
     return f"failed in step {last.step}{of}"
@@ -113,7 +113,7 @@ def attempt_lines(attempt: Attempt, last: bool) -> list[str]:
         lines.append("still running")
     elif attempt.outcome == "no end":
         elsewhere = ", or it runs on another machine" if last else ""
-        lines.append(f"no rank has left a word: all were killed at once (out of memory? SIGKILL? power?){elsewhere}")
+        lines.append(f"no rank has left an error: all were killed at once (out of memory? SIGKILL? power?){elsewhere}")
     elif attempt.outcome == "interrupted":
         return [*lines, f"{clock(attempt.ended)}: interrupted at once in step {attempt.step}, without a checkpoint"]
     else:
@@ -215,7 +215,7 @@ def next_steps(report: RunReport) -> list[str]:
     if good is not None:
         steps.append(f"resume after step {good.step}{_where(report)}:")
     elif begun:
-        steps.append(f"there is no whole checkpoint: start over{_where(report)}:")
+        steps.append(f"there is no complete checkpoint: start over{_where(report)}:")
     else:
         steps.append("start it again; nothing stands in the way of that")
         return steps
