@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Build wheel and source distribution from what is committed, and try them in empty environments: one for each extra.
+#
+#   bash scripts/test_release.sh [EXTRA...]       default: none, track, wandb, swanlab, trackio, mlflow, stack-0-16, stack-0-15
+#   bash scripts/test_release.sh sdist            the wheel that pip makes of the source distribution holds the same files
+#
+# "none" is the wheel without an extra. In each environment: pip check, megascend --version, doctor, and two steps of training on a
+# model that the command makes, from a directory where no source lies. Extras cuda and npu need their devices' machines: name them there.
+#
+# PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
+# MEGASCEND_RELEASE   keep the distributions and the environments in this directory (default: a temporary one, removed at the end)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+if [ -n "${MEGASCEND_RELEASE:-}" ]; then
+  mkdir -p "$MEGASCEND_RELEASE"
+  folder=$(cd "$MEGASCEND_RELEASE" && pwd)
+else
+  folder=$(mktemp -d)
+  trap 'rm -rf "$folder"' EXIT
+fi
+
+echo "== building from $(git rev-parse --short HEAD)"
+rm -rf "$folder/tree" "$folder/dist"
+mkdir -p "$folder/tree"
+git archive HEAD pyproject.toml README.md LICENSE src | tar -x -C "$folder/tree"
+"$python" -m venv "$folder/build"
+"$folder/build/bin/pip" install --quiet --no-compile build twine
+"$folder/build/bin/python" -m build --outdir "$folder/dist" "$folder/tree" > "$folder/build.log" 2>&1 || {
+  tail -n 30 "$folder/build.log" >&2
+  exit 1
+}
+"$folder/build/bin/twine" check --strict "$folder"/dist/*
+wheel=$(ls "$folder"/dist/*.whl)
+version=$(basename "$wheel" | cut -d- -f2)
+
+try_sdist() {
+  rm -rf "$folder/again"
+  "$folder/build/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder/again" "$folder"/dist/*.tar.gz
+  diff <(unzip -Z1 "$wheel" | sort) <(unzip -Z1 "$folder"/again/*.whl | sort)
+}
+
+try_extra() {
+  local extra=$1 venv="$folder/$1" work="$folder/work-$1" wanted=$wheel
+  [ "$extra" = none ] || wanted="$wheel[$extra]"
+  rm -rf "$venv" "$work"
+  "$python" -m venv "$venv"
+  "$venv/bin/pip" install --quiet --no-compile "${MEGASCEND_TORCH:-torch==2.13.0}" "$wanted" || return 1
+  "$venv/bin/pip" check || return 1
+  mkdir "$work"
+  (
+    cd "$work"
+    unset PYTHONPATH
+    export OMP_NUM_THREADS=1 PATH="$venv/bin:$PATH"
+    [ "$(megascend --version)" = "megascend $version" ] || { echo "not version $version: $(megascend --version)"; exit 1; }
+    megascend new-model model > /dev/null
+    printf '%s\n' '{"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]}' > chat.jsonl
+    printf '%s\n' 'model: model' 'output: out' 'data: {path: chat.jsonl, global_batch_size: 1}' 'steps: 2' 'platform: cpu' \
+      'precision: fp32' 'plot: false' > run.yaml
+    megascend train run.yaml > train.log 2>&1 || { tail -n 20 train.log; exit 1; }
+    python - <<'PYTHON'
+import json
+from pathlib import Path
+
+import transformers
+
+import megascend
+
+assert "site-packages" in megascend.__file__, megascend.__file__
+rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+assert [row["step"] for row in rows] == [1, 2], rows
+transformers.AutoModelForCausalLM.from_pretrained("out/hf")
+PYTHON
+  )
+}
+
+failed=()
+[ "$#" -gt 0 ] || set -- sdist none track wandb swanlab trackio mlflow stack-0-16 stack-0-15
+for extra in "$@"; do
+  echo "== $extra"
+  if [ "$extra" = sdist ]; then try_sdist || failed+=(sdist); else try_extra "$extra" || failed+=("$extra"); fi
+  [ -n "${MEGASCEND_RELEASE:-}" ] || rm -rf "${folder:?}/$extra"
+done
+if [ "${#failed[@]}" -gt 0 ]; then
+  echo "FAILED: ${failed[*]}"
+  exit 1
+fi
+echo "version $version can be installed: $*"
