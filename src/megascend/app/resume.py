@@ -69,8 +69,8 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
         raise ConfigError(f"output: {output} exists and is not a directory")
     if launch.rank == 0 and (problem := why_not_writable(output)):
         raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
-    # Of a restarted run, only rank 0 is sure to be beside the launcher that it began with.
-    first = launch.attempt == 0 or (launch.rank == 0 and not restarts(output))
+    # Of a restarted run, only rank 0 is sure to be beside the launcher that it began with. With several hosts it alone decides.
+    first = not restarted(output, launch) if launch.rank == 0 else launch.attempt == 0 and not launch.several_hosts
     if first and resume is None and not overwrite:
         refuse_earlier_run(output)
     if resume is not None and str(resume) != "auto" and not Path(resume).is_dir():
@@ -89,7 +89,7 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
         CheckpointError: there is no checkpoint at ``resume``.
     """
     own = tuple(Retention(output / CHECKPOINTS).candidates())
-    if launch.attempt > 0 and restarts(output):
+    if restarted(output, launch):
         if own:
             return Start(own, said=f"attempt {launch.attempt}: resuming from the last checkpoint")
         if resume is None or str(resume) == "auto":
@@ -179,7 +179,15 @@ def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:
 
     Not where it is to overwrite an earlier run: that stays as it is until the new one begins.
     """
-    return resume is not None or not run_files(output) or (launch.attempt > 0 and restarts(output))
+    return resume is not None or not run_files(output) or restarted(output, launch)
+
+
+def restarted(output: Path, launch: Launch) -> bool:
+    """True if the launcher of the last run in ``output`` has started this process, too.
+
+    With several hosts the number of the attempt does not tell: torchrun does not count a restart because of another host.
+    """
+    return (launch.attempt > 0 or launch.several_hosts) and restarts(output)
 
 
 def restarts(output: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.app.plot import require_extra
 from megascend.app.resume import decide, differences, load_first_good
+from megascend.app.shared_output import check_shared
 from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.errors import CheckpointError, ConfigError
 from megascend.files import replacing
@@ -147,10 +148,11 @@ def begin(
 
     Raises:
         ConfigError, CheckpointError: as :func:`megascend.app.resume.decide`, on every rank; or the checkpoint is of another kind
-            of run.
+            of run; or the hosts do not share the output directory.
     """
     launch = backend.groups.launch
     start = backend.from_rank_0(lambda: decide(config.output, overwrite, resume, launch))
+    check_shared(backend, config.output)
     if backend.rank == 0:
         if start.said:
             print(start.said, flush=True)

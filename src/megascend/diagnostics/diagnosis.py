@@ -59,6 +59,7 @@ class Record:
         failure: what left its last phase; gone again as soon as it enters another.
         ended: the rank has left its process groups, or its process is exiting.
         process: who wrote it.
+        host: and the name of its host.
     """
 
     heartbeat: int = 0
@@ -76,6 +77,7 @@ class Record:
     failure: Failure | None = None
     ended: bool = False
     process: Process = field(default_factory=Process)
+    host: str = ""
 
     def encode(self) -> str:
         """As text, for the store."""
@@ -177,7 +179,7 @@ def diagnose(
     for peer in [] if suspects is None else blamed:
         kind, reason = verdicts[peer]
         if kind in (Kind.FINE, Kind.LEFT):
-            verdicts[peer] = Kind.LATE, _late(peer, peers[peer])
+            verdicts[peer] = Kind.LATE, _late(peer, mine, peers[peer])
         elif kind is Kind.GAVE_UP:
             verdicts[peer] = Kind.FAILED, reason  # it gave up before it came, so it is the cause here
     kind = min((verdict for verdict, _ in verdicts.values()), default=Kind.FINE)
@@ -198,37 +200,43 @@ def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:
     """What is wrong with one peer, and a clause that says so."""
     if seen is None:
         return Kind.LATE, f"rank {peer} has not been heard of at all"
-    record = seen.record
+    record, who = seen.record, name(peer, mine, seen)
     entered, needed = record.counts.get(mine.outer, 0), mine.counts.get(mine.outer, 0)
     if record.failure is not None:
-        reason = f"rank {peer} failed in {record.failure.place} with {record.failure.error}"
+        reason = f"{who} failed in {record.failure.place} with {record.failure.error}"
         if not record.failure.secondary:
             return Kind.FAILED, reason
         if entered > needed or (entered == needed and record.failure.outer != mine.outer):
             now = f"then it failed in {record.failure.place}"
-            return Kind.LEFT, f"rank {peer} has left {of_step(mine.outer, mine.step)} without the others ({now})"
+            return Kind.LEFT, f"{who} has left {of_step(mine.outer, mine.step)} without the others ({now})"
         return Kind.GAVE_UP, reason
     if record.ended:
-        return Kind.GONE, f"rank {peer} has ended: it left its process groups {record.place}"
+        return Kind.GONE, f"{who} has ended: it left its process groups {record.place}"
     if seen.gone:
         why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(seen.state, "")
         heard = max(seen.silent, seen.age)
-        return Kind.GONE, f"rank {peer} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
+        return Kind.GONE, f"{who} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
     if entered < needed:
-        return Kind.LATE, _late(peer, seen)
+        return Kind.LATE, _late(peer, mine, seen)
     if entered > needed or mine.outer not in record.open:
         left = of_step(mine.outer, mine.step)
         now = f"now {record.place}" if record.inside else "now between phases"
-        return Kind.LEFT, f"rank {peer} has left {left} without the others ({now})"
+        return Kind.LEFT, f"{who} has left {left} without the others ({now})"
     if mine.waiting and record.frame and not record.waiting:
-        return Kind.LATE, _late(peer, seen)  # in the same phase, but not in a collective
+        return Kind.LATE, _late(peer, mine, seen)  # in the same phase, but not in a collective
     return Kind.FINE, ""
 
 
-def _late(peer: int, seen: PeerStatus | None) -> str:
+def name(peer: int, mine: Record, seen: PeerStatus) -> str:
+    """``"rank 3"``, or ``"rank 3 on node-b"`` if that is another host than the reader's."""
+    host = seen.record.host
+    return f"rank {peer} on {host}" if host and host != mine.host else f"rank {peer}"
+
+
+def _late(peer: int, mine: Record, seen: PeerStatus | None) -> str:
     if seen is None:
         return f"rank {peer} has not been heard of at all"
-    return f"rank {peer} has not come: {_spell(seen)}{f', at {seen.record.frame}' if seen.record.frame else ''}"
+    return f"{name(peer, mine, seen)} has not come: {_spell(seen)}{f', at {seen.record.frame}' if seen.record.frame else ''}"
 
 
 def _spell(seen: PeerStatus) -> str:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -90,7 +91,7 @@ class HangMonitor:
         self.last_words: Callable[[BaseException], None] | None = None
         self.on_phase: Callable[[str], None] | None = None
         self._rank, self._waits_on_host = rank, waits_on_host
-        self._process = Process.own()
+        self._process, self._host = Process.own(), socket.gethostname()
         self._counts: dict[str, int] = {}
         self._main = PhaseStack(threading.get_ident(), since=time.monotonic())
         self._background: dict[int, PhaseStack] = {}
@@ -347,6 +348,7 @@ class HangMonitor:
             failure=self._failure,
             ended=self._ended,
             process=self._process,
+            host=self._host,
         )
 
     def _look(self, heartbeat: Heartbeat) -> None:

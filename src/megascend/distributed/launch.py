@@ -26,7 +26,8 @@ class Launch:
         store_path: file of a ``FileStore`` (``MEGASCEND_STORE``, as set by ``megascend.testing.run_distributed``).
         master: host and port of the TCP store (torchrun's ``MASTER_ADDR`` and ``MASTER_PORT``).
         agent_store: True if the launcher serves the TCP store, so that rank 0 need not.
-        attempt: how often torchrun has restarted the run (``--max-restarts``); its store outlives the attempts.
+        attempt: how often torchrun has restarted the run (``--max-restarts``), as this host counts; its store outlives the
+            attempts.
     """
 
     rank: int = 0
@@ -37,6 +38,11 @@ class Launch:
     agent_store: bool = False
     attempt: int = 0
     local_size: int = 1
+
+    @property
+    def several_hosts(self) -> bool:
+        """True if ranks are on other hosts than this one's."""
+        return self.world_size > self.local_size
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
@@ -81,10 +87,13 @@ class Launch:
             else 0,
         )
 
-    def store(self, timeout_s: float) -> Store:
+    def store(self, timeout_s: float, start: str | None = None) -> Store:
         """Open the store. Does not wait for other ranks, except for the one that serves it.
 
         What an earlier attempt left behind is out of sight: a rank that died early counts differently from the others.
+
+        Args:
+            start: what the ranks have called this start; default: the number of the attempt, which ranks of one host share.
 
         Raises:
             CollectiveTimeoutError: the TCP store does not answer within ``timeout_s``.
@@ -118,7 +127,7 @@ class Launch:
                     f"{timeout_s:g} s; rank 0 has not started, or the address is wrong: {error}"
                 ) from error
         store.set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore(f"attempt-{self.attempt}", store)
+        return dist.PrefixStore(f"attempt-{self.attempt}" if start is None else start, store)
 
 
 def reconnect(store: Store, timeout_s: float) -> Store | None:

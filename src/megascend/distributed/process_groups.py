@@ -6,7 +6,9 @@ Creating them is collective: every rank calls :func:`initialize` with the same t
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -17,6 +19,7 @@ from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.distributed.channels import Channel
 from megascend.distributed.engine_groups import GroupFactory, PlainGroups
 from megascend.distributed.groups import CARRIERS, ProcessGroups
+from megascend.distributed.hosts import addresses_of, agree_on_start, gloo_problem, interfaces_here
 from megascend.distributed.launch import Launch, reconnect
 from megascend.distributed.object_redirect import ObjectCollectiveRedirect
 from megascend.distributed.start_up import did_not_arrive, wait_for_all
@@ -110,11 +113,17 @@ def initialize(
 
 def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
     """The store of this world, and a second connection to it, for the monitor."""
-    opened = launch.store(timeout_s)
+    start = None
+    if launch.several_hosts:
+        host = socket.gethostname()
+        if problem := gloo_problem(os.environ, host, addresses_of, interfaces_here):
+            raise ProcessGroupError(f"rank {launch.rank} on {host}: {problem}")
+        start = "start-" + agree_on_start(launch.store(timeout_s, "starts"), launch.rank, launch.world_size, timeout_s)
+    opened = launch.store(timeout_s, start)
     # Keys of an earlier group in the same store (after destroy()) would confuse a new one: count the times.
     prefix = f"megascend/{opened.add(f'megascend/times/{launch.rank}', 1)}"
     # Over the first one, a wait of the main thread would hold up everything else.
-    second = dist.PrefixStore(prefix, launch.store(timeout_s)) if launch.world_size > 1 else None
+    second = dist.PrefixStore(prefix, launch.store(timeout_s, start)) if launch.world_size > 1 else None
     return dist.PrefixStore(prefix, opened), second
 
 

@@ -1,0 +1,144 @@
+"""What differs when ranks are on several hosts: which start of the run a rank belongs to, and where Gloo listens.
+
+torchrun counts restarts on each host by itself: a host that has come back begins at 0, and one whose own ranks have not failed does
+not count. Its store outlives them. So ranks cannot tell by the count which keys in the store are of their start; they agree on a name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megascend.distributed.start_up import did_not_arrive
+from megascend.errors import CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+POLL_S = 0.05
+"""Seconds between two looks at the store while ranks agree."""
+
+
+def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """A name that the ranks of this start share, and no earlier one has had. Collective.
+
+    Every rank leaves a number of its own. Rank 0 proposes a name together with all numbers that it sees; a rank accepts a proposal
+    that has its number; rank 0 confirms it when all have. A number that a rank of an earlier start has left is in a proposal that
+    is never accepted by all, and replaced as soon as the new number is there.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not arrive within ``timeout_s``; the message names them.
+    """
+    mine = secrets.token_hex(8)
+    store.set(f"number/{rank}", mine)
+    deadline = time.monotonic() + timeout_s
+    decide = _Proposer(store, world_size).decide if rank == 0 else _Follower(store, rank, mine).decide
+    while (name := decide()) is None:
+        if time.monotonic() >= deadline:
+            missing = [other for other in range(world_size) if not store.check([f"number/{other}"])]
+            if not missing:
+                # All have left a number, but of an earlier start: who has not accepted cannot be told from here.
+                raise CollectiveTimeoutError(
+                    f"rank {rank}: the ranks did not agree on a start within {timeout_s:g} s, although each had left a word "
+                    "in the store at some time: one of them, often all of a host, has not come back. Look at torchrun's "
+                    "output on every host"
+                )
+            raise CollectiveTimeoutError(did_not_arrive(rank, "start-up", missing, world_size, timeout_s))
+        time.sleep(POLL_S)
+    return name
+
+
+class _Proposer:
+    """Rank 0's part."""
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store, self._world_size = store, world_size
+        self._numbers: list[str] = []
+        self._name = ""
+
+    def decide(self) -> str | None:
+        keys = [f"number/{rank}" for rank in range(self._world_size)]
+        if not self._store.check(keys):
+            return None
+        numbers = [value.decode() for value in self._store.multi_get(keys)]
+        if numbers != self._numbers:
+            self._numbers, self._name = numbers, secrets.token_hex(8)
+            self._store.set("proposal", json.dumps([self._name, numbers]))
+        accepted = [f"accepted/{self._name}/{rank}" for rank in range(1, self._world_size)]
+        if not self._store.check(accepted):
+            return None
+        self._store.set(f"confirmed/{self._name}", "")
+        return self._name
+
+
+class _Follower:
+    """The part of every other rank."""
+
+    def __init__(self, store: Store, rank: int, mine: str) -> None:
+        self._store, self._rank, self._mine = store, rank, mine
+
+    def decide(self) -> str | None:
+        if not self._store.check(["proposal"]):
+            return None
+        name, numbers = json.loads(self._store.get("proposal"))
+        if self._rank >= len(numbers) or numbers[self._rank] != self._mine:
+            return None  # of an earlier start
+        self._store.set(f"accepted/{name}/{self._rank}", "")
+        return name if self._store.check([f"confirmed/{name}"]) else None
+
+
+def gloo_problem(
+    environment: Mapping[str, str],
+    host: str,
+    addresses: Callable[[str], Sequence[str]],
+    interfaces: Callable[[], Mapping[str, Sequence[str]]],
+) -> str | None:
+    """Why ranks of other hosts could not connect to Gloo on this one, and what to set; None if nothing is wrong.
+
+    Gloo listens where this host's name leads to, or on the loopback interface if it leads nowhere.
+
+    Args:
+        addresses: those that a name leads to, the first one first; none if it leads nowhere.
+        interfaces: IPv4 and IPv6 addresses of this host's interfaces.
+    """
+    if environment.get("GLOO_SOCKET_IFNAME"):
+        return None
+    found = addresses(host)
+    if found and not ipaddress.ip_address(found[0]).is_loopback:
+        return None
+    others = [
+        f"{name} ({', '.join(usable)})"
+        for name, all_of_it in sorted(interfaces().items())
+        if (usable := [text for text in all_of_it if not ipaddress.ip_address(text).is_loopback])
+    ]
+    said = f"leads to {found[0]}" if found else "leads to no address"
+    return (
+        f"the name of this host, {host}, {said}, where Gloo would listen and no other host can connect. Set GLOO_SOCKET_IFNAME to the "
+        f"interface that the hosts share; {host} has {', '.join(others) or 'none but the loopback interface'}"
+    )
+
+
+def addresses_of(name: str) -> list[str]:
+    """Addresses that the system finds for a host's name, in its order."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(entry[4][0]).partition("%")[0] for entry in found]
+
+
+def interfaces_here() -> dict[str, list[str]]:
+    """IP addresses of this host's interfaces."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: [one.address.partition("%")[0] for one in entries if one.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: texts for name, texts in found.items() if texts}

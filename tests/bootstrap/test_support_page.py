@@ -1,0 +1,41 @@
+"""The tables of docs/support.md are the version table in code, and what pyproject.toml installs lies inside it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megascend.bootstrap.versions import PACKAGES, STACKS, support_table
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    assert support_table() in page, (
+        "write what megascend.bootstrap.versions.support_table() returns into docs/support.md"
+    )
+
+
+def test_the_table_has_every_package_and_row() -> None:
+    lines = support_table().splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [*PACKAGES, "torch_npu"]
+    assert all(stack.name in lines[0] for stack in STACKS)
+    assert ">= 0.16.1, < 0.17" in support_table()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_what_the_extras_pin_is_admitted_by_their_row() -> None:
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for stack in STACKS:
+        pinned = {one.name: one for one in map(Requirement, extras[f"stack-{stack.name.replace('.', '-')}"])}
+        for package in ("megatron-core", "mcore-bridge"):
+            version = re.fullmatch(r"==([\d.]+)", str(pinned[package].specifier))
+            assert version is not None
+            assert version[1] in stack.requirement(package)
