@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces joined by a bridge, each with a host name, a hosts file and, if asked for, disks of its own."""
+"""Hosts on one machine: network namespaces each with a host name and, if asked for, a disk of its own."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def torchrun(*arguments: str, restarts: int = 0, nproc: int = 1) -> list[str]:
     """The command that a user gives on each of two hosts; the rendezvous is on host-a."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}",
-        "--rdzv-backend=c10d", "--rdzv-endpoint=host-a:29400", "--rdzv-id=run-1", "-m", "megascend", "train", "run.yaml", *arguments,
+        "--rdzv-backend=c10d", "--rdzv-endpoint=host-a:29400", "--rdzv-id=run-1",
+        "-m", "megascend", "train", "run.yaml", *arguments,
     ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     names = ("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in names} | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **more,
+        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more,
     }  # fmt: skip
 
 

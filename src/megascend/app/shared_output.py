@@ -59,8 +59,8 @@ def not_shared(output: Path, seen: list[tuple[str, bool]]) -> str | None:
         f"{host} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})" for host, ranks in blind.items()
     )
     return (
-        f"output: {output.absolute()} on {seen[0][0]} (rank 0) is another directory than on {hosts}. Every rank writes its part of a "
-        "checkpoint there: set output to a directory that all hosts share (NFS, Lustre...), at the same path on each"
+        f"output: {output.absolute()} on {seen[0][0]} (rank 0) is another directory than on {hosts}. Every rank writes its "
+        "part of a checkpoint there: set output to a directory that all hosts share (NFS, Lustre...), at the same path on each"
     )
 
 

@@ -118,7 +118,8 @@ def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | No
         host = socket.gethostname()
         if problem := gloo_problem(os.environ, host, addresses_of, interfaces_here):
             raise ProcessGroupError(f"rank {launch.rank} on {host}: {problem}")
-        start = "start-" + agree_on_start(launch.store(timeout_s, "starts"), launch.rank, launch.world_size, timeout_s)
+        starts = launch.store(timeout_s, "starts")  # held until the next is open: if rank 0 serves, its server lives on
+        start = "start-" + agree_on_start(starts, launch.rank, launch.world_size, timeout_s)
     opened = launch.store(timeout_s, start)
     # Keys of an earlier group in the same store (after destroy()) would confuse a new one: count the times.
     prefix = f"megascend/{opened.add(f'megascend/times/{launch.rank}', 1)}"
