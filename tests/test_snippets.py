@@ -385,6 +385,8 @@ COMMANDS = {
     "bash scripts/vllm_env.sh": INSTALLS,
     "bash scripts/test.sh": "what .ci/run runs",
     ".ci/run": "continuous integration itself",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "tests/hosts/test_two_hosts.py",
+    "torchrun --nnodes 2": "tests/hosts/test_two_hosts.py",
     "bash scripts/test_vllm.sh": "needs a vLLM of 3.5 GB; runs tests/real_vllm",
     "megascend train examples/quickstart/quickstart.yaml": "tests/test_snippets.py::test_the_quick_start_runs",
     "megascend train run.yaml --nproc 2": "tests/cli/test_cli_resume.py",

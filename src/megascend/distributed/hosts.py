@@ -1,10 +1,8 @@
 """What differs when ranks are on several hosts: which start of the run a rank belongs to, and where Gloo listens.
 
-torchrun counts restarts on each host by itself: a host that has come back begins at 0, and one whose own ranks have
-not failed
-does not count. Its store may outlive them. So ranks cannot tell by the count which keys in the store are of their
-start; they agree
-on a name.
+torchrun counts restarts on each host by itself: a host that has come back begins at 0, and one whose own ranks have not
+failed does not count. Its store may outlive them. So ranks cannot tell by the count which keys in the store are of their
+start; they agree on a name.
 """
 
 from __future__ import annotations
@@ -30,11 +28,9 @@ POLL_S = 0.05
 def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """A name that the ranks of this start share, and no earlier one has had. Collective.
 
-    Every rank leaves a number of its own. Rank 0 proposes a name together with all numbers that it sees; a rank
-    accepts a
-    proposal that has its number; rank 0 confirms it when all have. A number that a rank of an earlier start has left
-    is in a proposal that
-    is never accepted by all, and replaced as soon as the new number is there.
+    Every rank leaves a number of its own. Rank 0 proposes a name together with all numbers that it sees; a rank accepts a
+    proposal that has its number; rank 0 confirms it when all have. A number that a rank of an earlier start has left is
+    in a proposal that is never accepted by all, and replaced as soon as the new number is there.
 
     Raises:
         CollectiveTimeoutError: ranks did not arrive within ``timeout_s``; the message names them.
@@ -50,8 +46,7 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
                 # All have left a number, but of an earlier start: who has not accepted cannot be told from here.
                 raise CollectiveTimeoutError(
                     f"rank {rank}: the ranks did not agree on a start within {timeout_s:g} s, although each had left a word "
-                    "in the store at some time: one of them, often all of a host, has not come back. Look at
-                    torchrun's "
+                    "in the store at some time: one of them, often all of a host, has not come back. Look at torchrun's "
                     "output on every host"
                 )
             raise CollectiveTimeoutError(did_not_arrive(rank, "start-up", missing, world_size, timeout_s))
@@ -122,11 +117,11 @@ def gloo_problem(
         for name, all_of_it in sorted(interfaces().items())
         if (usable := [text for text in all_of_it if not ipaddress.ip_address(text).is_loopback])
     ]
+    has = ", ".join(others) or "none but the loopback interface"
     said = f"leads to {found[0]}" if found else "leads to no address"
     return (
-        f"the name of this host, {host}, {said}, where Gloo would listen and no other host can connect. Set "
-        f"GLOO_SOCKET_IFNAME to the interface that the hosts share; {host} has {', '.join(others) or 'none but the "
-        f"loopback interface'}"
+        f"the name of this host, {host}, {said}, where Gloo would listen and no other host can connect. "
+        f"Set GLOO_SOCKET_IFNAME to the interface that the hosts share; {host} has {has}"
     )
 
 
