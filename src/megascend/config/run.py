@@ -1,0 +1,266 @@
+"""The run file of ``megascend train``, and what it has in common with that of ``megascend rl``."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from megascend.config.adapters import Lora
+from megascend.config.data import Data, Dpo, Validation
+from megascend.config.explain import explain
+from megascend.config.outputs import Checkpoint, Generation, Profile
+from megascend.config.section import Count, Seconds, Section, Seed, Size
+from megascend.config.training import (
+    Adam,
+    Affinity,
+    Batching,
+    Fsdp,
+    ModuleName,
+    Moe,
+    Parallel,
+    PlatformName,
+    Precision,
+    ProviderOptions,
+    Recompute,
+    Schedule,
+)
+from megascend.errors import ConfigError
+
+RENAMED = {"mindspeed": "provider_options"}
+"""Keys of run files of 0.1 that have another name now; they still load."""
+
+
+def renamed_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings with keys of 0.1 under their present names. Pure.
+
+    Raises:
+        ConfigError: a setting is there under both names.
+    """
+    both = [old for old, new in RENAMED.items() if old in values and new in values]
+    if both:
+        raise ConfigError(f"{both[0]} is now called {RENAMED[both[0]]}, and both are set: leave {both[0]} out")
+    return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
+class TrainerConfig(Section):
+    """What the run files of ``megascend train`` and ``megascend rl`` have in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_earlier_versions(cls, values: Any) -> Any:
+        for old in RENAMED.keys() & values.keys() if isinstance(values, dict) else ():
+            warnings.warn(f"the setting {old} is now called {RENAMED[old]}", FutureWarning, stacklevel=2)
+        return renamed_keys(values) if isinstance(values, dict) else values
+
+    model: Path = Field(description="Hugging Face checkpoint directory")
+    output: Path = Field(description="run directory: metrics.jsonl, plot, TensorBoard log, export")
+    steps: Size = Field(100, description="optimizer steps")
+    platform: PlatformName = "auto"
+    affinity: Affinity = Field(
+        "none", description="numa: every process stays on the CPUs of one NUMA node, its device's where that is known"
+    )
+    plugins: tuple[ModuleName, ...] = Field(
+        (), description="modules that every rank imports first: they register engines, losses, architectures, providers"
+    )
+    engine: str = Field(
+        "megatron",
+        description="what trains: megatron, fsdp (transformers' models under FSDP2), single (transformers in one process), "
+        "or one that a plug-in registers",
+    )
+    precision: Precision = "bf16"
+    tf32: bool = Field(
+        False, description="CUDA only: products of fp32 matrices in TensorFloat-32, with 10 bits of mantissa"
+    )
+    seed: Seed = 1234
+    parallel: Parallel = Parallel()
+    fsdp: Fsdp = Fsdp()
+    optimizer: Adam = Adam()
+    schedule: Schedule = Schedule()
+    recompute: Recompute = Recompute()
+    moe: Moe = Moe()
+    batching: Batching = Batching()
+    checkpoint: Checkpoint = Checkpoint()
+    lora: Lora | None = Field(
+        None,
+        description="freeze the model and train one LoRA adapter; default: all of the model's parameters are trained",
+    )
+    provider: str | None = Field(
+        None,
+        description="what patches Megatron-Core for the platform, by its registered name or as package.module:attribute; "
+        "default: the platform's own",
+    )
+    provider_options: ProviderOptions = Field(
+        {}, description="settings of the provider's own, by name (NPU: arguments of its command line, with underscores)"
+    )
+    trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
+        (),
+        description="where figures go beside metrics.jsonl: tensorboard, wandb, swanlab, trackio, mlflow, or what a plug-in "
+        "registers; by name, or as NAME: {options of its own}",
+    )
+    tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
+    plot: bool = Field(
+        True, description="draw loss, learning rate, gradient norm and throughput to metrics.png at the end"
+    )
+    export: bool = Field(
+        True, description="at the end write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
+    )
+    max_skipped_steps: Size = Field(
+        10, description="stop after this many non-finite steps in a row; the last batch is kept in OUTPUT/non_finite"
+    )
+    timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error")
+    self_check: bool = Field(
+        True,
+        description="hold a small slice of the model against transformers before training; once for a configuration",
+    )
+
+    @property
+    def tracker_options(self) -> dict[str, dict[str, Any]]:
+        """Options of every tracker, by name."""
+        named = [{entry: {}} if isinstance(entry, str) else entry for entry in self.trackers]
+        found = {name: options for entry in named for name, options in entry.items()}
+        return {"tensorboard": {}} | found if self.tensorboard else found
+
+    @model_validator(mode="after")
+    def _trackers(self) -> Self:
+        names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"trackers: {', '.join(twice)} is there twice")
+        return self
+
+    @model_validator(mode="after")
+    def _falling(self) -> Self:
+        lora = self.lora
+        pairs = [("", self.optimizer, self.schedule)]
+        if lora is not None and (lora.optimizer or lora.schedule):
+            pairs.append(("lora.", lora.optimizer or self.optimizer, lora.schedule or self.schedule))
+        for where, optimizer, schedule in pairs:
+            if schedule.kind != "constant" and schedule.min_lr > optimizer.lr:
+                raise ValueError(
+                    f"{where}schedule.min_lr: {schedule.min_lr:g} is above {where}optimizer.lr: {optimizer.lr:g}, from which the "
+                    "learning rate falls to it"
+                )
+        return self
+
+    def schedule_remarks(self) -> list[str]:
+        """What is odd about the schedule for a run of ``steps`` steps."""
+        schedule, steps = self.schedule, self.steps
+        if self.lora is not None and self.lora.schedule is not None:
+            schedule = self.lora.schedule
+        if schedule.warmup_steps >= steps > 0:
+            return [
+                f"schedule.warmup_steps: {schedule.warmup_steps} is not less than steps: {steps}, so that the learning rate "
+                "never reaches optimizer.lr"
+            ]
+        if schedule.kind == "constant" or not 0 < schedule.total_steps < steps:
+            return []
+        return [
+            f"steps: {steps} goes beyond schedule.total_steps: {schedule.total_steps}: the last {steps - schedule.total_steps} "
+            f"steps have the learning rate schedule.min_lr: {schedule.min_lr:g}; leave total_steps out to have the schedule end "
+            "with the run"
+        ]
+
+    def ending_with(self, steps: int) -> Self:
+        """These settings, with schedules that name no end ending with a run of ``steps`` steps.
+
+        Raises:
+            ConfigError: the warm-up of one takes all of them.
+        """
+        changed: dict[str, Any] = {"schedule": self.schedule.ending_with(steps)}
+        if self.lora is not None and self.lora.schedule is not None:
+            changed["lora"] = self.lora.model_copy(update={"schedule": self.lora.schedule.ending_with(steps)})
+        return self.model_copy(update=changed)
+
+
+class RunConfig(TrainerConfig):
+    """Everything ``megascend train`` reads from its YAML file."""
+
+    steps: Count = Field(100, description="optimizer steps; 0: as many as epochs take")
+    epochs: float | None = Field(None, gt=0, description="how often to go through the data, instead of steps")
+    data: Data
+    validation: Validation | None = Field(None, description="measure the loss on samples that are not learned")
+    dpo: Dpo | None = Field(
+        None, description="learn from preference pairs; default: from what the data say, token by token"
+    )
+    generation: Generation | None = Field(None, description="have the model answer prompts at intervals")
+    profile: Profile | None = Field(None, description="write a trace of some steps to OUTPUT/profile")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_decide(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("epochs") is not None:
+            return {"steps": 0} | values
+        return values
+
+    @model_validator(mode="after")
+    def _length(self) -> RunConfig:
+        if self.steps == 0 and self.epochs is None:
+            raise ValueError("steps must be 1 or more, or epochs set (got 0)")
+        if self.steps and self.epochs is not None:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g}: set one of them")
+        if self.steps:
+            self.ending_with(self.steps)
+        return self
+
+    def data_paths(self) -> dict[str, Path | None]:
+        """What the run reads beside the model, by its setting."""
+        return {"data.path": self.data.path, "validation.path": self.validation.path if self.validation else None}
+
+    @property
+    def validation_every(self) -> int:
+        """Steps from one measurement of the validation loss to the next; 0 without a validation set."""
+        return 0 if self.validation is None else self.validation.every
+
+    def of_length(self, samples: int) -> RunConfig:
+        """These settings for so many samples: with ``epochs``, the steps that they take, the last one complete.
+
+        Raises:
+            ConfigError: the warm-up of a schedule takes all steps.
+        """
+        if self.epochs is None:
+            return self.ending_with(self.steps)
+        steps = max(1, math.ceil(self.epochs * samples / self.data.global_batch_size))
+        return self.ending_with(steps).model_copy(update={"steps": steps})
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML run file of ``megascend train`` and apply ``a.b=value`` overrides (values are YAML too).
+
+    Relative ``model``, ``output`` and ``data.path`` are taken from the directory the command runs in.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
+    """
+    return parsed(RunConfig, read_settings(path, overrides), path)
+
+
+Parsed = TypeVar("Parsed", bound=Section)
+
+
+def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Parsed:
+    """The settings ``values`` of a run file, checked.
+
+    Raises:
+        ConfigError: they are not what ``kind`` has; the message names the file, and every key.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, str(path))) from None
+
+
+def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """The settings in a YAML file with ``a.b=value`` overrides applied, not checked.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, or an override is malformed.
+    """
+    from megascend.config.run_file import apply_overrides, read_yaml
+
+    values = read_yaml(Path(path))
+    apply_overrides(values, overrides or [])
+    return values

@@ -1,0 +1,195 @@
+"""How a model is divided, trained and fed: settings of every engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+
+from megascend.config.section import Beta, Count, Section, Size
+from megascend.errors import ConfigError
+
+Precision = Literal["fp32", "fp16", "bf16"]
+PlatformName = Literal["auto", "cpu", "cuda", "npu"]
+Affinity = Literal["none", "numa"]
+ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
+
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
+ProviderOptions = dict[str, bool | int | float | str | None]
+
+ModuleName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]
+
+
+class Parallel(Section):
+    """How the ranks divide the work. Data parallelism takes what the others leave of the world size."""
+
+    tensor: Size = Field(1, description="tensor parallel size (TP)")
+    pipeline: Size = Field(1, description="pipeline parallel size (PP)")
+    virtual_pipeline: Size = Field(1, description="model chunks per pipeline rank (VPP); above 1 needs pipeline > 1")
+    context: Size = Field(1, description="context parallel size (CP): the sequence is split over these ranks")
+    context_algorithm: ContextAlgorithm = Field(
+        "ring",
+        description="how CP ranks meet: ring (keys and values travel from rank to rank), all_gather (of keys and values) "
+        "or ulysses (all-to-all over the heads)",
+    )
+    expert: Size = Field(1, description="expert parallel size (EP), MoE models only")
+    expert_tensor: Size | None = Field(None, description="tensor parallel size inside an expert (ETP); default: tensor")
+    sequence: bool | None = Field(
+        None, description="sequence parallelism beside TP; default: on for MoE with TP > 1, else off"
+    )
+
+
+class Adam(Section):
+    """AdamW as Megatron runs it: fp32 main parameters, global gradient-norm clipping."""
+
+    lr: float = Field(1e-5, ge=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="not applied to biases and one-dimensional weights")
+    max_grad_norm: float = Field(1.0, ge=0, description="0 switches clipping off; the norm is reported either way")
+    distributed: bool = Field(True, description="shard the optimizer state over data parallel ranks (ZeRO-1)")
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass still runs")
+    overlap_param_gather: bool = Field(False, description="gather updated parameters while the forward pass runs")
+
+    @model_validator(mode="after")
+    def _overlaps(self) -> Adam:
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
+        return self
+
+
+class Schedule(Section):
+    """Learning-rate schedule. Step 0 is the first optimizer step; skipped steps advance it too."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = Field(0, description="linear warm-up from 0 to lr over these steps")
+    total_steps: Count = Field(
+        0, description="step at which linear and cosine reach min_lr; 0 in a run file: the last step of the run"
+    )
+    min_lr: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _total(self) -> Schedule:
+        if self.kind != "constant" and 0 < self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.kind} needs total_steps > warmup_steps, got {self.total_steps} and {self.warmup_steps}"
+            )
+        return self
+
+    def ending_with(self, steps: int) -> Schedule:
+        """This schedule; one that names no end ends with a run of ``steps`` steps.
+
+        Raises:
+            ConfigError: the warm-up takes all of them.
+        """
+        if self.kind == "constant" or self.total_steps:
+            return self
+        if self.warmup_steps >= steps:
+            raise ConfigError(
+                f"schedule.warmup_steps: {self.warmup_steps} takes all of the {steps} steps of the run (steps, or what epochs "
+                f"take), and kind: {self.kind} needs some after them: lower it"
+            )
+        return Schedule(**self.model_dump() | {"total_steps": steps})
+
+
+class Recompute(Section):
+    """Which activations are dropped in the forward pass and computed again in the backward pass."""
+
+    granularity: Literal["none", "full", "selective"] = "none"
+    layers: Size = Field(1, description="full: layers in one recomputed block")
+    modules: tuple[RecomputeModule, ...] = Field(
+        ("core_attn",),
+        description="selective: any of core_attn, layernorm, mlp (dense ones), moe, moe_act, shared_experts, mla_up_proj",
+    )
+
+
+class Moe(Section):
+    """Mixture of experts."""
+
+    aux_loss: Literal["none", "megatron", "transformers"] = Field(
+        "none",
+        description="load-balancing loss, by whose formula: megatron (each layer by itself, divided by the experts of a token, "
+        "summed) or transformers (all layers pooled); off by default, as when transformers fine-tunes such a model",
+    )
+    aux_loss_coefficient: float = Field(0.0, ge=0, description="what it is multiplied by")
+    bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="how far the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1) moves in a step towards an equal load; "
+        "0: not at all, as in transformers",
+    )
+    experts: Literal["upstream", "grouped"] = Field(
+        "upstream",
+        description="engine megatron: who computes experts: upstream (Transformer Engine, MindSpeed) or grouped (CUDA in bf16: "
+        "all experts of a rank in one product, tokens permuted without a wait for the device)",
+    )
+
+    @model_validator(mode="after")
+    def _formula(self) -> Moe:
+        if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
+            raise ValueError(
+                f"aux_loss_coefficient={self.aux_loss_coefficient:g} does not say which formula it is of: set moe.aux_loss to "
+                "megatron (what megascend 0.1 always used) or to transformers (router_aux_loss_coef of a model's config)"
+            )
+        if self.aux_loss != "none" and self.aux_loss_coefficient == 0:
+            raise ValueError(f"aux_loss: {self.aux_loss} needs aux_loss_coefficient above 0")
+        return self
+
+
+class Fsdp(Section):
+    """How engine fsdp spreads a model over its ranks."""
+
+    replicate: Size = Field(
+        1, description="copies of the model, each spread over an equal number of ranks (HSDP); 1: one, over all of them"
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="free a layer's gathered parameters after its forward pass and gather them again for the backward pass",
+    )
+    offload: bool = Field(
+        False, description="parameters, gradients and moments stay in host memory, where the optimizer steps"
+    )
+    compile: bool = Field(
+        False,
+        description="torch.compile for each layer: faster steps, after a minute or two of compiling in the first ones",
+    )
+
+
+class Batching(Section):
+    """How samples become micro batches."""
+
+    packing: bool = Field(True, description="concatenate samples (THD) instead of padding them")
+    micro_batch_tokens: Size | Literal["auto"] = Field(
+        4096,
+        description="token budget of one micro batch, padding included; auto in a run file of `megascend train`: as many as "
+        "the device's memory has room for, measured when the run starts",
+    )
+    max_length: Size | None = Field(None, description="longest sample allowed; default: what the model allows")
+
+    @field_validator("micro_batch_tokens", mode="wrap")
+    @classmethod
+    def _number_or_auto(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+        """One message instead of one for each kind of value."""
+        try:
+            return validated(value)
+        except ValidationError:
+            raise ValueError("must be auto, or a whole number of 1 or more") from None
+
+    @property
+    def budget(self) -> int:
+        """Tokens of one micro batch.
+
+        Raises:
+            ConfigError: they are to be found first.
+        """
+        if self.micro_batch_tokens == "auto":
+            raise ConfigError(
+                "batching.micro_batch_tokens: auto is for run files of `megascend train`, which measures; set a number, for "
+                "example 4096"
+            )
+        return self.micro_batch_tokens
+
+    def with_budget(self, tokens: int) -> Batching:
+        """These settings with another number of tokens."""
+        return self.model_copy(update={"micro_batch_tokens": tokens})
