@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,15 @@ def pytest_report_header() -> list[str]:
         ]
     mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or "the double in tests/doubles"
     return [*notes, f"on the simulated Ascend device, with MindSpeed from {mindspeed}"]
+
+
+@pytest.fixture(autouse=True)
+def own_messages_as_before() -> Iterator[None]:
+    """A command that runs in this process shows megascend's messages from then on; other tests are no commands."""
+    logger = logging.getLogger("megascend")
+    handlers, propagate = list(logger.handlers), logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
 
 
 @pytest.fixture(scope="session")

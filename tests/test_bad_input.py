@@ -378,7 +378,7 @@ def test_batching_max_length_is_the_limit_that_is_named(checkpoint):
 
 def test_an_unknown_loss_is_refused(checkpoint):
     found = errors(2, lambda: forward_backward(good, "hinge")(build(checkpoint)))
-    assert_all(found, ConfigError, "'hinge'", "cross_entropy, importance_sampling, ppo, dpo")
+    assert_all(found, ConfigError, "'hinge'", "cross_entropy, importance_sampling, ppo,", "dpo")
 
 
 def test_a_loss_of_the_wrong_shape_is_refused(checkpoint):

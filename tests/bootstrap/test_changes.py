@@ -61,6 +61,7 @@ FINE = (
             "view.__class__",
             "view.pp_size",
             "view.ep_pp_size",
+            "first.width",  # of a table that the run log has made
             "session.on_trace_ready",  # of the profiler that the run has made
             "backend.groups.monitor.last_words",
             "backend.on_micro_batch",

@@ -118,6 +118,8 @@ def tree(folder: Path) -> dict[str, bytes | None]:
     found: dict[str, bytes | None] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
+        if "__pycache__" in name:  # Python's own, of a module of the user's
+            continue
         if name.startswith("out/errors") or (
             name == "out" and path.is_dir() and [*path.iterdir()] == [path / "errors"]
         ):

@@ -32,7 +32,7 @@ LAYOUTS = {
     "DP2": (2, {}, "qwen3"),
     "MoE EP2": (2, {"expert": 2}, "qwen3_moe"),
 }
-IN_CI = {("single", 0), ("single", 1), ("TP2", 0), ("MoE EP2", 0)}
+IN_CI = {("single", 0), ("single", 1), *((layout, 0) for layout in LAYOUTS)}
 KILLS = [
     pytest.param(layout, seed, marks=[] if (layout, seed) in IN_CI else [pytest.mark.nightly])
     for layout in LAYOUTS

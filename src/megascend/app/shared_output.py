@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascend.distributed.objects import gather_objects
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ def check_shared(backend: Backend, output: Path) -> None:
     """
     if not backend.groups.launch.several_hosts:
         return
+    from megascend.distributed.objects import gather_objects  # imports torch, which reading a run file does not need
 
     def mark() -> str:
         output.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 
 def show_messages(environment: Mapping[str, str] = os.environ) -> None:
@@ -52,4 +53,11 @@ def several_ranks(environment: Mapping[str, str]) -> bool:
 
 
 class _Shown(logging.StreamHandler):
-    """Known by its class, so that it is added once."""
+    """Known by its class, so that it is added once. Writes to what is stderr then: a test may have had another one."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # type: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
