@@ -161,6 +161,39 @@ def test_abbreviations_are_written_out_where_they_first_appear(page: str) -> Non
     assert bare == []
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and GitHub make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "cookbook" / "README.md"]
+
+
+@pytest.mark.parametrize("page", sorted(LINKING), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = link.partition("#")
+        if file.startswith("http"):
+            continue
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    navigation = text[text.index("\nnav:") :]
+    listed = re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+    parts = re.findall(r"^  - ([\w ]+):$", navigation, re.MULTILINE)
+    assert parts == ["Getting started", "Guides", "Reference", "Internals", "Measurements"]
+
+
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """As `pip install -e '.[docs]'` and `mkdocs build --strict` do it."""
     from importlib.util import find_spec
