@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What somebody with 1 to 8 Ascend cards runs once, and sends back: doctor, operators, collectives, recipes, parity with
-# Hugging Face, a kill and a resume, speed and memory. docs/npu.md, "The first run on cards", says how and what for.
+# Hugging Face, a kill and a resume, speed and memory. docs/npu-acceptance.md says how and what for.
 #
-#   bash scripts/npu_acceptance.sh [--simulated [--double]] [--cards N] [--only SECTION,...] [--quick] [--deadline S]
+#   bash scripts/npu_acceptance.sh [--simulated [--stand-in]] [--cards N] [--only SECTION,...] [--quick] [--deadline S]
 #                                  [--out FILE] [--folder DIR]
 #
 # --simulated   no cards needed: `megascend simnpu`. Its times and memory say nothing about hardware.
-# --double      the tests' double of MindSpeed instead of MindSpeed; only with --simulated
+# --stand-in    the stand-in for MindSpeed in tests/doubles instead of MindSpeed; only with --simulated
 # --only        doctor, operators, collectives, recipes, parity, resume, speed (default: all of them)
 #
 # MEGASCEND_MINDSPEED   a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed
@@ -16,11 +16,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python}
-simulated='' double='' passed=()
+simulated='' stand_in='' passed=()
 for argument in "$@"; do
   case $argument in
     --simulated) simulated=yes ;;
-    --double) double=yes passed+=(--double) ;;
+    --stand-in) stand_in=yes passed+=(--stand-in) ;;
     -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
     *) passed+=("$argument") ;;
   esac

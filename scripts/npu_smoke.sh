@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Run every recipe of cookbook/ascend on 8 cards, or on the simulated device, and say in a table how each one went.
 #
-#   bash scripts/npu_smoke.sh [--simulated [--double]] [RECIPE...]
+#   bash scripts/npu_smoke.sh [--simulated [--stand-in]] [RECIPE...]
 #
 # --simulated   no cards needed: `megascend simnpu`. Its times and memory say nothing about hardware.
-# --double      the tests' double of MindSpeed instead of MindSpeed; only with --simulated
+# --stand-in    the stand-in for MindSpeed in tests/doubles instead of MindSpeed; only with --simulated
 # RECIPE        tp_npu, tp_moe_npu, tp_moe_cp_npu, multi_lora_npu (default: all of them)
 #
 # MEGASCEND_MINDSPEED        a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed
@@ -18,12 +18,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python} MEGASCEND_RUN=${MEGASCEND_RUN:-runs/npu_smoke}
 deadline=${MEGASCEND_SMOKE_DEADLINE:-600}
-simulated='' double='' recipes=()
+simulated='' stand_in='' recipes=()
 
 for argument in "$@"; do
   case $argument in
     --simulated) simulated=yes ;;
-    --double) double=yes ;;
+    --stand-in) stand_in=yes ;;
     -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
     *)
       [ -f "cookbook/ascend/$argument.py" ] || { echo "no recipe cookbook/ascend/$argument.py" >&2; exit 2; }

@@ -5,7 +5,7 @@
 #   bash scripts/test.sh [0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
 #
 # Without "npu": everything but the Ascend path. With it: the Ascend path, in a process of its own on the simulated device,
-# with the tests' double of MindSpeed, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
+# with the stand-in for MindSpeed in tests/doubles, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
 #
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
 # MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: cores + 1, at most 8)
@@ -50,7 +50,7 @@ if [ "$part" = main ]; then
   run_tests "$@"
 else
   export SIMNPU=1
-  echo "== tests of the Ascend path on stack $stack, MindSpeed: ${MEGASCEND_MINDSPEED:-the tests double}"
+  echo "== tests of the Ascend path on stack $stack, MindSpeed: ${MEGASCEND_MINDSPEED:-the stand-in in tests/doubles}"
   if [ "${1:-}" = --verify-simulator ]; then
     shift
     if [ "$#" -gt 0 ]; then echo "--verify-simulator runs all of tests/simnpu: no further arguments" >&2; exit 2; fi

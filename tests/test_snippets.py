@@ -110,7 +110,7 @@ REASONS = {
         "sync = megascend.WeightSync(",
     ): "needs engines; tests/weightsync/test_push.py::test_engines_get_the_checkpoint_bit_for_bit makes these calls",
     (
-        "docs/npu.md",
+        "docs/simnpu.md",
         "from simnpu import call_log",
     ): "needs the simulated device; tests/npu/test_attention_calls.py does the same",
 }

@@ -90,7 +90,7 @@ def accept(tmp_path: Path):
     private = {"TEST_API_TOKEN": "hush-hush", "HOSTNAME": "cobalt-node17", "USER": "evelyn"}
     own = private | {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(entries), "OMP_NUM_THREADS": "1"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MEGASCEND_", "HCCL_"))}
-    double = [] if "MEGASCEND_MINDSPEED" in os.environ else ["--double"]
+    double = [] if "MEGASCEND_MINDSPEED" in os.environ else ["--stand-in"]
     inherited |= {name: os.environ[name] for name in ("MEGASCEND_MINDSPEED",) if name in os.environ}
 
     def run(*arguments: str, sabotage: str = "") -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
@@ -197,8 +197,8 @@ def test_a_section_over_its_deadline_fails_and_the_command_line_is_checked(accep
     (section,) = report["sections"]
     assert section["problem"] == "not done after 1 s"
     for arguments, message in (
-        (["--double"], "--double needs --simulated"),
-        (["--simulated", "--double", "--only", "all"], "ConfigError: no section all"),
+        (["--stand-in"], "--stand-in needs --simulated"),
+        (["--simulated", "--stand-in", "--only", "all"], "ConfigError: no section all"),
     ):
         script = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), *arguments]
         environment = os.environ | {"PYTHON": sys.executable}

@@ -70,7 +70,7 @@ def cells(output: str, recipe: str) -> list[str]:
 
 
 def test_a_recipe_that_went_through_has_its_figures_in_the_table(smoke) -> None:
-    done = smoke("--simulated", "--double", "tp_npu")
+    done = smoke("--simulated", "--stand-in", "tp_npu")
     assert done.returncode == 0, done.stdout + done.stderr
     *figures, seconds, verdict = cells(done.stdout, "tp_npu")
     assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201"]
@@ -79,7 +79,7 @@ def test_a_recipe_that_went_through_has_its_figures_in_the_table(smoke) -> None:
 
 
 def test_a_failure_shows_the_rank_that_raised_and_ends_with_1(smoke, tmp_path: Path) -> None:
-    done = smoke("--simulated", "--double", MEGASCEND_SMOKE_DEADLINE="2")
+    done = smoke("--simulated", "--stand-in", MEGASCEND_SMOKE_DEADLINE="2")
     assert done.returncode == 1
     assert cells(done.stdout, "tp_npu")[-1] == "OK"
     assert cells(done.stdout, "tp_moe_npu")[1:6] == ["-"] * 5
@@ -94,9 +94,9 @@ def test_a_failure_shows_the_rank_that_raised_and_ends_with_1(smoke, tmp_path: P
 
 
 def test_the_heading_says_what_stood_for_mindspeed_and_the_device(smoke, tmp_path: Path) -> None:
-    done = smoke("--simulated", "--double", "tp_npu")
+    done = smoke("--simulated", "--stand-in", "tp_npu")
     assert done.stdout.startswith(
-        "device: simulated (its times say nothing about cards)\nMindSpeed: the tests' double, not MindSpeed\n"
+        "device: simulated (its times say nothing about cards)\nMindSpeed: a stand-in, not MindSpeed\n"
     )
     checkout = tmp_path / "checkout"
     (checkout / "mindspeed").mkdir(parents=True)
@@ -109,8 +109,8 @@ def test_the_heading_says_what_stood_for_mindspeed_and_the_device(smoke, tmp_pat
     ("arguments", "message"),
     [
         (("--simulated",), "no mindspeed for"),
-        (("--double",), "--double needs --simulated"),
-        (("--simulated", "--double", "tp_other"), "no recipe cookbook/ascend/tp_other.py"),
+        (("--stand-in",), "--stand-in needs --simulated"),
+        (("--simulated", "--stand-in", "tp_other"), "no recipe cookbook/ascend/tp_other.py"),
     ],
 )
 def test_it_does_not_start_without_what_it_needs(smoke, arguments: tuple[str, ...], message: str) -> None:

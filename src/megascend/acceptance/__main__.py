@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     sections = plan.chosen(options.only)
     folder = Path(options.folder or tempfile.mkdtemp(prefix="megascend-acceptance-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    settings = Settings(folder, cards, simulated, options.double, options.quick)
+    settings = Settings(folder, cards, simulated, options.stand_in, options.quick)
     scrub = privacy.of_this_machine(os.environ)
 
     done = []
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", default="npu_acceptance.tar.gz", metavar="FILE", help="the bundle (default: here)")
     parser.add_argument("--folder", default="", metavar="DIR", help="for models and logs (default: a temporary one)")
-    parser.add_argument("--double", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not 0 <= options.cards <= MOST_CARDS:
         raise ConfigError(f"--cards {options.cards}: 1 to {MOST_CARDS} cards of one host can take part")

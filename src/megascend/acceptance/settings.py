@@ -13,14 +13,14 @@ class Settings:
     folder: where models, logs and results of this run go.
     cards: how many cards take part.
     simulated: on the simulated device: bounds are those of a CPU, and speed means nothing.
-    double: the tests' double of MindSpeed stands for MindSpeed.
+    stand_in: the stand-in of the tests takes MindSpeed's place.
     quick: a few cases of every section only.
     """
 
     folder: Path
     cards: int
     simulated: bool = False
-    double: bool = False
+    stand_in: bool = False
     quick: bool = False
 
     def to_json(self) -> str:
