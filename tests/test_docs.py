@@ -154,6 +154,9 @@ GUIDES = (
         "docs/npu.md",
         "docs/npu-acceptance.md",
         "docs/simnpu.md",
+        "docs/fsdp.md",
+        "docs/fsdp-numerics.md",
+        "docs/fsdp-internals.md",
     ),
 )
 
