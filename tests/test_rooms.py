@@ -1,4 +1,4 @@
-"""The rooms of the house and the direction of imports: docs/architecture.md lists them from below to above, and this holds it.
+"""Packages and the direction of imports between them: the code is compared with the table of docs/architecture.md.
 
 Imports inside functions and those for type checkers count like all others.
 """
@@ -16,16 +16,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 FACADE = "megascend"
-"""``megascend/__init__.py``, a room of its own: names that are loaded when they are used."""
+"""``megascend/__init__.py``, a package of its own: names that are loaded when they are used."""
 BESIDE = ("simnpu", "weightwire")
-"""Packages of their own in src, each a room."""
+"""Packages of their own in src, each a package in the table."""
 PROGRAMS = {"megascend.__main__", "megascend.__init__"}
 
 
-def rooms() -> list[str]:
-    """Names of the rooms, lowest first, as the table of docs/architecture.md has them."""
+def packages() -> list[str]:
+    """Names of the packages, lowest first, as the table of docs/architecture.md has them."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    table = text.split("## The rooms", 1)[1].split("\n## ", 1)[0]
+    table = text.split("## Packages", 1)[1].split("\n## ", 1)[0]
     return [match[1].rstrip("/") for match in re.finditer(r"^\| `([\w/]+)` \|", table, re.MULTILINE)]
 
 
@@ -57,34 +57,34 @@ def imported(name: str) -> Iterator[str]:
                 yield candidate.rpartition(".")[0]
 
 
-def room(name: str) -> str:
-    """The room that a module is in."""
+def package(name: str) -> str:
+    """The package that a module is in."""
     parts = name.split(".")
     return parts[0] if parts[0] in BESIDE else FACADE if len(parts) == 1 else parts[1]
 
 
-def test_the_table_has_every_room_and_no_other() -> None:
-    there = {room(name) for name in modules() if name not in PROGRAMS}
-    assert sorted(there - set(rooms())) == [], "not in the table of docs/architecture.md"
-    assert sorted(set(rooms()) - there) == [], "in the table of docs/architecture.md, but not in src"
-    assert len(rooms()) == len(set(rooms()))
+def test_the_table_has_every_package_and_no_other() -> None:
+    there = {package(name) for name in modules() if name not in PROGRAMS}
+    assert sorted(there - set(packages())) == [], "not in the table of docs/architecture.md"
+    assert sorted(set(packages()) - there) == [], "in the table of docs/architecture.md, but not in src"
+    assert len(packages()) == len(set(packages()))
 
 
 def test_imports_point_one_way() -> None:
-    order = {name: place for place, name in enumerate(rooms())}
+    order = {name: place for place, name in enumerate(packages())}
     upward = [
-        f"{name} ({room(name)}) imports {other} ({room(other)})"
+        f"{name} ({package(name)}) imports {other} ({package(other)})"
         for name in modules()
         if name not in PROGRAMS
         for other in imported(name)
-        if order[room(other)] > order[room(name)]
+        if order[package(other)] > order[package(name)]
     ]
     assert upward == []
 
 
 @pytest.mark.parametrize("package", [*BESIDE, "megascend"])
 def test_there_are_no_circles(package: str) -> None:
-    """Not among the modules of one room either."""
+    """Not among the modules of one package either."""
     edges = {
         name: sorted({other for other in imported(name) if other != name})
         for name in modules()
@@ -114,9 +114,9 @@ def test_packages_beside_megascend_know_nothing_of_it(package: str) -> None:
     assert [
         (name, other)
         for name in modules()
-        if room(name) == package
+        if package(name) == package
         for other in imported(name)
-        if room(other) != package
+        if package(other) != package
     ] == []
 
 

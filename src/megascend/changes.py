@@ -1,6 +1,6 @@
 """What megascend has changed in this process, line by line, for ``Runtime.changes``, ``megascend doctor`` and the log.
 
-One ledger for all rooms: what is changed here is the process's, and whoever changes it may know no Runtime. Every attribute
+One ledger for all packages: what is changed here is the process's, and whoever changes it may know no Runtime. Every attribute
 of others' modules, classes and objects is set through :func:`patch` or :func:`patched`; other changes are told to
 :func:`changed`. ``tests/bootstrap/test_changes.py`` finds what is not.
 """
