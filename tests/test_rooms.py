@@ -57,14 +57,14 @@ def imported(name: str) -> Iterator[str]:
                 yield candidate.rpartition(".")[0]
 
 
-def package(name: str) -> str:
+def package_of(name: str) -> str:
     """The package that a module is in."""
     parts = name.split(".")
     return parts[0] if parts[0] in BESIDE else FACADE if len(parts) == 1 else parts[1]
 
 
 def test_the_table_has_every_package_and_no_other() -> None:
-    there = {package(name) for name in modules() if name not in PROGRAMS}
+    there = {package_of(name) for name in modules() if name not in PROGRAMS}
     assert sorted(there - set(packages())) == [], "not in the table of docs/architecture.md"
     assert sorted(set(packages()) - there) == [], "in the table of docs/architecture.md, but not in src"
     assert len(packages()) == len(set(packages()))
@@ -73,11 +73,11 @@ def test_the_table_has_every_package_and_no_other() -> None:
 def test_imports_point_one_way() -> None:
     order = {name: place for place, name in enumerate(packages())}
     upward = [
-        f"{name} ({package(name)}) imports {other} ({package(other)})"
+        f"{name} ({package_of(name)}) imports {other} ({package_of(other)})"
         for name in modules()
         if name not in PROGRAMS
         for other in imported(name)
-        if order[package(other)] > order[package(name)]
+        if order[package_of(other)] > order[package_of(name)]
     ]
     assert upward == []
 
@@ -114,9 +114,9 @@ def test_packages_beside_megascend_know_nothing_of_it(package: str) -> None:
     assert [
         (name, other)
         for name in modules()
-        if package(name) == package
+        if package_of(name) == package
         for other in imported(name)
-        if package(other) != package
+        if package_of(other) != package
     ] == []
 
 
