@@ -79,7 +79,9 @@ failed=()
 [ "$#" -gt 0 ] || set -- sdist none track wandb swanlab trackio mlflow stack-0-16 stack-0-15
 for extra in "$@"; do
   echo "== $extra"
-  if [ "$extra" = sdist ]; then try_sdist || failed+=(sdist); else try_extra "$extra" || failed+=("$extra"); fi
+  SECONDS=0
+  if [ "$extra" = sdist ]; then try=(try_sdist); else try=(try_extra "$extra"); fi
+  if "${try[@]}"; then echo "worked, in $SECONDS s"; else failed+=("$extra"); fi
   [ -n "${MEGASCEND_RELEASE:-}" ] || rm -rf "${folder:?}/$extra"
 done
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.backend import Backend
 from megascend.bootstrap import engines
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
+from megascend.deprecation import MINDSPEED, renamed_argument
 from megascend.engines.context import engine_context
 from megascend.errors import ConfigError, TopologyError
 
@@ -122,13 +122,13 @@ class MegatronBackend(Backend):
         self_check: hold a small slice of the model against transformers first (docs/limits.md); a few seconds, once for a
             configuration.
         provider: as for :func:`megascend.bootstrap`.
-        mindspeed: the earlier name of ``provider_options``.
 
     Raises:
         ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
         CollectiveTimeoutError, SelfCheckError: before any training, on every rank.
     """
 
+    @renamed_argument(MINDSPEED)
     def __init__(
         self,
         model: str | Path,
@@ -148,13 +148,7 @@ class MegatronBackend(Backend):
         save_timeout_s: float = 1800.0,
         self_check: bool = True,
         provider: str | None = None,
-        mindspeed: Mapping[str, bool | int | float | str | None] | None = None,
     ) -> None:
-        if mindspeed is not None:
-            warnings.warn("mindspeed= is now called provider_options=", FutureWarning, stacklevel=2)
-            if provider_options is not None:
-                raise ConfigError("mindspeed= is now called provider_options=, and both are given: leave mindspeed out")
-            provider_options = mindspeed
         batches = _with_number(batching)
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:

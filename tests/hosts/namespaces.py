@@ -75,6 +75,19 @@ class Hosts:
         """Take a host's network link ``down`` or ``up``: it neither closes connections nor refuses them."""
         _ip("-n", self.namespace(number), "link", "set", "eth0", state)
 
+    def give_up_after(self, number: int, retransmissions: int) -> None:
+        """Set how often a host's TCP repeats what nobody acknowledges; 5 are 13 s on this link, Linux's 15 are 15 minutes."""
+        setting = f"net.ipv4.tcp_retries2={retransmissions}"
+        _ip("netns", "exec", self.namespace(number), "sysctl", "-q", "-w", setting)
+
+    def running_on(self, number: int) -> list[str]:
+        """Command lines of a host's processes."""
+        found = []
+        for pid in _ip("netns", "pids", self.namespace(number)).split():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
     def kill(self, number: int) -> None:
         """End every process of a host at once."""
         pids = _ip("netns", "pids", self.namespace(number)).split()

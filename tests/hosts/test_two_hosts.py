@@ -82,7 +82,7 @@ def start_both(two: Hosts, folder: Path, *arguments: str, restarts: int = 0, own
     return [two.start(n, command, logs(folder)[n], environment(), folder, own_disk) for n in (0, 1)]
 
 
-def test_a_host_is_lost_and_comes_back_and_the_run_ends_as_if_nothing_had_been(two, folder) -> None:
+def test_a_host_is_lost_and_comes_back_and_the_run_resumes_from_its_checkpoint(two, folder) -> None:
     settings = ("--resume", "auto", "--set", "steps=2000")
     a, b = start_both(two, folder, *settings, restarts=3)
     saved = folder / "out" / "checkpoints" / "latest"
@@ -104,13 +104,31 @@ def test_a_host_is_lost_and_comes_back_and_the_run_ends_as_if_nothing_had_been(t
     assert found == list(range(1, len(found) + 1))
 
 
-def test_a_host_whose_link_is_down_is_named_on_the_other(two, folder) -> None:
+def test_a_host_whose_link_is_down_is_named_on_the_other_and_ends_on_both(two, folder) -> None:
+    """On the silent host, torchrun waits for an answer of the rendezvous for as long as TCP does."""
+    two.give_up_after(1, retransmissions=5)
     a, b = start_both(two, folder, "--set", "steps=2000")
     wait_until(lambda: len(steps(folder)) > 3, DEADLINE_S, [a, b], logs(folder))
     two.link(1, "down")
     assert a.wait(120) != 0
-    errors = "".join(path.read_text() for path in (folder / "out" / "errors").glob("*.json"))
-    assert "on host-b" in errors
+    assert b.wait(120) != 0
+    errors = [path.read_text() for path in sorted((folder / "out" / "errors").glob("*.json"))]
+    assert len(errors) == 2
+    assert "on host-b" in errors[0]
+    assert "on host-a" in errors[1]
+
+
+def test_ranks_of_a_silent_host_end_while_torchrun_waits_for_the_network(two, folder) -> None:
+    a, b = start_both(two, folder, "--set", "steps=2000")
+    wait_until(lambda: len(steps(folder)) > 3, DEADLINE_S, [a, b], logs(folder))
+    two.link(1, "down")
+    ranks = [line for line in two.running_on(1) if "torch.distributed.run" not in line]
+    assert len(ranks) == 1, ranks
+    wait_until(lambda: all("torch.distributed.run" in line for line in two.running_on(1)), 120, [b], logs(folder))
+    assert b.poll() is None
+    assert "on host-a" in "".join(path.read_text() for path in (folder / "out" / "errors").glob("*rank-1.json"))
+    two.link(1, "up")
+    assert b.wait(120) != 0
 
 
 def test_separate_disks_are_refused_before_the_first_step(two, folder) -> None:

@@ -11,7 +11,6 @@ from megascend.config.adapters import Adapters, CudaGraphs, Lora
 from megascend.config.data import DATA_COLUMNS, Data, Dpo, Validation
 from megascend.config.outputs import Checkpoint, Generation, Profile, Prompt, PromptMessage
 from megascend.config.run import (
-    RENAMED,
     Parsed,
     RunConfig,
     TrainerConfig,
@@ -40,7 +39,6 @@ from megascend.config.training import (
 
 __all__ = [
     "DATA_COLUMNS",
-    "RENAMED",
     "Adam",
     "Adapters",
     "Affinity",

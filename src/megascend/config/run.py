@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,22 +28,20 @@ from megascend.config.training import (
     Recompute,
     Schedule,
 )
+from megascend.deprecation import SETTINGS
 from megascend.errors import ConfigError
-
-RENAMED = {"mindspeed": "provider_options"}
-"""Keys of run files of 0.1 that have another name now; they still load."""
 
 
 def renamed_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings with keys of 0.1 under their present names. Pure.
+    """A run's settings with keys of earlier versions under their present names. Pure.
 
     Raises:
         ConfigError: a setting is there under both names.
     """
-    both = [old for old, new in RENAMED.items() if old in values and new in values]
-    if both:
-        raise ConfigError(f"{both[0]} is now called {RENAMED[both[0]]}, and both are set: leave {both[0]} out")
-    return {RENAMED.get(key, key): value for key, value in values.items()}
+    for old, renamed in SETTINGS.items():
+        if old in values and renamed.new in values:
+            renamed.refuse_both()
+    return {SETTINGS[key].new if key in SETTINGS else key: value for key, value in values.items()}
 
 
 class TrainerConfig(Section):
@@ -53,8 +50,8 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _keys_of_earlier_versions(cls, values: Any) -> Any:
-        for old in RENAMED.keys() & values.keys() if isinstance(values, dict) else ():
-            warnings.warn(f"the setting {old} is now called {RENAMED[old]}", FutureWarning, stacklevel=2)
+        for old in SETTINGS.keys() & values.keys() if isinstance(values, dict) else ():
+            SETTINGS[old].warn()
         return renamed_keys(values) if isinstance(values, dict) else values
 
     model: Path = Field(description="Hugging Face checkpoint directory")

@@ -287,7 +287,10 @@ class HangMonitor:
         if self._heartbeat is None:
             return Diagnosis(Kind.LATE if blamed else Kind.FINE, blamed, (), "")
         if peers is None:
-            reason = "the store in which ranks tell what they do does not answer; whoever serves it is gone"
+            reason = (
+                "the store in which ranks tell what they do does not answer; whoever serves it"
+                f"{self._heartbeat.store_address} is gone, or the network to it is"
+            )
             return Diagnosis(Kind.GONE, blamed, (reason,), "What the ranks do is unknown")
         mine = self._describe(stack, 0, waiting=self._waits_on_host)
         return diagnose(self._rank, mine, peers, blamed or None)

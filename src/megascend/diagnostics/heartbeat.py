@@ -102,6 +102,7 @@ class Heartbeat:
         attend: Callable[[Heartbeat], None],
     ) -> None:
         self._store, self._rank = store, rank
+        self.store_address = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""  # of torch's TCPStore
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._snapshot, self._changed, self._attend = snapshot, changed, attend
         self._tick = TICK_S * max(1.0, world_size / 512)
