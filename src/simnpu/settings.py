@@ -18,8 +18,6 @@ FORMER_NAMES = {
     for name in (ACTIVE_VARIABLE, DEVICES_VARIABLE, OBJECTS_VARIABLE, LOG_VARIABLE, NAME_VARIABLE, PYTHON_VARIABLE)
 }
 """Names of version 0.1, each with the one that took its place. They are still read, with a line on stderr."""
-FORMER_NAMES_END = "0.4"
-"""The version that reads them no longer."""
 
 _formerly = {name: former for former, name in FORMER_NAMES.items()}
 _warned: set[str] = set()
@@ -46,7 +44,4 @@ def under_present_names(env: Mapping[str, str]) -> dict[str, str]:
 def _warn(former: str, name: str) -> None:
     if former not in _warned:
         _warned.add(former)
-        print(
-            f"simnpu: {former} is now called {name}; set {name}, since {FORMER_NAMES_END} will no longer know {former}",
-            file=sys.stderr,
-        )
+        print(f"simnpu: {former} is now called {name}; set {name}, since the former name will go", file=sys.stderr)

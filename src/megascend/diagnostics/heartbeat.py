@@ -102,7 +102,8 @@ class Heartbeat:
         attend: Callable[[Heartbeat], None],
     ) -> None:
         self._store, self._rank = store, rank
-        self.store_address = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""  # of torch's TCPStore
+        host, port = getattr(store, "host", None), getattr(store, "port", None)  # of torch's TCPStore
+        self.store_address = f" at {host}:{port}" if host and port else ""
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._snapshot, self._changed, self._attend = snapshot, changed, attend
         self._tick = TICK_S * max(1.0, world_size / 512)
