@@ -3,9 +3,11 @@
 #
 #   bash scripts/test_release.sh [EXTRA...]       default: none, track, wandb, swanlab, trackio, mlflow, stack-0-16, stack-0-15
 #   bash scripts/test_release.sh sdist            the wheel that pip makes of the source distribution holds the same files
+#   bash scripts/test_release.sh container        what containers/Containerfile.cpu does, in an empty environment instead of an image;
+#                                                 TORCH and TORCH_INDEX as for the container file
 #
 # "none" is the wheel without an extra. In each environment: pip check, megascend --version, doctor, and two steps of training on a
-# model that the command makes, from a directory where no source lies. Extras cuda and npu need their devices' machines: name them there.
+# model that the command makes, from a directory where no source lies; with the extra's tracker, offline. Extras cuda and npu need their devices' machines: name them there.
 #
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
 # MEGASCEND_RELEASE   keep the distributions and the environments in this directory (default: a temporary one, removed at the end)
@@ -44,23 +46,48 @@ try_sdist() {
 try_extra() {
   local extra=$1 venv="$folder/$1" work="$folder/work-$1" wanted=$wheel
   [ "$extra" = none ] || wanted="$wheel[$extra]"
-  rm -rf "$venv" "$work"
+  rm -rf "$venv"
   "$python" -m venv "$venv"
   "$venv/bin/pip" install --quiet --no-compile "${MEGASCEND_TORCH:-torch==2.13.0}" "$wanted" || return 1
+  case $extra in
+    wandb | swanlab | trackio | mlflow) train_with "$venv" "$work" "trackers: [$extra]" 'plot: false' ;;
+    track) train_with "$venv" "$work" 'trackers: [tensorboard]' 'plot: true' ;;
+    *) train_with "$venv" "$work" 'plot: false' ;;
+  esac
+}
+
+# Without a compiler, as the image is: whatever would have to be compiled is an error.
+try_container() {
+  local venv="$folder/container" root="$folder/root" steps
+  rm -rf "$venv" "$root"
+  "$python" -m venv "$venv"
+  steps=$("$python" scripts/container_steps.py containers/Containerfile.cpu) || return 1
+  (cd "$folder/tree" && ROOT=$root PATH="$venv/bin:$PATH" PIP_ONLY_BINARY=:all: PIP_QUIET=1 bash -c "$steps") || return 1
+  train_with "$venv" "$folder/work-container" 'trackers: [tensorboard]' 'plot: true'
+}
+
+# Two steps of training with what an environment has; further arguments are lines of the run file.
+train_with() {
+  local venv=$1 work=$2
+  shift 2
+  rm -rf "$work"
   "$venv/bin/pip" check || return 1
   mkdir "$work"
   (
     cd "$work"
     unset PYTHONPATH
-    export OMP_NUM_THREADS=1 PATH="$venv/bin:$PATH"
+    export OMP_NUM_THREADS=1 PATH="$venv/bin:$PATH" WANDB_MODE=offline SWANLAB_MODE=offline
     [ "$(megascend --version)" = "megascend $version" ] || { echo "not version $version: $(megascend --version)"; exit 1; }
     megascend new-model model > /dev/null
     printf '%s\n' '{"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]}' > chat.jsonl
     printf '%s\n' 'model: model' 'output: out' 'data: {path: chat.jsonl, global_batch_size: 1}' 'steps: 2' 'platform: cpu' \
-      'precision: fp32' 'plot: false' > run.yaml
+      'precision: fp32' "$@" > run.yaml
+    megascend doctor > doctor.log || { cat doctor.log; exit 1; }
     megascend train run.yaml > train.log 2>&1 || { tail -n 20 train.log; exit 1; }
-    python - <<'PYTHON'
+    ! grep -i tracker train.log || exit 1
+    python - "$@" <<'PYTHON'
 import json
+import sys
 from pathlib import Path
 
 import transformers
@@ -71,6 +98,12 @@ assert "site-packages" in megascend.__file__, megascend.__file__
 rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
 assert [row["step"] for row in rows] == [1, 2], rows
 transformers.AutoModelForCausalLM.from_pretrained("out/hf")
+assert Path("out/metrics.png").exists() == ("plot: true" in sys.argv)
+for line in sys.argv:
+    if line.startswith("trackers: "):
+        name = line.removeprefix("trackers: [").removesuffix("]")
+        folder = Path("out/tensorboard") if name == "tensorboard" else Path("out/trackers") / name
+        assert any(path.is_file() and path.stat().st_size for path in folder.rglob("*")), f"{name} left nothing"
 PYTHON
   )
 }
@@ -80,7 +113,10 @@ failed=()
 for extra in "$@"; do
   echo "== $extra"
   SECONDS=0
-  if [ "$extra" = sdist ]; then try=(try_sdist); else try=(try_extra "$extra"); fi
+  case $extra in
+    sdist | container) try=("try_$extra") ;;
+    *) try=(try_extra "$extra") ;;
+  esac
   if "${try[@]}"; then echo "worked, in $SECONDS s"; else failed+=("$extra"); fi
   [ -n "${MEGASCEND_RELEASE:-}" ] || rm -rf "${folder:?}/$extra"
 done
