@@ -2,7 +2,8 @@
 
     python scripts/container_steps.py containers/Containerfile.cpu
 
-COPY and RUN become commands; absolute paths that COPY makes lie in ``$ROOT``, and an ARG is a variable that the environment may set.
+COPY and RUN become commands; absolute paths that COPY makes lie in ``$ROOT``, and an ARG is a variable that the
+environment may set.
 ``pip`` and ``python`` are whatever PATH finds: FROM, USER, WORKDIR and ENTRYPOINT, and commands that would change this
 machine (useradd), are left out, and the script says so.
 """

@@ -63,7 +63,7 @@ def folder(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run = {"model": "model", "output": "out", "data": {"path": "data.jsonl"}, "steps": 1, "platform": "cpu"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run, sort_keys=False))
     del run["data"]
-    rollout = {"prompts": "prompts.jsonl", "reward": "operator:eq"}
+    rollout = {"prompts": "prompts.jsonl", "reward": "operator:eq", "max_tokens": 8}
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(run | {"rollout": rollout}, sort_keys=False))
     monkeypatch.chdir(tmp_path)
     for name in VARIABLES:

@@ -70,7 +70,7 @@ def check_rl_run(config: RlConfig, world_size: int, overwrite: bool, resume: str
         MegascendError: whatever the first rank would have raised a few seconds later.
     """
     from megascend.app.resume import check_start
-    from megascend.app.rl.engines import check_addresses
+    from megascend.app.rl.engines import check_engines
     from megascend.app.run import check_lora, check_packages
     from megascend.app.start_checks import check_settings
     from megascend.cli.preflight import check_processes, check_topology
@@ -90,7 +90,7 @@ def check_rl_run(config: RlConfig, world_size: int, overwrite: bool, resume: str
     if config.evaluation is not None:
         read_prompts(config.evaluation.prompts)
     check_name(config.rollout.reward)
-    check_addresses(config.engines)
+    check_engines(config.engines)
 
 
 def rl_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: str | None = None) -> str | None:

@@ -47,15 +47,19 @@ class Findings:
         except DataError as error:
             self.problem(str(error))
 
-    def raise_problems(self) -> None:
-        """Raise DataError with all problems, if there are any."""
+    def raise_problems(self, of: str = "data") -> None:
+        """Raise DataError with all problems, if there are any.
+
+        Args:
+            of: what has them.
+        """
         if not self.problems:
             return
         if len(self.problems) == 1:
             raise DataError(self.problems[0])
         more = [f"and {self.more} more"] if self.more else []
         lines = "\n  ".join([*self.problems, *more])
-        raise DataError(f"{len(self.problems) + self.more} problems in the data:\n  {lines}")
+        raise DataError(f"{len(self.problems) + self.more} problems in the {of}:\n  {lines}")
 
     def lines(self) -> list[str]:
         """The remarks as sentences, one a line."""

@@ -20,13 +20,18 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         DataError: there is no such file, a line is malformed, or there is none.
     """
+    return [prompt for _, prompt in numbered_prompts(path)]
+
+
+def numbered_prompts(path: Path) -> list[tuple[int, Prompt]]:
+    """:func:`read_prompts`, with the numbers of the lines, from 1."""
     if not path.is_file():
         raise DataError(f"no prompts at {path.absolute()}: not a file")
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
-    prompts = [parse_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [(number, parse_prompt(line, f"{path}:{number}")) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise DataError(f"{path}: no prompt in it")
     return prompts
@@ -61,14 +66,17 @@ def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[in
     """Token ids of a prompt: the text's, or those of the chat template up to where the assistant answers.
 
     Raises:
-        DataError: there is no token, or ``messages`` meet a tokenizer without a chat template.
+        DataError: there is no token, ``messages`` meet a tokenizer without a chat template, or the template refuses them.
     """
     if "prompt" in prompt:
         tokens: Any = tokenizer(prompt["prompt"], add_special_tokens=False, verbose=False)["input_ids"]
     elif not tokenizer.chat_template:
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
     else:
-        text = tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template raises whatever it likes
+            raise DataError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[arg-type]
     if not tokens:
         raise DataError(f"a prompt without a token: {prompt!r:.80}")

@@ -325,19 +325,26 @@ def _target(source: Source) -> str:
     return "the model was not sent" if source.adapter is None else f"adapter {source.adapter.name} was not sent"
 
 
-def _bucket_device(transport: str, device: torch.device) -> torch.device:
-    """Where buckets are: with the model if the transport can move them from there, else where it prefers them."""
+def check_transport(transport: str, device_type: str) -> Sequence[str]:
+    """The devices whose memory ``transport`` moves, that of a model's device or of the host among them.
+
+    Raises:
+        ConfigError: there is no such transport, or it moves neither.
+    """
     try:
         possible = device_types(transport)
     except WireError as error:
         raise ConfigError(f"WeightSync: {error}") from error
-    if device.type in possible:
-        return device
-    if "cpu" not in possible:
+    if device_type not in possible and "cpu" not in possible:
         raise ConfigError(
-            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device.type}"
+            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device_type}"
         )
-    return torch.device("cpu")
+    return possible
+
+
+def _bucket_device(transport: str, device: torch.device) -> torch.device:
+    """Where buckets are: with the model if the transport can move them from there, else where it prefers them."""
+    return device if device.type in check_transport(transport, device.type) else torch.device("cpu")
 
 
 def _deadline(timeout_s: float | None, backend: Backend) -> float:

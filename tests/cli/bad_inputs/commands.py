@@ -158,6 +158,17 @@ RL = {
     "no engines": rl("engines=[]", says="engines must name at least one"),
     "one engine twice": rl("engines=[http://a:1, http://a:1]", says="engines | http://a:1 | twice"),
     "an engine that is no address": rl("engines=[vllm]", says="engines | 'vllm' | http://HOST:PORT"),
+    "no key": rl("engines=[http://a:1]", says="engines | http://a:1 | no key | WEIGHTWIRE_KEY"),
+    "a long prompt": Bad(
+        words("prompts.jsonl:2 | 600 tokens | rollout.max_tokens: 8 | 256 (the model's context"),
+        ("rl", "rl.yaml"),
+        lambda folder: (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + 600 * "b" + '"}\n'),
+    ),
+    "a long response": rl("rollout.max_tokens=4000", says="prompts.jsonl:1 | rollout.max_tokens: 4000 | max_position_embeddings"),
+    "stop: two tokens": rl("rollout.stop=[ab]", says="rollout.stop | 'ab' | 2 tokens"),
+    "no such loss": rl("objective.loss=pppo", says="objective.loss | 'pppo' | ppo, cispo"),
+    "a loss of pairs": rl("objective.loss=dpo", says="objective.loss: dpo | ref_logprobs | old_logprobs and advantages"),
+    "no such transport": rl("sync.transport=mail", says="transport | 'mail' | gloo"),
 }  # fmt: skip
 COMMANDS = {
     f"{part}, {name}": bad

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from megascend.config.rl import RlConfig
 from megascend.errors import ConfigError
+from weightwire.errors import SecretKeyError
+from weightwire.keys import load_key
 
 if TYPE_CHECKING:
     from megascend.rollout.engines.base import InferenceEngine
@@ -23,8 +25,23 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
     return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
 
 
+def check_engines(engines: Sequence[str]) -> None:
+    """Find out, without a request, that an entry of ``engines`` names none, or that there is no key for servers.
+
+    Raises:
+        ConfigError: it is neither ``local`` nor an address, or the environment has no key for servers.
+    """
+    check_addresses(engines)
+    servers = [address for address in engines if address != "local"]
+    if servers:
+        try:
+            load_key()
+        except SecretKeyError as error:
+            raise ConfigError(f"engines: {servers[0]} takes signed requests, and there is {error}") from error
+
+
 def check_addresses(engines: Sequence[str]) -> None:
-    """Find out, without a request, that an entry of ``engines`` names none.
+    """Find out that an entry of ``engines`` names none.
 
     Raises:
         ConfigError: it is neither ``local`` nor an address.

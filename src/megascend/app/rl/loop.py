@@ -33,7 +33,6 @@ from megascend.app.stop_signals import StopSignals
 from megascend.config.plugins import import_plugins
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
-from megascend.rollout.prompts import read_prompts
 from megascend.rollout.rewards import load_reward
 
 if TYPE_CHECKING:
@@ -98,9 +97,11 @@ def train_rl(
         check_settings(config, config.data_paths(), overwrite)
         check_lora(config)
         if engines is None:
-            from megascend.app.rl.engines import make_engines
+            from megascend.app.rl.engines import check_engines, make_engines
 
             engines = make_engines
+            if launch.rank == 0:
+                check_engines(config.engines)
         try:
             return run(config, launch, event_log, overwrite, resume, engines)
         finally:
@@ -131,15 +132,19 @@ def run(
         config.affinity,
     )
     from megascend.app.rl.rollouts import SharedRollouts
-    from megascend.app.rl.set_up import check_lengths, fingerprint, make_collector
+    from megascend.app.rl.set_up import check_objective, fingerprint, make_collector, read_and_check
     from megascend.app.rl.steps import Progress, Steps, evaluate
+    from megascend.app.sample_limits import sample_limits
     from megascend.data.order import Batches
     from megascend.weightsync import WeightSync
+    from megascend.weightsync.sync import check_transport
 
-    # What cannot be read is found before the model is built.
-    prompts = read_prompts(config.rollout.prompts)
-    held_out = read_prompts(config.evaluation.prompts) if config.evaluation is not None else []
+    # What cannot work is found before the model is built.
+    check_objective(config.objective)
+    check_transport(config.sync.transport, runtime.platform.device_type)
     reward = load_reward(config.rollout.reward)
+    tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
+    prompts, held_out = read_and_check(config, tokenizer, limits)
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:
@@ -148,7 +153,6 @@ def run(
     gc.freeze()
 
     # Model: trained itself, or frozen under one adapter
-    tokenizer = load_tokenizer(config.model)
     adapter = None if config.lora is None else ADAPTER
     launched = launch.agent_store or launch.world_size > 1
     with ExitStack() as stack:
@@ -159,7 +163,6 @@ def run(
         main_rank = backend.rank == 0
         if config.lora is not None:
             backend.add_adapter(ADAPTER, config.lora)
-        check_lengths(config, backend, tokenizer, [*prompts, *held_out])
         saved = begin(config, backend, event_log, overwrite, resume, ("rollouts", "rl"))
         progress = Progress(**saved["rl"]) if saved else Progress()
         number = done = backend.step_count

@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from megascend.app.rl.engines import stop_tokens
-from megascend.config.rl import RlConfig
-from megascend.errors import ConfigError
+from megascend.batch.losses import resolve
+from megascend.config.rl import Objective, RlConfig
+from megascend.data.findings import Findings
+from megascend.data.samples import Limits
+from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
 from megascend.rollout.engines.base import InferenceEngine, Sampling
-from megascend.rollout.prompts import Prompt, prompt_tokens
+from megascend.rollout.prompts import Prompt, numbered_prompts, prompt_tokens
 from megascend.rollout.rewards import Reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megascend.backend import Backend
+OF_RESPONSES = ("old_logprobs", "advantages")
+"""Fields of the samples that responses become."""
 
 
 def make_collector(
@@ -44,19 +48,57 @@ def make_collector(
     return RolloutCollector(engines, prompts, buffer, task)
 
 
-def check_lengths(
-    config: RlConfig, backend: Backend, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
-) -> None:
-    """Find out before training that a prompt and its response would not fit.
+def check_objective(objective: Objective) -> None:
+    """Find out that ``objective.loss`` cannot learn from responses.
 
     Raises:
-        ConfigError: the longest prompt and ``max_tokens`` exceed what a sample may have.
+        ConfigError: no loss has that name, or it needs what responses do not have.
     """
-    longest = max(len(prompt_tokens(prompt, tokenizer)) for prompt in prompts)
-    if longest + config.rollout.max_tokens > backend.max_length:
+    try:
+        loss = resolve(objective.loss)
+    except ConfigError as error:
+        raise ConfigError(f"objective.loss: {error}") from None
+    missing = [name for name in loss.requires if name not in OF_RESPONSES]
+    if loss.per != "token" or missing:
+        needs = ", ".join(missing) if missing else f"one value per {loss.per}"
         raise ConfigError(
-            f"the longest prompt has {longest} tokens and rollout.max_tokens is {config.rollout.max_tokens}: together more than "
-            f"the {backend.max_length} of a sample (batching.max_length, by default the model's context)"
+            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(OF_RESPONSES)}, token by token"
+        )
+
+
+def read_and_check(
+    config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts that are learned from, and those of evaluations.
+
+    Raises:
+        DataError: they cannot be read, the tokenizer cannot write them, or one with its response would be too long; the
+            message lists all problems, with file and line.
+        ConfigError: a token of ``rollout.stop`` is none.
+    """
+    stop_tokens(tokenizer, config.rollout.stop)
+    findings, found = Findings(), []
+    for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
+        numbered = numbered_prompts(path) if path is not None else []
+        for number, prompt in numbered:
+            with findings.collecting():
+                _check_prompt(prompt, f"{path}:{number}", config.rollout.max_tokens, tokenizer, limits)
+        found.append([prompt for _, prompt in numbered])
+    findings.raise_problems("prompts")
+    return found[0], found[1]
+
+
+def _check_prompt(
+    prompt: Prompt, source: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> None:
+    try:
+        count = len(prompt_tokens(prompt, tokenizer))
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from error
+    if count + max_tokens > limits.length:
+        raise DataError(
+            f"{source}: {count} tokens, and rollout.max_tokens: {max_tokens} for the response: together more than "
+            f"{limits.length} ({limits.setting})"
         )
 
 
