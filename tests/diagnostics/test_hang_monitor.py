@@ -331,9 +331,10 @@ def test_communication_that_fails_though_all_are_there(tmp_path) -> None:
 
 def test_a_store_that_has_gone_is_said_to_be_gone() -> None:
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monitor = HangMonitor(0, 2, 600.0, dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    monitor = HangMonitor(0, 2, 600.0, dist.PrefixStore("start", store))
     assert monitor._heartbeat is not None
-    wait_until(lambda: server.check(["monitor/0"]))
+    wait_until(lambda: server.check(["start/monitor/0"]))
     port = server.port
     server = None  # which ends it
     wait_until(lambda: not monitor._heartbeat.alive)  # type: ignore[union-attr]

@@ -102,8 +102,7 @@ class Heartbeat:
         attend: Callable[[Heartbeat], None],
     ) -> None:
         self._store, self._rank = store, rank
-        host, port = getattr(store, "host", None), getattr(store, "port", None)  # of torch's TCPStore
-        self.store_address = f" at {host}:{port}" if host and port else ""
+        self.store_address = _address(store)
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._snapshot, self._changed, self._attend = snapshot, changed, attend
         self._tick = TICK_S * max(1.0, world_size / 512)
@@ -236,3 +235,11 @@ class Heartbeat:
 
 def _key(rank: int) -> str:
     return f"monitor/{rank}"
+
+
+def _address(store: Store) -> str:
+    """Where a TCP store is served, for messages; nothing for others."""
+    while (below := getattr(store, "underlying_store", None)) is not None:
+        store = below
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return f" at {host}:{port}" if host and port else ""
