@@ -155,6 +155,7 @@ GUIDES = (
         "docs/npu-acceptance.md",
         "docs/simnpu.md",
         "docs/fsdp.md",
+        "docs/cli.md",
         "docs/engines.md",
         "docs/fsdp-numerics.md",
         "docs/fsdp-internals.md",
