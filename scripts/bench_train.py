@@ -13,7 +13,7 @@ losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is ne
 
 A run is one of these, with options after colons:
     bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
-    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=grouped
+    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=upstream
     fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
     plain       micro_batch=2  recompute=full
 
@@ -341,7 +341,7 @@ class MegascendSteps(Steps):
         """Those that only this engine has, or has in its own way."""
         import megascend
 
-        experts: Any = options.get("experts", "upstream")
+        experts: Any = options.get("experts", "auto")
         settings = {"moe": megascend.Moe(experts=experts)}
         if not (recompute := recompute_options(options)):
             return settings

@@ -156,7 +156,8 @@ def lengths_of(case: Case, config: RunConfig, data_ranks: int) -> list[int]:
 def estimate_of(case: Case, platform: str, model: Path) -> Estimate:
     """What the formulas say of a case."""
     config, info = config_of(case, platform, model), inspect_checkpoint(model)
-    workload = Workload(config.batching.budget, case.micro_batches, case.packed and case.engine != "single")
+    budget = config.batching.budget
+    workload = Workload(budget, case.micro_batches, case.packed and case.engine != "single", longest=budget // 2)
     topology = plan(config.parallel, case.ranks, info.shape)
     found = estimate(config, info, read_config(model), topology, workload, "plain" if platform == "cpu" else "fused")
     assert found is not None

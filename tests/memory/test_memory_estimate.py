@@ -27,12 +27,14 @@ def estimated(
     world_size: int = 1,
     kernels: Kernels = "fused",
     micro_batches: int = 4,
+    longest: int | None = None,
+    packed: bool = False,
     **settings: Any,
 ) -> Estimate:
     config = RunConfig(**USUAL | settings)
     info = info_of(model)
     topology = plan(config.parallel, world_size, info.shape)
-    found = estimate(config, info, model, topology, Workload(tokens, micro_batches, packed=False), kernels)
+    found = estimate(config, info, model, topology, Workload(tokens, micro_batches, packed, longest), kernels)
     assert found is not None
     return found
 
@@ -56,11 +58,38 @@ def test_peaks_measured_on_an_h200(name: str, model: dict[str, Any], tokens: int
     assert found.total > found.tensors
 
 
+SMALLER = QWEN3_1_7B | {"num_hidden_layers": 12}
+SMALLER_EXPERTS = SIX_LAYERS_OF_30B_A3B | {"num_hidden_layers": 4, "num_experts": 32}
+LORA: dict[str, Any] = {"lora": {"rank": 16}}
+FULL: dict[str, Any] = {"recompute": {"granularity": "full"}}
+
+# Peaks of torch's allocator in MiB that scripts/measure_memory.py read on an H200.
+MEASURED_CASES = [
+    ("dense", SMALLER, {}, 24546.7),
+    ("fp32", SMALLER, {"precision": "fp32"}, 59850.5),
+    ("recomputed", SMALLER, FULL, 17618.9),
+    ("moe", SMALLER_EXPERTS, {}, 27853.7),
+    ("lora", SMALLER, LORA, 10717.5),
+    ("moe lora", SMALLER_EXPERTS, LORA, 8256.9),
+    ("fsdp", SMALLER, {"engine": "fsdp"}, 24917.6),
+    ("fsdp recomputed", SMALLER, {"engine": "fsdp"} | FULL, 15294.6),
+    ("fsdp moe", SMALLER_EXPERTS, {"engine": "fsdp"}, 24796.3),
+    ("fsdp lora", SMALLER, {"engine": "fsdp"} | LORA, 13240.5),
+    ("single", SMALLER, {"engine": "single"}, 27780.5),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "settings", "mib"), MEASURED_CASES, ids=[case[0] for case in MEASURED_CASES])
+def test_cases_measured_on_an_h200(name: str, model: dict[str, Any], settings: dict[str, Any], mib: float):
+    found = estimated(model, 8192, micro_batches=1, longest=4096, **settings)
+    assert -0.05 <= found.tensors / 2**20 / mib - 1 <= 0.15
+
+
 def test_the_chunks_of_the_head_are_those_of_its_kernel():
     assert head.CHUNK_BYTES == linear_logprobs.CHUNK_BYTES
     from megascend.memory.activations import LayerKind
 
-    kind = LayerKind(fused=True, bytes=2, packed=False, frozen=True, rank=0)
+    kind = LayerKind(fused=True, bytes=2, packed=False, frozen=True, rank=0, longest=64)
     rows, hidden = 151936, 2048
     chunk = linear_logprobs.chunk_size(rows, 2)
     found = head.head_bytes(hidden, rows, 8192, kind, trained=False)

@@ -117,18 +117,21 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     )
     device_memory = runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1)
 
+    longest = samples.longest_unit(layout)
+
     def fits(tokens: int) -> bool:
-        found = estimate(config, info, hf_config, topology, Workload(tokens, micro_batches=2), kernels)
+        workload = Workload(tokens, micro_batches=2, longest=longest)
+        found = estimate(config, info, hf_config, topology, workload, kernels)
         return found is None or found.tensors <= SHARE * device_memory
 
     budget = config.batching.micro_batch_tokens
     if budget == AUTO:
         largest = largest_useful(config, samples, layout, topology)
-        budget = predicted(samples.longest_unit(layout), largest, fits)
+        budget = predicted(longest, largest, fits)
     steps = plan_steps(config, samples, objective, layout, topology, budget)
 
     def memory(of: RunConfig) -> Estimate | None:
-        workload = Workload(steps.tokens, steps.micro_batches, steps.packed)
+        workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest)
         return estimate(of, info, hf_config, topology, workload, kernels)
 
     recompute = config.recompute.model_copy(update={"granularity": "full"})

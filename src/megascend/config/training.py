@@ -119,10 +119,10 @@ class Moe(Section):
         description="how far the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1) moves in a step towards an equal load; "
         "0: not at all, as in transformers",
     )
-    experts: Literal["upstream", "grouped"] = Field(
-        "upstream",
-        description="engine megatron: who computes experts: upstream (Transformer Engine, MindSpeed) or grouped (CUDA in bf16: "
-        "all experts of a rank in one product, tokens permuted without a wait for the device)",
+    experts: Literal["auto", "upstream", "grouped"] = Field(
+        "auto",
+        description="engine megatron: who computes experts: upstream (Transformer Engine, MindSpeed), grouped (CUDA in bf16: "
+        "all experts of a rank in one product, tokens permuted without a wait for the device) or auto: grouped on GPUs that can",
     )
 
     @model_validator(mode="after")

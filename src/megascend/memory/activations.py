@@ -4,6 +4,8 @@ Megatron-Core's layers are counted with the kernels that compute them:
 
 - ``fused``: Transformer Engine's on CUDA, with fused rotary embedding and SwiGLU. A norm keeps its input and its output,
   attention queries, keys, values and output, an MLP the output of its first projection and of its activation.
+  In fp32 no flash kernel exists: Transformer Engine keeps every head's [length, length] probabilities, and keys and values
+  repeated for all heads.
 - ``plain``: the reference Transformer Engine in PyTorch, whose norms compute in fp32 and keep both steps, and whose SwiGLU
   keeps its three.
 
@@ -31,6 +33,7 @@ class LayerKind:
         packed: samples of different length lie one after the other.
         frozen: weights have no gradients.
         rank: of adapters on all linear layers; 0: none.
+        longest: tokens of the longest sample.
     """
 
     fused: bool
@@ -38,6 +41,12 @@ class LayerKind:
     packed: bool
     frozen: bool
     rank: int
+    longest: int
+
+    @property
+    def keeps_probabilities(self) -> bool:
+        """Attention is computed without a flash kernel."""
+        return self.fused and self.bytes == FP32
 
     @property
     def wide(self) -> bool:
@@ -90,7 +99,16 @@ def _attention(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
         found += 4 * b * sizes.head_dim  # the tables of cosines and sines, for queries and for keys
         found += b * query if kind.packed else 0  # samples' outputs, put together
     found += b * query + FP32 * heads  # the output, and the log of each softmax's sum
+    found += probability_bytes(sizes, topology, kind)
     return found + _adapted(kind, slices=3) + _adapted(kind, slices=1)
+
+
+def probability_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
+    """What attention without a flash kernel keeps beside what others keep."""
+    if not kind.keeps_probabilities:
+        return 0.0
+    repeated = 2 * sizes.query if sizes.key_value < sizes.query else 0
+    return kind.bytes * (sizes.heads * kind.longest + repeated) / topology.tensor
 
 
 def _norm_and_input(width: int, topology: Topology, kind: LayerKind) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import LayerBytes, LayerKind, layer_bytes, norm_bytes
+from megascend.memory.activations import LayerBytes, LayerKind, layer_bytes, norm_bytes, probability_bytes
 from megascend.memory.adapters import adapter_bytes
 from megascend.memory.head import head_bytes
 from megascend.memory.parameters import StageParameters, stages
@@ -31,6 +31,7 @@ def stage_items(
         packed=workload.packed,
         frozen=config.lora is not None,
         rank=0 if config.lora is None else config.lora.rank,
+        longest=workload.tokens if workload.longest is None else workload.longest,
     )
     layers = len(sizes.with_experts)
     return [
@@ -138,6 +139,9 @@ def _kept(
     of_norm = kind.bytes * sizes.hidden / (topology.tensor if topology.sequence_parallel else 1)
     for layer, with_experts in zip(layers, sizes.with_experts, strict=False):
         attention, mlp = layer.attention, layer.mlp
+        if "core_attn" in recompute.modules:
+            of_attention = probability_bytes(sizes, topology, kind)
+            again, attention = max(again, of_attention), attention - of_attention
         if ("moe" if with_experts else "mlp") in recompute.modules:
             again, mlp = max(again, mlp), layer.entry + (norm_bytes(sizes.hidden, kind) if with_experts else 0.0)
         elif with_experts and "moe_act" in recompute.modules:
@@ -156,6 +160,8 @@ def _backward(sizes: ModelSizes, topology: Topology, kind: LayerKind, held: Stag
     )
     rows = sizes.topk if any(sizes.with_experts) else 1
     gradients = kind.bytes * tokens * (2 * width + (1 + rows) * sizes.hidden)
+    if kind.keeps_probabilities:  # of the probabilities, and of what the softmax is taken of
+        gradients += 2 * kind.bytes * tokens * kind.longest * sizes.heads / topology.tensor
     return gradients + (0 if kind.fused or kind.frozen else kind.bytes * held.layer_matrix)
 
 

@@ -39,6 +39,7 @@ def items(
         packed=workload.packed,
         frozen=config.lora is not None,
         rank=0 if config.lora is None else config.lora.rank,
+        longest=workload.tokens if workload.longest is None else workload.longest,
     )
     [held] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied)
     tokens = workload.tokens / topology.context

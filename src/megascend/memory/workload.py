@@ -23,8 +23,10 @@ class Workload:
         tokens: padding included, over all context parallel ranks.
         micro_batches: most that a rank has in a step.
         packed: samples of different length lie one after the other; False: a padded batch, which samples of one length are, too.
+        longest: tokens of the longest sample; None: one sample may fill the micro batch.
     """
 
     tokens: int
     micro_batches: int = 1
     packed: bool = True
+    longest: int | None = None

@@ -182,12 +182,19 @@ def config(**changed: Any) -> Any:
     ],
 )
 def test_what_grouped_experts_refuse(device, changed, words):
-    from megascend.engines.megatron.grouped_experts import check
-
-    check(Moe(), config(**changed), "bf16", types.SimpleNamespace(type=device))
+    device = types.SimpleNamespace(type=device)
+    assert not wanted("auto", config(**changed), "bf16", device)
     with pytest.raises(ConfigError, match=f"moe.experts: grouped, but {words}; set moe.experts: upstream"):
-        check(Moe(experts="grouped"), config(**changed), "bf16", types.SimpleNamespace(type=device))
-    check(Moe(experts="grouped"), config(), "fp32", torch.device("cpu"))
+        wanted("grouped", config(**changed), "bf16", device)
+    assert wanted("grouped", config(), "fp32", torch.device("cpu"))
+    assert not wanted("upstream", config(**changed), "bf16", device)
+
+
+def wanted(experts: Any, config: Any, precision: Any, device: Any, *, overlapped: bool = False) -> bool:
+    """As the engine asks."""
+    from megascend.engines.megatron import grouped_experts
+
+    return grouped_experts.wanted(Moe(experts=experts), config, precision, device, overlapped=overlapped)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +205,27 @@ def test_what_grouped_experts_refuse(device, changed, words):
         ((9, 0), "bf16", {"moe_ffn_hidden_size": 40, "expert_tensor_parallel_size": 2}, "not 64 and 20"),
     ],
 )
-def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, words, monkeypatch):
-    from megascend.engines.megatron import grouped_experts
-
-    kernel = "torch" if capability == (9, 0) else None
-    monkeypatch.setattr(grouped_experts, "kernel_of", lambda device: kernel)
+def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, words, monkeypatch, caplog):
+    """And where ``auto`` leaves experts to upstream, with the reason in the log."""
+    kernel, gpu = "torch" if capability == (9, 0) else None, torch.device("cuda", 0)
+    monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: kernel)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     with pytest.raises(ConfigError, match=words):
-        grouped_experts.check(Moe(experts="grouped"), config(**changed), precision, torch.device("cuda", 0))
-    if capability == (9, 0):
-        grouped_experts.check(Moe(experts="grouped"), config(), "bf16", torch.device("cuda", 0))
+        wanted("grouped", config(**changed), precision, gpu)
+    caplog.set_level("INFO")
+    assert not wanted("auto", config(**changed), precision, gpu)
+    assert words in caplog.text
+
+
+def test_experts_are_grouped_by_themselves_on_gpus_that_can(monkeypatch, caplog):
+    monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: "torch")
+    gpu = torch.device("cuda", 0)
+    assert wanted("auto", config(), "bf16", gpu)
+    assert wanted("grouped", config(), "bf16", gpu, overlapped=True)
+    caplog.set_level("INFO")
+    assert not wanted("auto", config(), "bf16", gpu, overlapped=True)
+    assert "optimizer.overlap_grad_reduce may divide a layer's gradients" in caplog.text
+    assert not wanted("auto", config(), "bf16", torch.device("cpu")), "a loop of products"
+    caplog.clear()
+    assert not wanted("auto", config(num_moe_experts=None), "bf16", gpu)
+    assert not caplog.text, "a dense model has nothing to say about experts"

@@ -271,7 +271,7 @@ def check_settings(fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Mo
         raise ConfigError(
             f"engine fsdp: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
         )
-    if moe.experts != "upstream":
+    if moe.experts == "grouped":
         raise ConfigError(
             f"engine fsdp: moe.experts={moe.experts!r} is a setting of engine megatron (experts are grouped here in any case); "
             "leave it out"

@@ -102,7 +102,8 @@ class MegatronEngine:
         seed_everything(seed)
         self.config = build_config(model_dir, topology, precision, recompute, runtime.platform)
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
-        grouped_experts.check(moe, self.config, precision, self.device)
+        overlap = adam.overlap_grad_reduce and adapters is None
+        group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         self.self_check = self._check(model_dir, self_check)
@@ -115,13 +116,13 @@ class MegatronEngine:
         weights.load(self.bare_chunks, self.config.bridge, model_dir, info.tensor_names, groups)
         self.routers = routers.Routers(self.bare_chunks, self.config, moe, groups)
         last = self.bare_chunks[-1]
-        overlap = adam.overlap_grad_reduce and adapters is None
         self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
         if runtime.platform.has_transformer_engine_kernels:
             from megascend.kernels import head_norm
 
             head_norm.install(self.bare_chunks)
-        grouped = grouped_experts.install(self.bare_chunks, self.device) if moe.experts == "grouped" else []
+        required = moe.experts == "grouped"
+        grouped = grouped_experts.install(self.bare_chunks, self.device, required=required) if group else []
         self.adapters: AdapterManager | None = None
         self.graphs: GraphedSteps | None = None
         self.optimizer: Optimizer | None = None

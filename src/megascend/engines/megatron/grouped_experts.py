@@ -1,4 +1,4 @@
-"""``moe.experts: grouped``: experts by grouped products and indexed permutations, chosen when a model is built."""
+"""``moe.experts``: experts by grouped products and indexed permutations, chosen when a model is built."""
 
 from __future__ import annotations
 
@@ -19,18 +19,32 @@ from megascend.engines.megatron.expert_weights import ExpertWeights
 from megascend.errors import ConfigError
 from megascend.lora.grouped import kernel_of
 
+_logger = logging.getLogger(__name__)
 
-def check(moe: Moe, config: Any, precision: Precision, device: torch.device) -> None:
-    """Refuse ``moe.experts: grouped`` where it would be slow, wrong or nothing at all.
+
+def wanted(moe: Moe, config: Any, precision: Precision, device: torch.device, *, overlapped: bool) -> bool:
+    """Whether experts are to be grouped. ``auto`` groups them on GPUs, wherever that can be done.
+
+    Args:
+        overlapped: gradients are reduced while the backward pass runs, in buckets that may divide a layer's experts.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: ``moe.experts: grouped`` where it would be slow, wrong or nothing at all.
     """
-    if moe.experts != "grouped":
-        return
+    if moe.experts == "upstream":
+        return False
     wrong = _unfit(config, precision, device)
+    if moe.experts == "grouped":
+        if wrong:
+            raise ConfigError(f"moe.experts: grouped, but {wrong}; set moe.experts: upstream")
+        return True
+    if not config.num_moe_experts or device.type != "cuda":
+        return False
+    if wrong is None and overlapped:
+        wrong = "optimizer.overlap_grad_reduce may divide a layer's gradients (set moe.experts: grouped to try)"
     if wrong:
-        raise ConfigError(f"moe.experts: grouped, but {wrong}; set moe.experts: upstream")
+        _logger.info("moe.experts: auto: experts are Transformer Engine's: %s", wrong)
+    return wrong is None
 
 
 def _unfit(config: Any, precision: Precision, device: torch.device) -> str | None:
@@ -54,25 +68,34 @@ def _unfit(config: Any, precision: Precision, device: torch.device) -> str | Non
     return None
 
 
-def install(chunks: Sequence[torch.nn.Module], device: torch.device) -> list[ExpertWeights]:
+def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required: bool) -> list[ExpertWeights]:
     """Change every layer of experts in ``chunks``, before Megatron's DDP takes their parameters.
+
+    Args:
+        required: layers of another make are an error; otherwise they stay, all of them, and the log says so.
 
     Raises:
         ConfigError: a layer is not made of what this replaces.
     """
-    found = []
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+    layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    for layer in layers:
         experts, dispatcher = layer.experts, layer.token_dispatcher
         if not isinstance(experts, TEGroupedMLP) or type(dispatcher) is not MoEAlltoAllTokenDispatcher:
-            raise ConfigError(
-                f"moe.experts: grouped, but the model has {type(experts).__name__} and {type(dispatcher).__name__}; "
-                "set moe.experts: upstream"
-            )
-        patch(layer, "token_dispatcher", IndexedDispatcher(dispatcher), "permutes by indices on the device")
-        found += [ExpertWeights(experts.linear_fc1), ExpertWeights(experts.linear_fc2)]
+            made_of = f"the model has {type(experts).__name__} and {type(dispatcher).__name__}"
+            if required:
+                raise ConfigError(f"moe.experts: grouped, but {made_of}; set moe.experts: upstream")
+            _logger.info("moe.experts: auto: experts are upstream's: %s", made_of)
+            return []
+    found = []
+    for layer in layers:
+        dispatcher = IndexedDispatcher(layer.token_dispatcher)
+        patch(layer, "token_dispatcher", dispatcher, "permutes by indices on the device")
+        found += [ExpertWeights(layer.experts.linear_fc1), ExpertWeights(layer.experts.linear_fc2)]
+    if not found:  # a pipeline stage of dense layers alone
+        return []
     how = "torch._grouped_mm" if kernel_of(device) == "torch" else "a loop of products (no grouped kernel here)"
-    logging.getLogger(__name__).info(
-        "moe.experts: grouped: %d layers of experts by %s on %s; moe.experts: upstream switches it off",
+    _logger.info(
+        "experts are grouped: %d layers of experts by %s on %s; moe.experts: upstream switches it off",
         len(found) // 2,
         how,
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

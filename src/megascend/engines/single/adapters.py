@@ -38,6 +38,10 @@ class PeftAdapters(AdapterSet):
         device: torch.device,
         model_dir: Path,
     ) -> None:
+        # peft imports Transformer Engine where that is installed. Its library must be loaded before the first kernel of
+        # cuDNN is: with two versions of cuDNN on a machine, the loader would mix them.
+        import peft  # noqa: F401
+
         model.requires_grad_(False)
         # peft before 0.20 takes the dimensions of transposed experts for each other.
         found = [target for target in layer_targets(model) if not is_transposed(target)]

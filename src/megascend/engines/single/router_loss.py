@@ -20,7 +20,7 @@ def check(model: Any, moe: Moe, *, frozen: bool, recomputed: bool) -> None:
         raise ConfigError(
             f"engine single: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
         )
-    if moe.experts != "upstream":
+    if moe.experts == "grouped":
         raise ConfigError(f"engine single: moe.experts={moe.experts!r} is a setting of engine megatron; leave it out")
     if moe.aux_loss == "none":
         return
