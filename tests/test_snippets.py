@@ -182,6 +182,12 @@ def check_targets(found: dict[str, Any]) -> None:
     assert set(found["lora"].targets) == set(found["adapters"].targets)
 
 
+def check_sampled(found: dict[str, Any]) -> None:
+    assert [answer.error for answer in (found["alice"], found["bob"], found["base"])] == [None] * 3
+    assert len(found["alice"].samples) == 4
+    assert len(found["bob"].prompt_logprobs) == len(b"the sky is")
+
+
 def check_graphs(found: dict[str, Any]) -> None:
     assert found["adapters"].cuda_graphs.max_tokens == 8192
 
@@ -251,6 +257,7 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/lora.md", "layers = "): (1, nothing, check_targets),
     ("docs/lora.md", "queue = megascend.AdapterQueue"): (1, with_tenants, check_tenants),
     ("docs/lora.md", "adapters = megascend.Adapters(max_count=16, cuda_graphs"): (1, nothing, check_graphs),
+    ("docs/sampling.md", "sampler = megascend.Sampler"): (1, with_tenants, check_sampled),
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),
     ("docs/quickstart.md", "megascend.bootstrap()"): (2, with_a_small_model, check_trained),

@@ -49,6 +49,10 @@ _PUBLIC = {
     "register_architecture": "megascend.huggingface.architectures",
     "Adapters": "megascend.config",
     "Data": "megascend.config",
+    "Sampler": "megascend.sampling.sampler",
+    "SampleRequest": "megascend.sampling.request",
+    "SampleResult": "megascend.sampling.request",
+    "SamplingParams": "megascend.sampling.request",
     "RunConfig": "megascend.config",
     "register_tracker": "megascend.tracking",
     "TrackedRun": "megascend.tracking",
@@ -138,6 +142,8 @@ if TYPE_CHECKING:
     from megascend.huggingface.architectures import register_architecture
     from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.lora.target_maps import register_lora_targets
+    from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+    from megascend.sampling.sampler import Sampler
     from megascend.tracking import TrackedRun, Tracker, register_tracker
     from megascend.weightsync import WeightSync
 

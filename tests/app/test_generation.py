@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
-from megascend.app.generation import Answering, sample_of
+from megascend.app import generation
+from megascend.app.generation import Answering
 from megascend.app.run_log import quoted
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, Generation
 from megascend.data.samples import Limits
 from megascend.errors import ConfigError
+from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
 
 
 def prepare(model: Path, limit: int = 256, **settings: object) -> Answering:
@@ -37,12 +39,12 @@ def test_a_text_is_the_users_turn_or_continued_as_it_is(tmp_path: Path) -> None:
 def test_what_ends_an_answer(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop_token_ids  # what closes a turn in ChatML
+    assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # what closes a turn in ChatML
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     named = Answering.prepare(
         Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, Limits(256), tmp_path
     )
-    assert {5, 6, tokenizer.eos_token_id} == set(named.sampling[0].stop_token_ids)
+    assert {5, 6, tokenizer.eos_token_id} == set(named.sampling[0].stop)
 
 
 def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
@@ -63,35 +65,40 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
 
 
 class Counting:
-    """Of a backend with two data parallel ranks, the first one's view: a model that counts bytes up."""
+    """In place of the sampler: a model that counts bytes up, and ends its third answer."""
 
-    def shard(self, samples):
-        return samples[::2]
+    def __init__(self, backend: object) -> None:
+        assert backend == "the backend"
 
-    def next_token_logits(self, samples, adapter):
-        logits = torch.zeros(len(samples), 300)
-        for row, sample in enumerate(samples):
-            logits[row, int(sample.input_ids[-1]) + 1] = 1.0
-        return list(logits)
+    def generate(self, requests: list[SampleRequest]) -> list[SampleResult]:
+        assert [request.adapter for request in requests] == ["mine"] * 3
+        found = []
+        for number, request in enumerate(requests):
+            tokens = [request.prompt[-1] + place for place in range(1, request.params.max_tokens + 1)]
+            if number == 2:
+                tokens[1:] = request.params.stop[:1]
+            reason = "stop" if number == 2 else "length"
+            found.append(SampleResult((SampledSequence(tuple(tokens), (0.0,) * len(tokens), reason),)))
+        return found
 
-    def gather_by_data_rank(self, mine):
-        count = self.open
-        other = dict.fromkeys(range(1, count, 2), (65, 0.0))
-        return [mine, other]
 
-
-def test_every_data_parallel_rank_samples_its_share_and_all_know_the_answers(tmp_path: Path) -> None:
+def test_answers_are_texts_without_what_ended_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "Sampler", Counting)
     found = prepare(tmp_path, prompts=["ab", "xy", "cd"], chat=False, max_tokens=3)
-    backend = Counting()
-    backend.open = 3
-    answers = found.answer(backend, None)
-    assert [answer.text for answer in answers] == ["cde", "AAA", "efg"]
-    assert {answer.finish_reason for answer in answers} == {"length"}
+    answers = found.answer("the backend", "mine")
+    assert [(answer.text, answer.tokens, answer.finish_reason) for answer in answers] == [
+        ("cde", 3, "length"),
+        ("z{|", 3, "length"),
+        ("e", 2, "stop"),
+    ]
     assert [found.due(step, last=7) for step in (1, 7, 100)] == [False, True, True]
 
 
-def test_nothing_of_a_prompt_is_a_target() -> None:
-    assert sample_of([3, 4]).weights.tolist() == [0.0, 0.0]
+def test_an_answer_that_the_sampler_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = SimpleNamespace(generate=lambda requests: [SampleResult(error="too long")])
+    monkeypatch.setattr(generation, "Sampler", lambda backend: refusing)
+    with pytest.raises(ConfigError, match="'ab': too long"):
+        prepare(tmp_path, prompts=["ab"]).answer("the backend", None)
 
 
 def test_long_answers_are_cut_in_the_terminal_alone() -> None:

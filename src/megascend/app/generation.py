@@ -1,27 +1,18 @@
-"""What the model answers to given prompts while it learns, on any engine and any layout.
-
-The model answers as it is trained, through the forward pass of the step: whatever the layout, its answer is that of the very
-weights and kernels that learn, and no second copy of the model takes memory. The price is that nothing is cached: every token of
-an answer takes a forward pass over prompt and answer so far.
-"""
+"""What the model answers to given prompts while it learns, on any engine and any layout, by the embedded sampler."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megascend.batch.sample import Sample
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
 from megascend.data.samples import Limits
 from megascend.errors import ConfigError
-from megascend.rollout.engines.base import Sampling
-from megascend.rollout.engines.sampler import Row, draw, make_rows
+from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
+from megascend.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +44,7 @@ class Answering:
     settings: Generation
     titles: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
-    sampling: tuple[Sampling, ...]
+    sampling: tuple[SamplingParams, ...]
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
@@ -85,7 +76,7 @@ class Answering:
                 )
         stops = tuple(sorted(stop_tokens(tokenizer, model, template)))
         sampling = tuple(
-            Sampling(settings.max_tokens, settings.temperature, stops, seed=settings.seed + number)
+            SamplingParams(settings.max_tokens, settings.temperature, seed=settings.seed + number, stop=stops)
             for number in range(len(prompts))
         )
         return cls(settings, tuple(map(_title, settings.prompts)), prompts, sampling, tokenizer)
@@ -96,40 +87,21 @@ class Answering:
 
     def answer(self, backend: Backend, adapter: str | None) -> list[Answer]:
         """Have the model answer all prompts; the same on every rank. Collective."""
-        rows = [
-            make_rows(prompt, sampling, 1, seed=0)[0]
+        requests = [
+            SampleRequest(prompt, sampling, adapter)
             for prompt, sampling in zip(self.prompts, self.sampling, strict=True)
         ]
-        while open_rows := [row for row in rows if not row.done]:
-            _extend(backend, rows, open_rows, adapter)
-        return [self._answer(title, row) for title, row in zip(self.titles, rows, strict=True)]
+        answers = []
+        for title, result in zip(self.titles, Sampler(backend).generate(requests), strict=True):
+            if result.error is not None:
+                raise ConfigError(f"generation: the prompt {title!r:.60}: {result.error}")
+            answers.append(self._answer(title, result.samples[0]))
+        return answers
 
-    def _answer(self, title: str, row: Row) -> Answer:
-        tokens = row.tokens[:-1] if row.stopped else row.tokens
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        return Answer(title, text, len(row.tokens), row.completion().finish_reason)
-
-
-def _extend(backend: Backend, rows: Sequence[Row], open_rows: Sequence[Row], adapter: str | None) -> None:
-    """Sample the next token of ``open_rows``: each data parallel rank of its share, and told to all."""
-    samples = [sample_of([*row.prompt, *row.tokens]) for row in open_rows]
-    owners = {id(sample): row for sample, row in zip(samples, open_rows, strict=True)}
-    mine = backend.shard(samples)
-    logits = backend.next_token_logits(mine, adapter)
-    chosen: dict[int, tuple[int, float]] = {}
-    if mine:
-        own = [owners[id(sample)] for sample in mine]
-        tokens, logprobs = draw(torch.stack(logits), own)
-        numbers = {id(row): number for number, row in enumerate(rows)}
-        chosen = {numbers[id(row)]: (t, p) for row, t, p in zip(own, tokens, logprobs, strict=True)}
-    for part in backend.gather_by_data_rank(chosen):
-        for number, (token, logprob) in part.items():
-            rows[number].add(token, logprob, version=0)
-
-
-def sample_of(tokens: Sequence[int]) -> Sample:
-    """Tokens whose continuation is asked for; nothing in them is a target."""
-    return Sample(input_ids=list(tokens), target_ids=list(tokens), weights=[0.0] * len(tokens))
+    def _answer(self, title: str, found: SampledSequence) -> Answer:
+        ended = found.stop_reason == "stop"
+        text = str(self.tokenizer.decode(list(found.tokens[:-1] if ended else found.tokens), skip_special_tokens=True))
+        return Answer(title, text, len(found.tokens), "stop" if ended else "length")
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatTemplate | None) -> set[int]:

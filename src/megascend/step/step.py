@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,10 @@ from megascend.step.progress import OnMicroBatch, progress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+ROWS = 512
+"""Tokens whose whole logits are on the host at a time."""
 
 
 class Step:
@@ -95,28 +99,69 @@ class Step:
         reference: bool = False,
     ) -> ForwardResult:
         """Log-probabilities of the targets; see ``Backend.forward``."""
-        engine, trainable = self._engine, self._engine.trainable
 
-        def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Any]]:
+        def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
             logprobs, entropies = output.logprobs(entropy)
-            whole = output.logits() if logits else None
-            return logprobs.sum(), {"logprobs": logprobs, "entropy": entropies, "logits": whole}
+            return {"logprobs": logprobs, "entropy": entropies, "logits": output.logits() if logits else None}
 
-        with self._groups.monitor.phase("forward only"):
-            verb = f"forward({entropy=}, {logits=}, {reference=}){trainable.describe()}"
-            plan, names, agreed = self._plan(verb, samples, None, adapter, reference)
-            order = list(agreed.counts)
-            batches = self._build(samples, plan, names, order, None)
-            with engine.evaluating(), trainable.applying(order):
-                stored = engine.run(batches, scores, forward_only=True)
-            names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))
-            values = {name: [item[name] for item in stored] for name in names}
-            found = self._of_samples(values, batches, plan, len(samples))
-        return ForwardResult(**found)
+        names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))
+        call = f"forward({entropy=}, {logits=}, {reference=})"
+        return ForwardResult(**self._scores(call, samples, adapter, names, scores, reference=reference))
 
     @torch.no_grad()
-    def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[Tensor]:
-        """Logits of what follows each sample; see ``Backend.next_token_logits``."""
+    def top_logprobs(
+        self, samples: Sequence[Sample], count: int, adapter: str | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The ``count`` likeliest tokens at every place of each sample: int64 ids and fp32 log-probabilities [length, count].
+
+        On the CPU, likeliest first, with dropout off. Logits of no more than :data:`ROWS` tokens are there at a time.
+        """
+
+        def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
+            places = torch.arange(len(batch.targets)).split(ROWS)
+            parts = [output.logits(rows).log_softmax(-1).topk(count) for rows in places]
+            return {
+                "ids": torch.cat([part.indices for part in parts]),
+                "values": torch.cat([part.values for part in parts]),
+            }
+
+        found = self._scores(f"top_logprobs({count})", samples, adapter, ("ids", "values"), scores)
+        return list(zip(found["ids"], found["values"], strict=True))
+
+    def _scores(
+        self,
+        call: str,
+        samples: Sequence[Sample],
+        adapter: str | None,
+        names: Sequence[str],
+        scores: Callable[[MicroBatch, Output], dict[str, Tensor | None]],
+        *,
+        reference: bool = False,
+    ) -> dict[str, Any]:
+        """Under each of ``names`` a CPU tensor for every sample, from what ``scores`` makes of a micro batch's output."""
+        engine, trainable = self._engine, self._engine.trainable
+
+        def stored_scores(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Any]]:
+            return batch.weights.sum(), scores(batch, output)
+
+        with self._groups.monitor.phase("forward only"):
+            plan, of_samples, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
+            order = list(agreed.counts)
+            batches = self._build(samples, plan, of_samples, order, None)
+            with engine.evaluating(), trainable.applying(order):
+                stored = engine.run(batches, stored_scores, forward_only=True)
+            values = {name: [item[name] for item in stored] for name in names}
+            return self._of_samples(values, batches, plan, len(samples))
+
+    @torch.no_grad()
+    def next_token_logits(
+        self, samples: Sequence[Sample], adapter: str | None = None, *, everywhere: bool = True
+    ) -> list[Tensor]:
+        """Logits of what follows each sample; see ``Backend.next_token_logits``.
+
+        Args:
+            everywhere: on all pipeline stages; otherwise only the last one gets them, and the others nothing.
+        """
         engine, trainable = self._engine, self._engine.trainable
 
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
@@ -134,7 +179,7 @@ class Step:
                 stored = engine.run(batches, scores, forward_only=True)
             values = [list(self._over_context(whole)) for whole in stored]
             ordered = self._in_order(values, plan, len(samples)) if stored else []
-            if self._topology.pipeline > 1:
+            if everywhere and self._topology.pipeline > 1:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
 

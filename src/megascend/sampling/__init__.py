@@ -1,0 +1,1 @@
+"""Text from the model as it is trained, on the ranks that train it."""

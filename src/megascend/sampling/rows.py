@@ -1,0 +1,95 @@
+"""Responses on their way, and in which batches they are sampled. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megascend.sampling.choice import Draw, uniform
+from megascend.sampling.request import SampledSequence, SampleRequest, StopReason, TopLogprobs
+
+
+@dataclass
+class Row:
+    """One response on its way; equal on all ranks.
+
+    Attributes:
+        number: of this row among those of the call.
+        of: number of its request.
+        sample: number among the request's responses.
+        seed: of the request.
+    """
+
+    number: int
+    of: int
+    request: SampleRequest
+    sample: int
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
+    reason: StopReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.request.params.max_tokens:
+            self.reason = "length"
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the response so far."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that there may be in the end."""
+        return len(self.request.prompt) + self.request.params.max_tokens
+
+    @property
+    def draw(self) -> Draw:
+        """How the next token is chosen."""
+        params = self.request.params
+        number = uniform(self.seed, self.sample, len(self.tokens)) if params.temperature > 0 else 0.0
+        return Draw(params.temperature, number, params.top_p, params.top_k)
+
+    def add(self, token: int, logprob: float, top: TopLogprobs, *, stopped: bool) -> None:
+        """Take the next token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.request.topk_logprobs:
+            self.top.append(top)
+        if stopped:
+            self.reason = "stop"
+        elif len(self.tokens) >= self.request.params.max_tokens:
+            self.reason = "length"
+
+    def sequence(self) -> SampledSequence:
+        """The finished response."""
+        assert self.reason is not None, "the row is sampled to its end"
+        top = tuple(self.top) if self.request.topk_logprobs else None
+        return SampledSequence(tuple(self.tokens), tuple(self.logprobs), self.reason, top)
+
+
+def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int]) -> list[Row]:
+    """A row for each response to ``requests``, (number, request) pairs; ``seeds`` are those of all numbers."""
+    pairs = [(of, request, sample) for of, request in requests for sample in range(request.num_samples)]
+    return [Row(number, of, request, sample, seeds[of]) for number, (of, request, sample) in enumerate(pairs)]
+
+
+def batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
+    """Rows that are sampled at a time, in their order: no batch has more than ``budget`` tokens when all its rows are as long as
+    the longest of them may become, unless a row alone has."""
+    found: list[list[Row]] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, row.longest)
+        if found and longest * (len(found[-1]) + 1) <= budget:
+            found[-1].append(row)
+        else:
+            found.append([row])
+            longest = row.longest
+    return found
+
+
+def shares(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+    """Which data parallel rank samples which rows of a batch: dealt one by one, so that responses to one prompt are spread."""
+    return [list(rows[part::parts]) for part in range(parts)]

@@ -1,0 +1,157 @@
+"""Responses of the model that is being trained, sampled on the ranks that train it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megascend.backend import Backend
+from megascend.distributed.objects import gather_objects
+from megascend.sampling.choice import choose, top_logprobs
+from megascend.sampling.decoder import Decoder
+from megascend.sampling.prompts import PromptScores, score_prompts
+from megascend.sampling.recomputed import Recomputed
+from megascend.sampling.request import SampleRequest, SampleResult, Stop, TopLogprobs
+from megascend.sampling.rows import Row, batches, rows_of, shares
+from megascend.sampling.stops import Decode, ends
+from megascend.step.step import Step
+
+Cancelled = Callable[[], Collection[int]]
+"""Numbers of the requests that nobody waits for any more."""
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A row's next token, as the rank that has chosen it tells all others."""
+
+    token: int
+    logprob: float
+    top: TopLogprobs
+    stopped: bool
+
+
+class Sampler:
+    """Answers requests with the weights and adapters as they are at the moment of the call; no second copy of the model is made.
+
+    Args:
+        decode: token ids to text, with special tokens, on every rank; without it requests whose ``stop`` has texts are refused.
+        end_tokens: token ids that end a response whatever its request says: the model's end of sequence.
+        cache_tokens: responses are sampled in batches that have at most so many tokens, prompts included, each counted as long as
+            the longest may become. A longer request is refused.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        decode: Decode | None = None,
+        end_tokens: Sequence[int] = (),
+        cache_tokens: int = 65536,
+    ) -> None:
+        self._backend, self._engine, self._groups = backend, backend.engine, backend.groups
+        self._step = Step(backend.engine)
+        self._decode, self._end_tokens, self._cache_tokens = decode, tuple(end_tokens), cache_tokens
+        place, topology = self._groups.coordinates, backend.topology
+        self._chooses = place.tensor == 0 and place.context == 0 and place.pipeline == topology.pipeline - 1
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[SampleRequest], cancelled: Cancelled | None = None) -> list[SampleResult]:
+        """Answer all ``requests``, in their order. Collective: every rank passes the same ones, and gets the same results.
+
+        A request that cannot be answered is refused alone, in ``SampleResult.error``.
+
+        Args:
+            cancelled: asked on rank 0 before each token; responses to such requests end with what they have, as ``cancelled``.
+
+        Raises:
+            OutOfStepError: on every rank: they were given different requests, or are in different calls.
+        """
+        with self._groups.monitor.phase("sample"):
+            errors, seeds = self._agree(requests)
+            accepted = [(of, request) for of, request in enumerate(requests) if errors[of] is None]
+            prompts = score_prompts(self._backend, self._step, accepted)
+            rows = rows_of(accepted, seeds)
+            ask = cancelled or (lambda: ())
+            for batch in batches(rows, self._cache_tokens):
+                self._sample(batch, ask)
+        answers: dict[int, list[Row]] = {of: [] for of, _ in accepted}
+        for row in rows:
+            answers[row.of].append(row)
+        return [_result(error, answers.get(of, []), prompts.get(of)) for of, error in enumerate(errors)]
+
+    def _agree(self, requests: Sequence[SampleRequest]) -> tuple[list[str | None], list[int]]:
+        """Why requests are refused, and their seeds, the same on all ranks."""
+        mine = [self._refusal(request) for request in requests]
+        seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
+        digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
+        what = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
+        told = gather_objects((mine, seeds), "world", self._groups, what)
+        refusals = [
+            next((each for each in of_ranks if each), None) for of_ranks in zip(*(m for m, _ in told), strict=True)
+        ]
+        return refusals, told[0][1]
+
+    def _refusal(self, request: SampleRequest) -> str | None:
+        engine = self._engine
+        if self._decode is None and any(isinstance(stop, str) for stop in request.params.stop):
+            return "stop: there is no tokenizer for texts; name token ids"
+        limits = [
+            (engine.max_length, "the model's context, or batching.max_length"),
+            (engine.batching.budget, "batching.micro_batch_tokens"),
+            (self._cache_tokens, "the sampler's cache_tokens"),
+        ]
+        limit, setting = min(limits, key=lambda each: each[0])
+        return request.refusal(engine.trainable.adapters, self._backend.vocab_size, limit, setting)
+
+    # --- one batch ---
+
+    def _sample(self, batch: Sequence[Row], cancelled: Cancelled) -> None:
+        """Sample all rows of a batch to their ends, in place."""
+        mine = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
+        by_number = {row.number: row for row in batch}
+        with self._decoder() as decoder:
+            while any(row.reason is None for row in batch):
+                open_rows = [row for row in mine if row.reason is None]
+                logits = decoder.logits(open_rows)
+                chosen: dict[int, _Token] = {}
+                if logits is not None and self._chooses:
+                    chosen = self._choose(open_rows, logits)
+                given_up = set(cancelled()) if self._groups.rank == 0 else set()
+                for tokens, numbers in gather_objects((chosen, given_up), "world", self._groups, "the next tokens"):
+                    for number, next_token in tokens.items():
+                        by_number[number].add(
+                            next_token.token, next_token.logprob, next_token.top, stopped=next_token.stopped
+                        )
+                    given_up |= numbers
+                for row in batch:
+                    if row.reason is None and row.of in given_up:
+                        row.reason = "cancelled"
+
+    def _decoder(self) -> Decoder:
+        return Recomputed(self._step)
+
+    def _choose(self, rows: Sequence[Row], logits: Tensor) -> dict[int, _Token]:
+        """The next token of every row, by its number."""
+        found = choose(logits, [row.draw for row in rows])
+        most = max(row.request.topk_logprobs for row in rows)
+        ids, values = top_logprobs(logits, most) if most else (None, None)
+        chosen = {}
+        for place, (row, token, logprob) in enumerate(zip(rows, found.tokens, found.logprobs, strict=True)):
+            top: TopLogprobs = ()
+            if ids is not None and values is not None and (k := row.request.topk_logprobs):
+                top = tuple(zip(ids[place, :k].tolist(), values[place, :k].tolist(), strict=True))
+            stops: tuple[Stop, ...] = (*self._end_tokens, *row.request.params.stop)
+            chosen[row.number] = _Token(token, logprob, top, ends([*row.tokens, token], stops, self._decode))
+        return chosen
+
+
+def _result(error: str | None, rows: Sequence[Row], scores: PromptScores | None) -> SampleResult:
+    if error is not None:
+        return SampleResult(error=error)
+    found = scores or PromptScores()
+    return SampleResult(tuple(row.sequence() for row in rows), found.logprobs, found.top)

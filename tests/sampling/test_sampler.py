@@ -1,0 +1,188 @@
+"""Responses of Megatron's engine against transformers and peft, in layouts; requests of several adapters in one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascend import Adapters, Batching, Lora, Parallel
+from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.testing import run_distributed
+from megascend.testing.lora_parity import write_adapter
+from megascend.testing.parity import case_checkpoint
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+LORAS = {
+    "a": Lora(rank=4, alpha=80.0, seed=1),
+    "b": Lora(rank=9, alpha=60.0, seed=2, targets=("q_proj", "v_proj", "down_proj", "lm_head", "embed_tokens")),
+}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
+GREEDY, WARM = SamplingParams(7, temperature=0.0), SamplingParams(9, temperature=1.3, top_p=0.95, top_k=40, seed=11)
+REQUESTS = [
+    SampleRequest([5, 6, 7, 8, 9], GREEDY, "a", prompt_logprobs=True, topk_prompt_logprobs=3),
+    SampleRequest([40], WARM, None, num_samples=3, topk_logprobs=2, prompt_logprobs=True),
+    SampleRequest([11, 12, 13], GREEDY, "b"),
+    SampleRequest([11, 12, 13], WARM, "b", num_samples=2, prompt_logprobs=True),
+    SampleRequest([20] * 60, SamplingParams(9), "a"),  # with its response longer than what is allowed
+]
+LAYOUTS = {
+    "TP2": (2, Parallel(tensor=2)),
+    "PP2": (2, Parallel(pipeline=2)),
+    "DP2": (2, Parallel()),
+    "CP2": (2, Parallel(context=2)),
+    "TP2 + SP": (2, Parallel(tensor=2, sequence=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder: Path) -> Path:
+    return case_checkpoint(parity_folder, "qwen3")
+
+
+def make_backend(checkpoint: Path, parallel: Parallel, **options):
+    from megascend.backends import MegatronBackend
+
+    adapters = Adapters(max_count=4, max_rank=16, targets=TARGETS)
+    batching = Batching(micro_batch_tokens=128, max_length=64)
+    return MegatronBackend(
+        model=checkpoint,
+        parallel=parallel,
+        precision="fp32",
+        adapters=adapters,
+        batching=batching,
+        timeout_s=60,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+
+    def write() -> None:
+        with make_backend(checkpoint, Parallel()) as backend:
+            for name, lora in LORAS.items():
+                write_adapter(backend, folder / name, lora)
+
+    run_distributed(write, 1, init=False)
+    return {name: folder / name for name in LORAS}
+
+
+def sampled(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel, calls: list[list[SampleRequest]]):
+    """What every one of ``calls`` returns on this rank."""
+    from megascend.sampling.sampler import Sampler
+
+    with make_backend(checkpoint, parallel) as backend:
+        for name, path in adapters.items():
+            backend.load_adapter(name, path)
+        sampler = Sampler(backend, decode=lambda tokens: "".join(chr(token) for token in tokens))
+        return [sampler.generate(call) for call in calls]
+
+
+def reference(
+    checkpoint: Path, adapters: dict[str, Path], asked: list[tuple[str | None, list[int]]]
+) -> list[torch.Tensor]:
+    """Log-probabilities [length, vocabulary] of each sequence by transformers and peft, of the adapter alone."""
+
+    def compute() -> list[torch.Tensor]:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        found: dict[int, torch.Tensor] = {}
+        for name in {name for name, _ in asked}:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+            if name is not None:
+                model = PeftModel.from_pretrained(model, str(adapters[name]))
+            with torch.no_grad():
+                for number, (of, tokens) in enumerate(asked):
+                    if of == name:
+                        found[number] = model.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return [found[number] for number in range(len(asked))]
+
+    return run_distributed(compute, 1, init=False)[0]
+
+
+def check(checkpoint: Path, adapters: dict[str, Path], results: list[SampleResult]) -> None:
+    """Hold log-probabilities and choices of ``results`` of REQUESTS against the reference."""
+    pairs = [
+        (request, result, sample)
+        for request, result in zip(REQUESTS, results, strict=True)
+        for sample in result.samples
+    ]
+    asked = [(request.adapter, [*request.prompt, *sample.tokens]) for request, _, sample in pairs]
+    for (request, result, sample), logprobs in zip(pairs, reference(checkpoint, adapters, asked), strict=True):
+        start, tokens = len(request.prompt), torch.tensor([*request.prompt, *sample.tokens])
+        of_tokens = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
+        assert len(sample.tokens) == request.params.max_tokens
+        assert sample.logprobs == pytest.approx(of_tokens[start - 1 :].tolist(), abs=1e-5)
+        places = logprobs[start - 1 : -1]
+        if request.params.temperature == 0:
+            assert list(sample.tokens) == places.argmax(-1).tolist()
+        else:
+            likely = places.topk(40).indices.tolist()
+            assert all(token in of for token, of in zip(sample.tokens, likely, strict=True))
+        if request.topk_logprobs:
+            assert sample.topk_logprobs is not None
+            for found, expected in zip(sample.topk_logprobs, places, strict=True):
+                assert [token for token, _ in found] == expected.topk(2).indices.tolist()
+                assert [value for _, value in found] == pytest.approx(expected.topk(2).values.tolist(), abs=1e-5)
+        if request.prompt_logprobs:
+            assert result.prompt_logprobs is not None
+            assert result.prompt_logprobs[0] is None
+            assert list(result.prompt_logprobs[1:]) == pytest.approx(of_tokens[: start - 1].tolist(), abs=1e-5)
+        if request.topk_prompt_logprobs:
+            assert result.topk_prompt_logprobs is not None
+            assert result.topk_prompt_logprobs[0] is None
+            for found, expected in zip(result.topk_prompt_logprobs[1:], logprobs[: start - 1], strict=True):
+                assert found is not None
+                assert [token for token, _ in found] == expected.topk(3).indices.tolist()
+                assert [value for _, value in found] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, adapters: dict[str, Path]) -> list[list[SampleResult]]:
+    """On one rank: all requests at once, again, each by itself."""
+    calls = [REQUESTS, REQUESTS, *([request] for request in REQUESTS)]
+    return run_distributed(sampled, 1, checkpoint, adapters, Parallel(), calls, init=False)[0]
+
+
+def test_responses_and_their_log_probabilities_are_those_of_transformers_and_peft(checkpoint, adapters, alone) -> None:
+    check(checkpoint, adapters, alone[0])
+    *_, refused = alone[0]
+    assert (
+        refused.error
+        == "60 prompt tokens and max_tokens=9 are together more than 64 (the model's context, or batching.max_length)"
+    )
+    assert refused.samples == ()
+    assert len({sample.tokens for sample in alone[0][1].samples}) == 3
+
+
+def same(mine: list[SampleResult], theirs: list[SampleResult]) -> None:
+    """Equal tokens and reasons, and log-probabilities but for rounding."""
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.error == other.error
+        for sample, expected in zip(one.samples, other.samples, strict=True):
+            assert (sample.tokens, sample.stop_reason) == (expected.tokens, expected.stop_reason)
+            assert sample.logprobs == pytest.approx(expected.logprobs, abs=5e-6)
+
+
+def test_a_seed_gives_the_same_again_whatever_is_beside_it(alone) -> None:
+    same(alone[1], alone[0])
+    same([result for call in alone[2:] for result in call], alone[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, alone) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    found = run_distributed(sampled, ranks, checkpoint, adapters, parallel, [REQUESTS], init=False)
+    ((results,), *others) = found
+    assert others == [[results]] * (ranks - 1)
+    same(results, alone[0])
+    for request, result, expected in zip(REQUESTS, results, alone[0], strict=True):
+        for name in ("prompt_logprobs", "topk_prompt_logprobs"):
+            assert (getattr(result, name) is None) == (getattr(expected, name) is None)
+        if request.prompt_logprobs:
+            assert result.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=5e-6)

@@ -1,0 +1,134 @@
+"""What is pure in sampling: choosing tokens, ends of responses, refusals, batches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from megascend.sampling.choice import Draw, choose, top_logprobs, truncated, uniform
+from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.sampling.rows import batches, rows_of, shares
+from megascend.sampling.stops import ends
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.3, 0.15, 0.1])
+
+
+def shares_of(draws: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> list[float]:
+    """How often each token is chosen."""
+    settings = [Draw(temperature, uniform(5, 0, place), top_p, top_k) for place in range(draws)]
+    chosen = choose(PROBABILITIES.log().expand(draws, -1), settings)
+    counts = Counter(chosen.tokens)
+    return [counts[token] / draws for token in range(len(PROBABILITIES))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, PROBABILITIES),
+        ({"temperature": 0.5}, PROBABILITIES**2),
+        ({"top_k": 2}, PROBABILITIES * torch.tensor([0, 1, 0, 1, 0, 0])),
+        ({"top_k": 99}, PROBABILITIES),
+        ({"top_p": 0.7}, PROBABILITIES * torch.tensor([0, 1, 0, 1, 0, 0])),
+        ({"top_p": 0.71}, PROBABILITIES * torch.tensor([0, 1, 0, 1, 1, 0])),
+        # Of the three likeliest, 0.4 and 0.3 have 0.82 of what they have together.
+        ({"top_k": 3, "top_p": 0.8}, PROBABILITIES * torch.tensor([0, 1, 0, 1, 0, 0])),
+        ({"top_p": 1e-9}, PROBABILITIES * torch.tensor([0, 1, 0, 0, 0, 0])),
+    ],
+)
+def test_tokens_come_as_often_as_they_should(settings: dict[str, float], expected: torch.Tensor) -> None:
+    draws = 3_000
+    found = torch.tensor(shares_of(draws, **settings))  # type: ignore[arg-type]
+    wanted = expected / expected.sum()
+    assert float((found - wanted).abs().max()) < 4 * (0.25 / draws) ** 0.5  # four standard deviations
+    assert not found[wanted == 0].any()
+
+
+def test_log_probabilities_are_the_models_own_whatever_was_drawn_from() -> None:
+    logits = PROBABILITIES.log().expand(3, -1)
+    found = choose(logits, [Draw(0.0, 0.0), Draw(0.25, 0.999999), Draw(1.0, 0.0, top_k=1)])
+    assert found.tokens[0] == found.tokens[2] == 1
+    assert found.logprobs == pytest.approx([math.log(PROBABILITIES[token]) for token in found.tokens], abs=1e-6)
+    assert (found.drawn_logprobs[0], found.drawn_logprobs[2]) == (0.0, 0.0)
+    cold = (PROBABILITIES**4 / (PROBABILITIES**4).sum())[found.tokens[1]]
+    assert found.drawn_logprobs[1] == pytest.approx(math.log(cold), abs=1e-5)
+
+
+def test_equally_likely_tokens_are_cut_by_their_ids() -> None:
+    left = truncated(torch.zeros(6).log_softmax(-1), 3, 1.0)
+    assert left.isfinite().tolist() == [True, True, True, False, False, False]
+    assert float(left.exp().sum()) == pytest.approx(1.0)
+
+
+def test_the_likeliest_tokens_come_first() -> None:
+    ids, values = top_logprobs(PROBABILITIES.log()[None], 3)
+    assert ids.tolist() == [[1, 3, 4]]
+    assert values.exp().tolist()[0] == pytest.approx([0.4, 0.3, 0.15])
+
+
+def test_random_numbers_are_those_of_seed_response_and_place_alone() -> None:
+    numbers = [uniform(seed, sample, place) for seed in (1, 2) for sample in (0, 1) for place in range(500)]
+    assert len(set(numbers)) == 2000
+    assert all(0 <= number < 1 for number in numbers)
+    assert sum(numbers) / 2000 == pytest.approx(0.5, abs=4 * (1 / 12 / 2000) ** 0.5)
+    assert uniform(1, 1, 3) == numbers[503]
+
+
+PIECES = {1: "Hel", 2: "lo", 3: "\nUs", 4: "er:", 5: "é", 6: "."}
+
+
+def decode(tokens) -> str:
+    return "".join(PIECES[token] for token in tokens)
+
+
+def test_what_ends_a_response() -> None:
+    assert ends([1, 2, 6], (6,), None)
+    assert not ends([6, 1], (6,), None)  # it has been looked at when it came
+    assert ends([1, 2, 6], ((2, 6),), None)
+    assert not ends([6], ((2, 6),), None)
+    assert not ends([], (6, (2, 6)), None)
+    text = ("\nUser:",)
+    assert [ends([1, 2, 3, 4][:count], text, decode) for count in range(5)] == [False] * 4 + [True]
+    assert ends([2, 6], ("o.", "never"), decode)
+    assert not ends([1, 5, 2], ("\u00e9.",), decode)
+    assert ends([5] * 100 + [6], ("\u00e9\u00e9.",), decode)
+
+
+def request(prompt: int = 3, max_tokens: int = 4, **settings: object) -> SampleRequest:
+    return SampleRequest(range(prompt), SamplingParams(max_tokens), **settings)  # type: ignore[arg-type]
+
+
+def test_a_request_is_refused_by_what_is_wrong_with_it() -> None:
+    def refusal(asked: SampleRequest) -> str | None:
+        return asked.refusal({"alice"}, 100, 20, "the model's context")
+
+    assert refusal(request(16, 4, adapter="alice")) is None
+    assert "16 prompt tokens and max_tokens=5 are together more than 20 (the model's context)" in str(
+        refusal(request(16, 5))
+    )
+    assert "no adapter 'bob'; there are: alice" in str(refusal(request(adapter="bob")))
+    assert "0 prompt tokens" in str(refusal(request(0)))
+    assert "num_samples=0" in str(refusal(request(num_samples=0)))
+    assert "token 100 is not in [0, 100)" in str(refusal(SampleRequest([3, 100], SamplingParams(1))))
+    assert "101 of the likeliest" in str(refusal(request(topk_logprobs=101)))
+    for wrong, name in (
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stop": ("",)}, "stop"),
+        ({"max_tokens": -1}, "max_tokens"),
+    ):
+        assert name in str(refusal(SampleRequest([1], SamplingParams(**{"max_tokens": 1, **wrong}))))  # type: ignore[arg-type]
+
+
+def test_batches_keep_within_the_budget_and_every_row_is_in_one() -> None:
+    asked = [(0, request(3, 4, num_samples=3)), (2, request(10, 10)), (3, request(1, 1, num_samples=2))]
+    rows = rows_of(asked, [7, 8, 9, 10])
+    expected = [(0, 0, 7), (0, 1, 7), (0, 2, 7), (2, 0, 9), (3, 0, 10), (3, 1, 10)]
+    assert [(row.of, row.sample, row.seed) for row in rows] == expected
+    found = batches(rows, 21)
+    assert [[row.number for row in batch] for batch in found] == [[0, 1, 2], [3], [4, 5]]
+    assert all(max(row.longest for row in batch) * len(batch) <= 21 for batch in found)
+    assert [[row.number for row in share] for share in shares(rows, 4)] == [[0, 4], [1, 5], [2], [3]]
