@@ -172,7 +172,7 @@ def main() -> None:
         servers = start_servers(arguments, stack) if main_rank else {}
 
         megascend.bootstrap(arguments.platform, parallel)
-        from megascend.app.plot import plot_metrics
+        from megascend.app.plot import Panel, plot_metrics
         from megascend.app.rl.engines import stop_tokens
         from megascend.app.rl.learn import learn
         from megascend.app.rl.rollouts import SharedRollouts
@@ -297,7 +297,7 @@ def main() -> None:
         backend.export_hf(arguments.output / "hf")
         if main_rank:
             labels = ("reward", "lag", "mismatch", "pause_s", "grad_norm", "wait_s")
-            panels = [(label, label, f"C{number}") for number, label in enumerate(labels)]
+            panels = [Panel(label, label, f"C{number}") for number, label in enumerate(labels)]
             figure = arguments.output / "async_grpo.png"
             plot_metrics(rows, figure, f"async GRPO, lag {arguments.max_lag}, {', '.join(arguments.engine)}", panels)
             print(

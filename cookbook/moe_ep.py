@@ -109,8 +109,9 @@ def main() -> None:
 
         # How sure is the model of its next token now? Entropy comes from the same chunked output head as the loss.
         sample = samples[0]
-        entropy = backend.forward([sample], entropy=True).entropy[0]
-        mean_entropy = float((entropy * sample.weights).sum() / sample.weights.sum())
+        entropies = backend.forward([sample], entropy=True).entropy
+        assert entropies is not None, "asked for"
+        mean_entropy = float((entropies[0] * sample.weights).sum() / sample.weights.sum())
         backend.export_hf(arguments.output / "hf")
         if main_rank:
             print(

@@ -37,6 +37,21 @@ def test_every_promise_about_weights_names_tests_that_exist() -> None:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
+def test_every_fault_that_users_found_names_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "cli"))
+    from bad_inputs import BAD_INPUTS
+
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    section = page[page.index("### Faults that users found") : page.index("### What is nightly")]
+    for line in section[section.index("|") :].strip().splitlines()[2:]:
+        last = line.rstrip("| ").rpartition("|")[2]
+        tests, rows = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", last), re.findall(r'"([^"]+)"', last)
+        assert tests or rows, line
+        assert not [row for row in rows if row not in BAD_INPUTS]
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
 def test_the_refused_options_are_listed() -> None:
     paragraph = NPU[NPU.index("The names refused for `megatron.training`") :].partition("\n\n")[0]
     assert tuple(re.findall(r"`(\w+)`", paragraph)) == NEEDS_MEGATRON_TRAINING
