@@ -8,15 +8,15 @@
 # Arguments go to async_grpo.py. PYTHON: interpreter (default: python). VLLM_ENV: vLLM's environment (default: .venv-vllm).
 # MEGASCEND_RUN: where the small model and the results go.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
 python=${PYTHON:-python}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # deprecations inside the stack's packages, once a process
 run=${MEGASCEND_RUN:-runs/cookbook}
 small=$run/qwen3_digits
-venv=${VLLM_ENV:-.venv-vllm}
+venv=$(realpath -m "${VLLM_ENV:-$here/../.venv-vllm}")
 
 if [[ " $* " != *" --engine"[\ =]* ]]; then
-  bash scripts/vllm_env.sh "$venv"
+  bash "$here/../scripts/vllm_env.sh" "$venv"
   set -- --vllm-python "$venv/bin/python" "$@"
 fi
 if [[ " $* " != *" --model"[\ =]* ]]; then
@@ -25,4 +25,4 @@ if [[ " $* " != *" --model"[\ =]* ]]; then
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/async_grpo" "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-1}" cookbook/async_grpo.py "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-1}" "$here/async_grpo.py" "$@"

@@ -7,7 +7,7 @@
 # Arguments go to dense_tp_pp_dp.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and
 # the output.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
 python=${PYTHON:-python}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # deprecations inside the stack's packages, once a process
 run=${MEGASCEND_RUN:-runs/cookbook}
@@ -18,4 +18,4 @@ if [[ " $* " != *" --model"[\ =]* ]]; then
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/dense_tp_pp_dp" "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" cookbook/dense_tp_pp_dp.py "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" "$here/dense_tp_pp_dp.py" "$@"

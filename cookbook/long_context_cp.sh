@@ -7,7 +7,7 @@
 # Arguments go to long_context_cp.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and
 # the output.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
 python=${PYTHON:-python}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # deprecations inside the stack's packages, once a process
 run=${MEGASCEND_RUN:-runs/cookbook}
@@ -18,4 +18,4 @@ if [[ " $* " != *" --model"[\ =]* ]]; then
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/long_context_cp" "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-2}" cookbook/long_context_cp.py "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-2}" "$here/long_context_cp.py" "$@"

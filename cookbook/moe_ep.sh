@@ -7,7 +7,7 @@
 # Arguments go to moe_ep.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and
 # the output.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
 python=${PYTHON:-python}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # deprecations inside the stack's packages, once a process
 run=${MEGASCEND_RUN:-runs/cookbook}
@@ -18,4 +18,4 @@ if [[ " $* " != *" --model"[\ =]* ]]; then
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/moe_ep" "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" cookbook/moe_ep.py "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" "$here/moe_ep.py" "$@"

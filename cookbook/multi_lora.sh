@@ -7,7 +7,7 @@
 # Arguments go to multi_lora.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where the small model goes, and the
 # adapters.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
 python=${PYTHON:-python}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # deprecations inside the stack's packages, once a process
 run=${MEGASCEND_RUN:-runs/cookbook}
@@ -19,4 +19,4 @@ if [[ " $* " != *" --model"[\ =]* ]]; then
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/adapters" "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-2}" cookbook/multi_lora.py "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-2}" "$here/multi_lora.py" "$@"

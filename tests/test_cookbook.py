@@ -224,13 +224,13 @@ def test_own_data_end_in_a_model_and_a_killed_run_resumes(
         "--steps",
         "12",
         "--data",
-        str(own_data(tmp_path / "own.json")),
+        own_data(tmp_path / "own.json").name,  # of the directory in which the script is called
         "--save-every",
         "2",
     )
-    whole = run(script, tmp_path, *arguments, "--output", str(tmp_path / "whole"), NPROC="2")
+    whole = run(script, tmp_path, *arguments, "--output", "whole", NPROC="2")
     assert_learned(whole, 12)
-    killed = ("--output", str(tmp_path / "killed"))
+    killed = ("--output", "killed")
     run(script, tmp_path, *arguments, *killed, NPROC="2", kill_after="step 7/12", fails=True)
     output = run(script, tmp_path, *arguments, *killed, "--resume", NPROC="2")
     losses = {number: (loss, norm) for number, _, loss, norm, _ in STEP.findall(whole)}
@@ -241,6 +241,17 @@ def test_own_data_end_in_a_model_and_a_killed_run_resumes(
     kept = [load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("whole", "killed")]
     assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0].keys() | kept[1].keys())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "hf").num_parameters() > 0
+
+
+def test_paths_are_of_the_directory_in_which_a_script_is_called() -> None:
+    scripts = [*(ROOT / "cookbook").rglob("*.sh")]
+    assert len(scripts) > 10
+    for script in scripts:
+        text = script.read_text()
+        assert not re.search(r"^\s*cd ", text, re.MULTILINE), script
+        started = re.findall(r'^exec .* "\$here/([\w./]+\.py)"', text, re.MULTILINE)
+        assert all((script.parent / name).is_file() for name in started)
+        assert started or script.name == "environment.sh", script
 
 
 @pytest.mark.nightly

@@ -12,8 +12,8 @@
 #
 # Arguments go to async_grpo.py. PYTHON: interpreter (default: python). NPROC: trainer processes (default: 4).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source cookbook/ascend/environment.sh
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
+source "$here/environment.sh"
 python=${PYTHON:-python}
 run=${MEGASCEND_RUN:-runs/cookbook}
 small=$run/qwen3_digits
@@ -25,4 +25,4 @@ fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/async_grpo_npu" "$@"
 [[ " $* " == *" --engine"[\ =]* ]] || set -- --engine local local local local "$@"
 [[ " $* " == *" --platform"[\ =]* ]] || set -- --platform npu "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" cookbook/async_grpo.py --tensor 2 "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" "$here/../async_grpo.py" --tensor 2 "$@"

@@ -9,8 +9,8 @@
 # Arguments go to multi_lora_npu.py. NPROC: processes, one for each card (default: 8). PYTHON: interpreter (default: python).
 # MEGASCEND_RUN: where the small model goes. What an Ascend run needs from its shell: environment.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source cookbook/ascend/environment.sh
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
+source "$here/environment.sh"
 python=${PYTHON:-python}
 small=${MEGASCEND_RUN:-runs/cookbook}/qwen3_lora_npu
 
@@ -19,4 +19,4 @@ if [[ " $* " != *" --model"[\ =]* ]]; then
   [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3 --layers 2 --hidden 256
   set -- --model "$small" "$@"
 fi
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" cookbook/ascend/multi_lora_npu.py "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" "$here/multi_lora_npu.py" "$@"

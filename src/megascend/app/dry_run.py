@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from megascend.app.disk_room import disk_warning, free_bytes
 from megascend.app.generation import Answering
 from megascend.app.objectives import make_objective
 from megascend.app.run import backend_settings, load_tokenizer
@@ -54,6 +53,7 @@ class DryRun:
         epochs: how often the steps go through the data.
         shown: the first samples of the first step.
         free_disk: bytes, where the output is to be.
+        disk_warning: None if there is room for what the run will write.
         memory: what a rank will need; None for an engine from outside.
         recomputed: the same with recompute.granularity: full; None where that is set, or cannot be.
         device_memory: bytes of one device; on a CPU, this machine's for each rank.
@@ -70,6 +70,7 @@ class DryRun:
     steps: StepPlan
     shown: list[ShownSample]
     free_disk: int
+    disk_warning: str | None
     memory: Estimate | None
     recomputed: Estimate | None
     device_memory: int
@@ -157,7 +158,8 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
         epochs=config.steps * config.data.global_batch_size / units,
         steps=steps,
         shown=[shown(index, pair) for index, pair in first[: SHOWN * (2 if samples.learned.has_pairs else 1)]],
-        free_disk=shutil.disk_usage(nearest(config.output)).free,
+        free_disk=free_bytes(config.output),
+        disk_warning=disk_warning(config),
         memory=memory(config),
         recomputed=None if config.recompute.granularity == "full" else memory(recomputed),
         device_memory=device_memory,
@@ -167,9 +169,3 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
 def kernels_of(platform: Platform) -> Kernels:
     """What computes on a platform. Of NPUs' own kernels nothing was measured; they are taken to keep what CUDA's do."""
     return "plain" if platform.name == "cpu" else "fused"
-
-
-def nearest(path: Path) -> Path:
-    """The path, or the nearest directory above it that is there."""
-    path = path.resolve()
-    return next(each for each in (path, *path.parents) if each.is_dir())

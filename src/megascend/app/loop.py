@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.app.checkpoint_policy import CheckpointPolicy
+from megascend.app.disk_room import disk_warning
 from megascend.app.event_log import EventLog
 from megascend.app.plot import plot_metrics
 from megascend.app.profile import StepProfiler
@@ -146,6 +147,8 @@ def run(
         answering = Answering.prepare(config.generation, config.data, tokenizer, limits, config.model)
     objective = make_objective(config, samples.learned)
     config = config.of_length(objective.units(samples.learned))
+    if launch.rank == 0 and (said := disk_warning(config)):
+        logger.warning(said)
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from megascend.app.disk_room import in_words
+
 if TYPE_CHECKING:
     from megascend.app.dry_run import DryRun, ShownSample
     from megascend.data.sample_pieces import Piece
@@ -17,8 +19,6 @@ PIECE = 400
 """Characters of a piece's beginning and of its end that are shown."""
 PIECES = 24
 """Pieces of a sample's beginning and of its end that are shown."""
-CHECKPOINT_BYTES = 14
-"""Of a parameter in a checkpoint: the weight in bf16, the fp32 original and two moments."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def report(found: DryRun, style: Style) -> Iterator[str]:
     yield f"layout    {layout}"
     yield from (f"          {line}" for line in more)
     yield f"steps     {_length(found)}"
-    yield f"output    {config.output}; {found.free_disk / GIB:.1f} GiB free there"
+    yield f"output    {config.output}; {in_words(found.free_disk)} free there"
     yield from (f"          warning: {line}" for line in warnings(found))
     yield ""
     yield from memory_table(found)
@@ -137,22 +137,8 @@ def warnings(found: DryRun) -> Iterator[str]:
             f"a rank will need about {size(found.memory.total)} of memory and has {size(found.device_memory)}: lower "
             "batching.micro_batch_tokens, set recompute.granularity: full, or divide the model over more ranks"
         )
-    needed = disk_needed(found)
-    if needed > found.free_disk:
-        yield f"checkpoints and export will take about {needed / GIB:.1f} GiB, more than is free"
-
-
-def disk_needed(found: DryRun) -> int:
-    """Bytes of the checkpoints that are kept, the one that is being written, and the export; of an adapter none to speak of."""
-    config = found.config
-    if config.lora is not None:
-        return 0
-    of_weight = 4 if config.precision == "fp32" else 2
-    kept = config.checkpoint.keep_last + 1 if config.checkpoint.every else 1
-    if config.checkpoint.every and config.checkpoint.keep_every:
-        kept += config.steps // config.checkpoint.keep_every
-    exports = config.export + (kept if config.checkpoint.hf else 0)
-    return found.info.parameter_count * (kept * CHECKPOINT_BYTES + exports * of_weight)
+    if found.disk_warning is not None:
+        yield found.disk_warning
 
 
 def memory_table(found: DryRun) -> Iterator[str]:

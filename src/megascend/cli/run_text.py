@@ -29,7 +29,9 @@ def render_run(report: RunReport) -> str:
     colour = typer.colors.GREEN if report.ok else typer.colors.RED
     lines = [typer.style(f"{report.directory}: {headline(report)}", fg=colour), ""]
     for attempt in report.attempts:
-        lines += entry(f"attempt {attempt.number}", attempt_lines(attempt, attempt is report.attempts[-1]))
+        lines += entry(
+            f"attempt {attempt.number}", attempt_lines(attempt, attempt is report.attempts[-1], report.steps)
+        )
     lines += entry("steps", steps_lines(report))
     lines += entry("checkpoints", checkpoint_lines(report))
     lines += entry("saves", saves_lines(report))
@@ -88,11 +90,21 @@ def headline(report: RunReport) -> str:
         return f"ended without an error message{done}, or is running on another machine"
     if last.outcome == "interrupted":
         return f"interrupted at once in step {last.step}{of}"
-    return f"failed in step {last.step}{of}"
+    return f"failed {when(last.step, report.steps, of)}"
 
 
-def attempt_lines(attempt: Attempt, last: bool) -> list[str]:
-    """When an attempt started, and how it ended. ``last``: no other has been started since."""
+def when(step: int | None, steps: int | None, of: str = "") -> str:
+    """In which step of how many a run failed; one after the last is none, but the time of export and picture."""
+    return f"after step {steps}, its last" if steps is not None and (step or 0) > steps else f"in step {step}{of}"
+
+
+def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> list[str]:
+    """When an attempt started, and how it ended.
+
+    Args:
+        last: no other has been started since.
+        steps: of the whole run.
+    """
     ranks = (
         f"{attempt.world_size} rank{'s' if attempt.world_size != 1 else ''}" if attempt.world_size else "ranks unknown"
     )
@@ -117,7 +129,7 @@ def attempt_lines(attempt: Attempt, last: bool) -> list[str]:
     elif attempt.outcome == "interrupted":
         return [*lines, f"{clock(attempt.ended)}: interrupted at once in step {attempt.step}, without a checkpoint"]
     else:
-        lines.append(f"{clock(attempt.ended)}: failed in step {attempt.step}")
+        lines.append(f"{clock(attempt.ended)}: failed {when(attempt.step, steps)}")
     return [*lines, *error_lines(attempt)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.app.checkpoint_policy import CheckpointPolicy
+from megascend.app.disk_room import disk_warning
 from megascend.app.event_log import EventLog
 from megascend.app.plot import plot_metrics
 from megascend.app.resume import belongs, check_start
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.rollout.engines.base import InferenceEngine
 
+logger = logging.getLogger(__name__)
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
 
 
@@ -145,6 +148,8 @@ def run(
     reward = load_reward(config.rollout.reward)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
     prompts, held_out = read_and_check(config, tokenizer, limits)
+    if launch.rank == 0 and (said := disk_warning(config)):
+        logger.warning(said)
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:
