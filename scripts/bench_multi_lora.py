@@ -1,6 +1,7 @@
 """Many LoRA tenants on one model: one after another, mixed in one batch, and one adapter with the whole batch as a bound.
 
     python scripts/bench_multi_lora.py                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
+    python scripts/bench_multi_lora.py --graphs                     # the same as CUDA graphs (adapters.cuda_graphs)
     python scripts/bench_multi_lora.py --engine fsdp                # the same on transformers' layers under FSDP2
     python scripts/bench_multi_lora.py --tiny --platform cpu        # the same script on a CPU, in a minute
 
@@ -216,6 +217,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, help="default: 3, tiny: 1")
     parser.add_argument("--steps", type=int, help="timed steps of each way; default: 8, tiny: 2")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--graphs", action="store_true", help="micro batches as CUDA graphs, in all three ways")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--profile", type=Path, help="folder for operator tables of one more step of every way")
@@ -240,6 +242,7 @@ def main() -> int:
         seed=arguments.seed,
     )
     megascend.bootstrap(work.platform, engine=arguments.engine)
+    graphs = megascend.CudaGraphs(max_tokens=arguments.micro_batch_tokens) if arguments.graphs else None
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(work, Path(folder))
         backend = make_backend(
@@ -247,7 +250,7 @@ def main() -> int:
             model=folder,
             precision=work.precision,
             optimizer=megascend.Adam(lr=work.lr),
-            adapters=megascend.Adapters(max_count=1 + max(tenants for tenants, _ in sizes)),
+            adapters=megascend.Adapters(max_count=1 + max(tenants for tenants, _ in sizes), cuda_graphs=graphs),
             batching=megascend.Batching(micro_batch_tokens=arguments.micro_batch_tokens),
             seed=work.seed,
         )
@@ -256,7 +259,7 @@ def main() -> int:
     if arguments.profile:
         for size in sizes:
             bench.profile(*size, arguments.profile)
-    print(f"engine {arguments.engine}", *(f"{name} {version}" for name, version in versions().items()), sep=", ")
+    print(f"engine {arguments.engine}, CUDA graphs: {graphs}", *(f"{name} {version}" for name, version in versions().items()), sep=", ")
     agree = report(work, sizes, figures, arguments.rank)
     if arguments.json:
         rows = [
