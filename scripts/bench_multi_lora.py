@@ -259,7 +259,8 @@ def main() -> int:
     if arguments.profile:
         for size in sizes:
             bench.profile(*size, arguments.profile)
-    print(f"engine {arguments.engine}, CUDA graphs: {graphs}", *(f"{name} {version}" for name, version in versions().items()), sep=", ")
+    print(f"CUDA graphs: {graphs}")
+    print(f"engine {arguments.engine}", *(f"{name} {version}" for name, version in versions().items()), sep=", ")
     agree = report(work, sizes, figures, arguments.rank)
     if arguments.json:
         rows = [
