@@ -496,5 +496,5 @@ def _fields(text: str, kinds: Sequence[type]) -> Any:
     """A list of values of these types, out of the store."""
     values = json.loads(text)
     if not isinstance(values, list) or [type(value) for value in values] != list(kinds):
-        raise TransportError(f"the store holds {text!r:.80}, which is no record of a member")
+        raise TransportError(f"the store holds {text!r:.80}, which is not a record of a member")
     return values

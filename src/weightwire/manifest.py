@@ -133,7 +133,7 @@ class Manifest:
         for spec in self.tensors:
             spec.check()
             if spec.name in names:
-                raise ManifestError(f"manifest: {spec.name} is there twice")
+                raise ManifestError(f"manifest: {spec.name} is listed twice")
             names.add(spec.name)
         if self.adapter is not None:
             self.adapter.check()

@@ -393,7 +393,7 @@ class Receiver:
                 continue
             with self._lock:
                 if update.state in (RECEIVE_DONE, VERIFIED) and update.touched + lease <= time.monotonic():
-                    why = f"{self.name}: {update} was dropped: nobody went on with it for {lease:g} s"
+                    why = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
                     log.warning("%s", why)
                     self._drop(update, UpdateError(why))
 

@@ -108,5 +108,5 @@ def test_ranks_agree(megatron_imported, folder: Path, world: str) -> None:
 def test_a_platform_that_tells_no_peaks_refuses(folder: Path) -> None:
     from megascend.app.token_budget import check_platform
 
-    with pytest.raises(ConfigError, match=r"platform cpu does not tell: set a number"):
+    with pytest.raises(ConfigError, match=r"platform cpu does not report: set a number"):
         check_platform(config(folder, "no"), CpuPlatform())

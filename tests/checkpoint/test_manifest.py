@@ -132,7 +132,7 @@ def test_a_file_written_in_another_style_is_refused(tmp_path):
 
 
 def test_no_manifest_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"megascend\.json is missing; the directory is no complete"):
+    with pytest.raises(CheckpointError, match=r"megascend\.json is missing; the directory is not a complete"):
         read(tmp_path)
     with pytest.raises(CheckpointError, match=r"megascend\.json is missing"):
         read(tmp_path / "nowhere")

@@ -118,7 +118,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
         from megascend.backends import MegatronBackend
 
         backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
-        with pytest.raises(CheckpointError, match="is no megascend checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a megascend checkpoint"):
             backend.save(other)
         with pytest.raises(CheckpointError, match=r"megascend\.json is missing"):
             backend.load(other)

@@ -175,7 +175,7 @@ def test_an_attempt_that_never_came_to_its_first_step(tmp_path: Path) -> None:
     text = render_run(report)
     assert "the last attempt failed before its first step" in text
     assert "DataError: chat.jsonl:7: broken" in text
-    assert "mend what DataError says above" in text
+    assert "fix what DataError says above" in text
     assert "start it again" in text
 
 

@@ -336,7 +336,7 @@ def test_what_the_template_leaves_out_is_said() -> None:
 
 
 NO_END = (
-    "f:1: no turn of the assistant ends with a special token that is learned, so the model does not learn to stop; a template "
+    "f:1: no turn of the assistant ends with a special token that is trained on, so the model does not learn to stop; a template "
     "with {% generation %} blocks (data.chat_template) can say where turns end"
 )
 

@@ -214,9 +214,9 @@ def test_columns_of_other_names() -> None:
     assert findings.lines() == ["f:1: 'text' is not read", "f:1: 'tools' is not read"]
     with pytest.raises(DataError, match=r"f:2: no 'dialogue' \(data.columns\); found: text"):
         parse_record({"text": "x"}, "f:2", columns)
-    with pytest.raises(ConfigError, match=r"data.columns: dialogue is no column that is read; there are messages"):
+    with pytest.raises(ConfigError, match=r"data.columns: dialogue is not a column that is read; these are: messages"):
         Data(path="x", columns={"dialogue": "messages"})
-    with pytest.raises(ConfigError, match="one column of the data cannot be two"):
+    with pytest.raises(ConfigError, match="one column of the data is given for two names"):
         Data(path="x", columns={"prompt": "a", "completion": "a"})
 
 

@@ -172,7 +172,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     source = make_source(tmp_path / "source", WEIGHTS)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="is no Hugging Face checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a Hugging Face checkpoint"):
         CheckpointWriter(source, tmp_path / "out", "float32", tied=False)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
     assert not list(tmp_path.glob(".*"))

@@ -208,7 +208,7 @@ def test_other_peoples_directories_are_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
     for target in (tmp_path / "thesis", tmp_path / "thesis" / "thesis.txt"):
-        with pytest.raises(CheckpointError, match="is no adapter"):
+        with pytest.raises(CheckpointError, match="is not an adapter"):
             write(target, saved, "base", [])
     for target in (tmp_path / "thesis" / "thesis.txt" / "x", tmp_path / ("x" * 300)):
         with pytest.raises(CheckpointError, match="could not be written"):

@@ -611,7 +611,7 @@ def test_settings_that_adapters_cannot_have_are_refused_before_training(dense, p
             make_backend(dense, moe=Moe(aux_loss="megatron", aux_loss_coefficient=0.1))
         with pytest.raises(
             ConfigError,
-            match=r"adapters\.targets names 'nothing', which is no layer that can be adapted in this model; those are down",
+            match=r"adapters\.targets names 'nothing', which is not a layer that can be adapted in this model; those are down",
         ):
             make_backend(dense, adapters=Adapters(targets=("nothing",)))
         tied = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=True)

@@ -120,7 +120,7 @@ def normal(value):
         ({"bucket_bytes": 0}, "bucket_bytes 0"),
         ({"bucket_bytes": 2**40}, "bucket_bytes"),
         ({"tensors": []}, "0 tensors"),
-        ({"tensors": [["a", "float32", [2]], ["a", "float32", [2]]]}, "a is there twice"),
+        ({"tensors": [["a", "float32", [2]], ["a", "float32", [2]]]}, "a is listed twice"),
         ({"tensors": [["a", "complex64", [2]]]}, "a has dtype 'complex64'"),
         ({"tensors": [["a", "float32", [-1]]]}, "a has shape"),
         ({"tensors": [["a", "float32", [2.0]]]}, "a has shape"),

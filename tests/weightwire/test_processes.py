@@ -85,7 +85,7 @@ def test_a_trainer_killed_at_any_point(tmp_path, when):
             assert "the sender" in dropped
             assert "gone" in dropped or "not reachable" in dropped
         elif not committed:
-            assert "nobody went on with it for 1 s" in dropped
+            assert "nobody continued it for 1 s" in dropped
         newest = tensors(3)
         run_distributed(lambda: Remote([engine]).whole(3, newest), 1, init=False, timeout_s=60)
         assert same(engine.weights()[0][0], newest)

@@ -322,7 +322,7 @@ def test_an_update_that_nobody_goes_on_with_is_dropped(served):
     trainer.lease_s = 0.3
     trainer.push(2, NEW)
     until_dropped(receiver)
-    assert "nobody went on with it for 0.3 s" in receiver.status()["update"]["problem"]
+    assert "nobody continued it for 0.3 s" in receiver.status()["update"]["problem"]
     assert same(engine.weights, OLD)
     works_again(receiver, engine, 2)
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="npu_acceptance.sh", description="What Ascend cards are to be held against, once."
+        prog="npu_acceptance.sh", description="Measure everything about megascend on new Ascend cards, once."
     )
     parser.add_argument("--cards", type=int, default=0, help="cards that take part (default: all, at most 8)")
     parser.add_argument(

@@ -114,7 +114,7 @@ class StepProfiler:
             self._recorded = range(number + 2, number + 2 + fewer)
             logger.warning("profile: %s; recording %d instead", found, fewer)
         else:
-            logger.warning("profile: %s; nothing is kept: set data.global_batch_size lower, or the limit higher", found)
+            logger.warning("profile: %s; nothing is kept: lower data.global_batch_size, or raise the limit", found)
 
     def _write(self, session: Any, steps: range) -> int:
         """The size of the trace in bytes; where it is within the limit, both files are there."""

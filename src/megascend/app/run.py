@@ -61,7 +61,7 @@ def check_lora(config: TrainerConfig) -> None:
     for target in config.lora.targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
-            raise ConfigError(f"lora.targets: {target!r} is no linear layer of {config.model}; it has {ends}")
+            raise ConfigError(f"lora.targets: {target!r} is not a linear layer of {config.model}; it has {ends}")
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
@@ -86,7 +86,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     if ordinary < 2:
         raise CheckpointError(
             f"{model}: the tokenizer knows {len(tokenizer)} token{'s' if len(tokenizer) != 1 else ''}, of which {ordinary} are "
-            "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from where the model comes from"
+            "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from the model's source"
         )
     return tokenizer
 
@@ -168,7 +168,7 @@ def begin(
     missing = [key for key in progress_keys if key not in progress]
     if missing:
         raise CheckpointError(
-            f"{start.candidates[0].parent}: the checkpoint is of another kind of run: no {', '.join(missing)} beside the model"
+            f"{start.candidates[0].parent}: this checkpoint of another kind of run has no {', '.join(missing)} beside its model"
         )
     return progress
 

@@ -265,7 +265,7 @@ class AppendFile:
         except OSError as error:
             if not self._told:
                 self._told = True
-                logger.warning("%s cannot be written: %s; its lines wait for room", self._path, error)
+                logger.warning("%s cannot be written: %s; its lines are kept until it can be", self._path, error)
 
     def close(self) -> None:
         """Close the file; says what is lost, if something still waits."""

@@ -48,7 +48,7 @@ class RunSamples:
         held_out = None if validation is None else validation.path
         if held_out is not None and real(held_out).is_relative_to(real(data.path)):
             raise DataError(
-                f"validation.path: {held_out} lies in data.path: {data.path}, so it would be learned: move it"
+                f"validation.path: {held_out} lies in data.path: {data.path}, so the run would train on it: move it"
             )
         store = prepare_samples(data.path, data, tokenizer, limits, config.model)
         remarks, longest = list(store.remarks), int(store.lengths.max())

@@ -99,7 +99,7 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
     """Raise ConfigError for ``auto`` where peaks cannot be measured."""
     if config.batching.micro_batch_tokens == AUTO and not platform.tells_peak_memory:
         raise ConfigError(
-            f"batching.micro_batch_tokens: auto measures peaks of device memory, which platform {platform.name} does not tell: "
+            f"batching.micro_batch_tokens: auto measures peaks of device memory, which platform {platform.name} does not report: "
             "set a number, for example 4096"
         )
 

@@ -89,7 +89,9 @@ def read(directory: Path) -> Manifest:
     except FileNotFoundError:
         beside = directory.with_name(f".{directory.name}.old")  # see replace_directory
         found = f"; a process that was killed left the one before as {beside}: rename it" if beside.exists() else ""
-        raise CheckpointError(f"{path} is missing; the directory is no complete megascend checkpoint{found}") from None
+        raise CheckpointError(
+            f"{path} is missing; the directory is not a complete megascend checkpoint{found}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

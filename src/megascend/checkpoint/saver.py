@@ -264,7 +264,7 @@ class Saver:
     def _make_room(self, path: Path, temporary: Path) -> CheckpointError | None:
         """Make the directory to write to; returns why that cannot be."""
         if path.exists() and not (path / manifest.NAME).is_file():
-            return CheckpointError(f"save: {path} exists and is no megascend checkpoint; choose another directory")
+            return CheckpointError(f"save: {path} exists and is not a megascend checkpoint; choose another directory")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if temporary.exists():

@@ -184,7 +184,7 @@ def check_npu(timeout: float) -> list[Check]:
     ]
     if outcome.answer["simulated"]:
         what = "the npu device is SIMULATED on this machine's CPU and memory"
-        hint = "numbers and refusals mean something here, speed and memory use do not; no card has been looked at"
+        hint = "numbers and refusals mean something here, speed and memory use do not; no card was checked"
         checks.insert(0, Check("simulated device", "warn", what, hint, {"simulated": True}))
     return checks
 

@@ -42,7 +42,7 @@ def doctor_command(
             raise typer.Exit(1)
         return
     if verify:
-        raise ConfigError("--verify looks at the checkpoints of a run: say which with --run DIR")
+        raise ConfigError("--verify checks the checkpoints of a run: name it with --run DIR")
 
     from megascend.cli.checks import run_checks
 

@@ -74,7 +74,7 @@ def wrapped(text: str) -> list[str]:
 def headline(report: RunReport) -> str:
     """How the run stands, in a line."""
     if not report.attempts:
-        return "it began, but its event_log (events.jsonl) is missing"
+        return "the run began, but its event log (events.jsonl) is missing"
     last = report.attempts[-1]
     of = f" of {report.steps}" if report.steps is not None else ""
     if last.started is None:
@@ -229,7 +229,7 @@ def next_steps(report: RunReport) -> list[str]:
     elif begun:
         steps.append(f"there is no complete checkpoint: start over{_where(report)}:")
     else:
-        steps.append("start it again; nothing stands in the way of that")
+        steps.append("start it again")
         return steps
     return [*steps, f"  {command_to_go_on(report, '--resume auto' if good is not None else '--overwrite')}"]
 
@@ -247,7 +247,7 @@ def cause(report: RunReport, attempt: Attempt) -> str:
     if "out of memory" in error.message.lower() or error.error == "OutOfMemoryError":
         return "memory ran out: lower batching.micro_batch_tokens, or set recompute.granularity"
     files = report.directory / "errors"
-    return f"mend what {error.error} says above (whole tracebacks: {files}/*.json)"
+    return f"fix what {error.error} says above (whole tracebacks: {files}/*.json)"
 
 
 def space(report: RunReport) -> str:
@@ -256,7 +256,7 @@ def space(report: RunReport) -> str:
     if largest and report.free_bytes < 2 * largest:
         return (
             f"make room: a checkpoint takes {largest / GIB:.2f} GiB, and {report.free_bytes / GIB:.2f} GiB are free; "
-            "checkpoint.keep_last is how many stay"
+            "checkpoint.keep_last is how many are kept"
         )
     return ""
 

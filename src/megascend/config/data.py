@@ -17,7 +17,7 @@ class Data(Section):
     split: str = Field("train", description="which split to read of a folder in the format of Hugging Face datasets")
     columns: dict[str, str] = Field(
         {},
-        description="what the data call a column, by the name it has here: {messages: dialogue}; others are then not read",
+        description="names of columns in the data, by the names used here: {messages: dialogue}; other columns are then not read",
     )
     on_too_long: Literal["error", "truncate", "skip"] = Field(
         "error",
@@ -32,17 +32,17 @@ class Data(Section):
     )
     global_batch_size: Size = Field(8, description="samples of one optimizer step over all data parallel ranks")
     shuffle: bool = True
-    train_on_prompt: bool = Field(False, description="chat data: also learn the user's turns")
+    train_on_prompt: bool = Field(False, description="chat data: also train on the user's turns")
 
     @model_validator(mode="after")
     def _columns(self) -> Data:
         unknown = sorted(self.columns.keys() - set(DATA_COLUMNS))
         if unknown:
             raise ValueError(
-                f"data.columns: {', '.join(unknown)} is no column that is read; there are {', '.join(DATA_COLUMNS)}"
+                f"data.columns: {', '.join(unknown)} is not a column that is read; these are: {', '.join(DATA_COLUMNS)}"
             )
         if len(set(self.columns.values())) != len(self.columns):
-            raise ValueError("data.columns: one column of the data cannot be two")
+            raise ValueError("data.columns: one column of the data is given for two names")
         return self
 
 
@@ -73,4 +73,4 @@ class Validation(Section):
 class Dpo(Section):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) on preference pairs."""
 
-    beta: float = Field(0.1, gt=0, description="how strongly the model is held to the one that training starts from")
+    beta: float = Field(0.1, gt=0, description="how strongly the model is kept near the one that training starts from")

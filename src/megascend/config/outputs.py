@@ -39,7 +39,7 @@ class Generation(Section):
     @model_validator(mode="after")
     def _prompts(self) -> Generation:
         if any(self.prompts.count(prompt) > 1 for prompt in self.prompts):
-            raise ValueError("generation.prompts: a prompt is there twice")
+            raise ValueError("generation.prompts: a prompt appears twice")
         if not self.chat and not all(isinstance(prompt, str) for prompt in self.prompts):
             raise ValueError(
                 "generation.chat: false continues texts; a prompt that is a conversation needs the template"
@@ -64,11 +64,11 @@ class Checkpoint(Section):
     every: Count = Field(
         0, description="steps from one to the next, and one at the end; 0: only when a signal stops the run"
     )
-    keep_last: Size = Field(2, description="how many of the newest stay")
+    keep_last: Size = Field(2, description="how many of the newest are kept")
     keep_every: Count = Field(0, description="those whose step is a multiple of this stay for good; 0: none")
     asynchronous: bool = Field(True, description="write while training continues, which stands still for a copy only")
     hf: bool = Field(False, description="also export the model into each, for transformers; not in the background")
-    timeout_s: Seconds = Field(1800, description="seconds after which one that is waited for counts as failed")
+    timeout_s: Seconds = Field(1800, description="seconds after which a save that is waited for counts as failed")
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
         description="what happens when a checkpoint cannot be written: the run ends, or continues and tries again",

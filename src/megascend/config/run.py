@@ -96,8 +96,8 @@ class TrainerConfig(Section):
     )
     trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
         (),
-        description="where figures go beside metrics.jsonl: tensorboard, wandb, swanlab, trackio, mlflow, or what a plug-in "
-        "registers; by name, or as NAME: {options of its own}",
+        description="where figures go in addition to metrics.jsonl: tensorboard, wandb, swanlab, trackio, mlflow, or what a "
+        "plug-in registers; by name, or as NAME: {options of its own}",
     )
     tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
     plot: bool = Field(
@@ -112,7 +112,7 @@ class TrainerConfig(Section):
     timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error")
     self_check: bool = Field(
         True,
-        description="hold a small slice of the model against transformers before training; once for a configuration",
+        description="compare a small slice of the model with transformers before training; once for a configuration",
     )
 
     @property
@@ -126,7 +126,7 @@ class TrainerConfig(Section):
     def _trackers(self) -> Self:
         names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"trackers: {', '.join(twice)} is there twice")
+            raise ValueError(f"trackers: {', '.join(twice)} is listed twice")
         return self
 
     @model_validator(mode="after")
@@ -179,10 +179,8 @@ class RunConfig(TrainerConfig):
     steps: Count = Field(100, description="optimizer steps; 0: as many as epochs take")
     epochs: float | None = Field(None, gt=0, description="how often to go through the data, instead of steps")
     data: Data
-    validation: Validation | None = Field(None, description="measure the loss on samples that are not learned")
-    dpo: Dpo | None = Field(
-        None, description="learn from preference pairs; default: from what the data say, token by token"
-    )
+    validation: Validation | None = Field(None, description="measure the loss on samples that are not trained on")
+    dpo: Dpo | None = Field(None, description="learn from preference pairs; default: from the tokens of the data")
     generation: Generation | None = Field(None, description="have the model answer prompts at intervals")
     profile: Profile | None = Field(None, description="write a trace of some steps to OUTPUT/profile")
 

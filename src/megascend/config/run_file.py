@@ -19,7 +19,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: it cannot be read, is not UTF-8 (a byte order mark may be there) or not YAML, or holds no mapping; or a key
-            is there twice, or is no string.
+            appears twice, or is not a string.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a run file in YAML")
@@ -122,7 +122,7 @@ def _loader() -> Any:
                     )  # fmt: skip
                 if key in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key!r} is there twice, the first time in line {seen[key]}",
+                        None, None, f"the key {key!r} appears twice, first in line {seen[key]}",
                         key_node.start_mark,
                     )  # fmt: skip
                 seen[key] = line

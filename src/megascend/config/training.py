@@ -30,7 +30,7 @@ class Parallel(Section):
     context: Size = Field(1, description="context parallel size (CP): the sequence is split over these ranks")
     context_algorithm: ContextAlgorithm = Field(
         "ring",
-        description="how CP ranks meet: ring (keys and values travel from rank to rank), all_gather (of keys and values) "
+        description="how CP ranks communicate: ring (keys and values travel from rank to rank), all_gather (of keys and values) "
         "or ulysses (all-to-all over the heads)",
     )
     expert: Size = Field(1, description="expert parallel size (EP), MoE models only")
@@ -109,8 +109,8 @@ class Moe(Section):
 
     aux_loss: Literal["none", "megatron", "transformers"] = Field(
         "none",
-        description="load-balancing loss, by whose formula: megatron (each layer by itself, divided by the experts of a token, "
-        "summed) or transformers (all layers pooled); off by default, as when transformers fine-tunes such a model",
+        description="whose formula for the load-balancing loss: megatron (each layer by itself, divided by the experts of a "
+        "token, summed) or transformers (all layers pooled); off by default, as when transformers fine-tunes such a model",
     )
     aux_loss_coefficient: float = Field(0.0, ge=0, description="what it is multiplied by")
     bias_update_rate: float = Field(

@@ -318,7 +318,7 @@ class ChatTemplate:
         """Remark that turns end without a special token: what is learned has no end then."""
         if not any(rendered[start:end].rstrip().endswith(token) for start, end in spans for token in self._ends):
             findings.remark(
-                "no turn of the assistant ends with a special token that is learned, so the model does not learn to stop; a "
+                "no turn of the assistant ends with a special token that is trained on, so the model does not learn to stop; a "
                 "template with {% generation %} blocks (data.chat_template) can say where turns end",
                 source,
             )

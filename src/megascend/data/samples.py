@@ -98,7 +98,7 @@ class Encoder:
         self._check_vocabulary(tokens)
         starts = range(0, len(tokens) - 1, self._limits.length)
         if not starts:
-            self._findings.remark("texts of less than two tokens hold nothing to predict", source)
+            self._findings.remark("texts of fewer than two tokens have nothing to predict", source)
         return [Sample.causal(tokens[start : start + self._limits.length + 1]) for start in starts]
 
     def _one(self, document: Document) -> Sample | None:

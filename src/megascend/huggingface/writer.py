@@ -96,7 +96,7 @@ class CheckpointWriter:
             target.is_dir() and (not any(target.iterdir()) or (target / "config.json").is_file())
         ):
             raise CheckpointError(
-                f"export: {target} exists and is no Hugging Face checkpoint; choose another directory"
+                f"export: {target} exists and is not a Hugging Face checkpoint; choose another directory"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self._temporary, ignore_errors=True)

@@ -66,7 +66,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) ->
     temporary = beside(path)
     try:
         if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / CONFIG).is_file())):
-            raise CheckpointError(f"save_adapter: {path} exists and is no adapter; choose another directory")
+            raise CheckpointError(f"save_adapter: {path} exists and is not an adapter; choose another directory")
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()

@@ -124,7 +124,7 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
             )
         if match is None:
             raise CheckpointError(
-                f"{WEIGHTS} holds {key}, which is no factor of plain LoRA ({_PREFIX}LAYER.lora_A.weight or lora_B)"
+                f"{WEIGHTS} holds {key}, which is not a factor of plain LoRA ({_PREFIX}LAYER.lora_A.weight or lora_B)"
             )
         if not tensor.is_floating_point() or tensor.ndim != 2:
             raise CheckpointError(

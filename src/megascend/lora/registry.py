@@ -163,7 +163,7 @@ def check_exist(
         ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})
         wrong = unknown[0] if unknown else targets
         raise ConfigError(
-            f"{what} {wrong!r}, which is no layer that {whose} in this model; those are {', '.join(ends) or 'none'}"
+            f"{what} {wrong!r}, which is not a layer that {whose} in this model; those are {', '.join(ends) or 'none'}"
         )
 
 

@@ -45,7 +45,7 @@ class Expected:
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         if not self._shapes:
             log.warning(
-                "no safetensors files at %s: what is offered is held against the model at the commit only", model
+                "no safetensors files at %s: what is offered is compared with the model only at the commit", model
             )
 
     def check(self, manifest: Manifest) -> None:

@@ -39,7 +39,7 @@ RUN_FILES = {
     "a tab": run_file("optimizer:\n\tlr: 1\n", says="run.yaml:8:1 | not valid YAML"),
     "a bracket left open": run_file("parallel: {tensor: 1\n", says="run.yaml:8:1 | not valid YAML"),
     "a colon too many": run_file("engine: a: b\n", says="run.yaml:7:10 | not valid YAML"),
-    "a key twice": run_file("steps: 5\n", says="run.yaml:7:1 | 'steps' is there twice | line 5"),
+    "a key twice": run_file("steps: 5\n", says="run.yaml:7:1 | 'steps' appears twice | line 5"),
     "a key that is no name": run_file("on: 5\n", says="run.yaml:7:1 | 'on' is read as True"),
     "a day that does not exist": run_file("engine: 2026-13-45\n", says="run.yaml | not valid YAML | month"),
     "no model": instead("output: o\ndata: {path: d}\n", says="run.yaml: model: required"),
@@ -93,7 +93,7 @@ VALUES = {
     "LoRA on another layer": settings("lora.targets=[q_proj, kproj]", says="lora.targets | 'kproj' | k_proj"),
     "DPO": settings("dpo.beta=0", says="dpo.beta | greater than 0 | 0"),
     "tracker": settings("trackers=[wandbb]", says="trackers | 'wandbb' | tensorboard, wandb"),
-    "tracker twice": settings("trackers=[wandb, wandb]", says="trackers: wandb is there twice"),
+    "tracker twice": settings("trackers=[wandb, wandb]", says="trackers: wandb is listed twice"),
     "profile of nothing": settings("profile.steps=0", says="profile.steps | 1 | 0"),
     "generation of nothing": settings("generation.prompts=[]", says="generation.prompts | at least 1"),
     "generation too long": settings(

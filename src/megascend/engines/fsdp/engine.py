@@ -255,13 +255,13 @@ def check_settings(fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Mo
         )
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         beside = "adapters" if adapters is not None else f"parallel.context={topology.context}"
-        raise ConfigError(f"engine fsdp: fsdp.compile is not there with {beside} (docs/fsdp.md); set compile: false")
+        raise ConfigError(f"engine fsdp: fsdp.compile does not work with {beside} (docs/fsdp.md); set compile: false")
     if adapters is not None and adapters.cuda_graphs is not None:
         raise ConfigError("engine fsdp: adapters.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
         raise ConfigError(
             f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "
-            "goes by operators here (docs/fsdp.md), leave modules out"
+            "chooses operators instead (docs/fsdp.md), leave modules out"
         )
     if recompute.granularity == "full" and recompute.layers != 1:
         raise ConfigError(
