@@ -70,7 +70,7 @@ def test_the_version_table_is_the_codes(column: int) -> None:
 
 
 def test_the_examples_of_tests_run(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "own-tests.md").read_text(encoding="utf-8")
     programs = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
     assert sum("def test_" in program for program in programs) == 3
     for number, program in enumerate(programs):
@@ -170,6 +170,11 @@ GUIDES = (
         "docs/npu-acceptance.md",
         "docs/simnpu.md",
         "docs/fsdp.md",
+        "docs/own-tests.md",
+        "docs/controller.md",
+        "docs/errors.md",
+        "docs/architecture.md",
+        "cookbook/README.md",
         "docs/cli.md",
         "docs/engines.md",
         "docs/fsdp-numerics.md",

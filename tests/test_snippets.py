@@ -91,12 +91,12 @@ ELSEWHERE = {
         "backend = megascend.FsdpBackend(",
     ): "tests/engines/fsdp/test_fsdp.py::test_the_program_of_the_docs_runs",
     ("docs/controller.md", "import asyncio"): "tests/rollout/controller/test_controller_docs.py::test_the_program_runs",
-    ("docs/testing.md", "import torch"): "tests/test_docs.py::test_the_examples_of_tests_run",
+    ("docs/own-tests.md", "import torch"): "tests/test_docs.py::test_the_examples_of_tests_run",
     (
-        "docs/testing.md",
+        "docs/own-tests.md",
         "from megascend.testing import run_distributed,",
     ): "tests/test_docs.py::test_the_examples_of_tests_run",
-    ("docs/testing.md", "from megascend.testing import Lost"): "tests/test_docs.py::test_the_examples_of_tests_run",
+    ("docs/own-tests.md", "from megascend.testing import Lost"): "tests/test_docs.py::test_the_examples_of_tests_run",
 }
 """Programs that other tests run."""
 
@@ -405,6 +405,7 @@ COMMANDS = {
     "megascend doctor --run runs/own": OWN_DATA,
     "megascend export runs/own/hf": OWN_DATA,
     "megascend new-model model": OWN_DATA,
+    "python -m pytest tests": "tests/test_docs.py::test_the_examples_of_tests_run",
     "python make_data.py": OWN_DATA,
     "python ask.py": OWN_DATA,
     "megascend show-config": "tests/cli/test_cli_new_model.py",
