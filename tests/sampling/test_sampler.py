@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked_programs import run_forked
 from megascend import Adapters, Batching, Lora, Parallel
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.testing import run_distributed
@@ -15,6 +16,7 @@ from megascend.testing.parity import case_checkpoint
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
+RANKS = Path(__file__).with_name("sampling_ranks.py")
 LORAS = {
     "a": Lora(rank=4, alpha=80.0, seed=1),
     "b": Lora(rank=9, alpha=60.0, seed=2, targets=("q_proj", "v_proj", "down_proj", "lm_head", "embed_tokens")),
@@ -71,15 +73,23 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {name: folder / name for name in LORAS}
 
 
-def sampled(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel, calls: list[list[SampleRequest]]):
+def sampled(
+    checkpoint: Path,
+    adapters: dict[str, Path],
+    parallel: Parallel,
+    calls: list[list[SampleRequest]],
+    cache: bool = True,
+):
     """What every one of ``calls`` returns on this rank."""
     from megascend.sampling.sampler import Sampler
 
     with make_backend(checkpoint, parallel) as backend:
         for name, path in adapters.items():
             backend.load_adapter(name, path)
-        sampler = Sampler(backend, decode=lambda tokens: "".join(chr(token) for token in tokens))
-        return [sampler.generate(call) for call in calls]
+        sampler = Sampler(backend, decode=lambda tokens: "".join(chr(token) for token in tokens), cache=cache)
+        results = [sampler.generate(call) for call in calls]
+        assert (sampler.why_no_cache is None) == (cache and parallel.context == 1)
+        return results
 
 
 def reference(
@@ -186,3 +196,20 @@ def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, alon
             assert (getattr(result, name) is None) == (getattr(expected, name) is None)
         if request.prompt_logprobs:
             assert result.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=5e-6)
+
+
+def test_engines_without_megatron_sample_the_same(checkpoint, adapters, alone, tmp_path) -> None:
+    """Two ranks of FSDP have each its share of the rows. Engine single adapts no output layer."""
+    of_single = [number for number, request in enumerate(REQUESTS) if request.adapter != "b"]
+    parts = {"single": (1, of_single, ["a"]), "fsdp": (2, list(range(len(REQUESTS))), ["a", "b"])}
+    for engine, (ranks, numbers, names) in parts.items():
+        paths = {name: str(adapters[name]) for name in names}
+        requests = [REQUESTS[number] for number in numbers]
+        torch.save((engine, ranks, str(checkpoint), paths, requests), tmp_path / "job")
+        done = run_forked(RANKS, tmp_path / "job", tmp_path / "result", timeout_s=120)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found = torch.load(tmp_path / "result", weights_only=False)
+        results, why_no_cache = found[0]
+        assert why_no_cache is None
+        same(results, [alone[0][number] for number in numbers])
+        assert found == [found[0]] * ranks

@@ -128,7 +128,10 @@ def test_batches_keep_within_the_budget_and_every_row_is_in_one() -> None:
     rows = rows_of(asked, [7, 8, 9, 10])
     expected = [(0, 0, 7), (0, 1, 7), (0, 2, 7), (2, 0, 9), (3, 0, 10), (3, 1, 10)]
     assert [(row.of, row.sample, row.seed) for row in rows] == expected
-    found = batches(rows, 21)
+    assert [len(batch) for batch in batches(rows, 1000, 4)] == [4, 2]
+    of_two = rows_of([(0, request(num_samples=2)), (1, request(adapter="a")), (2, request())], [1, 2, 3])
+    assert [[row.of for row in batch] for batch in batches(of_two, 1000, 9, apart=True)] == [[0, 0, 2], [1]]
+    found = batches(rows, 21, 9)
     assert [[row.number for row in batch] for batch in found] == [[0, 1, 2], [3], [4, 5]]
     assert all(max(row.longest for row in batch) * len(batch) <= 21 for batch in found)
     assert [[row.number for row in share] for share in shares(rows, 4)] == [[0, 4], [1, 5], [2], [3]]

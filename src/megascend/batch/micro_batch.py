@@ -95,6 +95,7 @@ class MicroBatch:
         padding: bool [n], tokens that no sample has.
         dummy: made only because other ranks have a micro batch left and meet this one in its collectives; all weights are 0.
         segments: which adapter each token belongs to, as the layers need it (``megascend.lora``'s ``TokenSegments``), or None.
+        cached: what its attention layers do with a cache of keys and values (``megascend.engines.key_values``), or None.
     """
 
     members: list[int]
@@ -114,6 +115,7 @@ class MicroBatch:
     padding: Tensor
     dummy: bool = False
     segments: Any = None
+    cached: Any = None
 
     @property
     def token_adapter_index(self) -> Tensor:

@@ -294,5 +294,23 @@ class Engine(Protocol):
         ...
 
 
+class CachingEngine(Engine, Protocol):
+    """An engine that can keep the keys and values of tokens, which is for sampling.
+
+    Attributes:
+        mixes_adapters: one micro batch may have tokens of several adapters.
+    """
+
+    mixes_adapters: bool
+
+    def why_no_cache(self) -> str | None:
+        """Why it cannot with this model and layout, in a few words; None if it can."""
+        ...
+
+    def caching(self) -> AbstractContextManager[None]:
+        """Until the block ends, micro batches that are ``cached`` keep their keys and values, or find those of earlier tokens."""
+        ...
+
+
 OnOutput = Callable[[MicroBatch, Output], tuple[Tensor, Any]]
 """Called with the output of each micro batch; returns the loss to differentiate, and what to keep of it without a graph."""

@@ -75,14 +75,19 @@ def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int])
     return [Row(number, of, request, sample, seeds[of]) for number, (of, request, sample) in enumerate(pairs)]
 
 
-def batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
-    """Rows that are sampled at a time, in their order: no batch has more than ``budget`` tokens when all its rows are as long as
-    the longest of them may become, unless a row alone has."""
+def batches(rows: Sequence[Row], budget: int, most: int, *, apart: bool = False) -> list[list[Row]]:
+    """Rows that are sampled at a time, in their order, or, with ``apart``, those of one adapter after those of another.
+
+    At most ``most``, and no more than ``budget`` tokens when all are as long as the longest of them may become, unless a row
+    alone has more.
+    """
     found: list[list[Row]] = []
     longest = 0
-    for row in rows:
+    ordered = sorted(rows, key=lambda row: row.request.adapter or "") if apart else rows
+    for row in ordered:
         longest = max(longest, row.longest)
-        if found and longest * (len(found[-1]) + 1) <= budget:
+        same = not apart or (found and found[-1][0].request.adapter == row.request.adapter)
+        if found and same and len(found[-1]) < most and longest * (len(found[-1]) + 1) <= budget:
             found[-1].append(row)
         else:
             found.append([row])

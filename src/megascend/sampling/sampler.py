@@ -6,12 +6,15 @@ import hashlib
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megascend.backend import Backend
 from megascend.distributed.objects import gather_objects
+from megascend.engines.base import CachingEngine
+from megascend.sampling.cached import Cached
 from megascend.sampling.choice import choose, top_logprobs
 from megascend.sampling.decoder import Decoder
 from megascend.sampling.prompts import PromptScores, score_prompts
@@ -43,6 +46,12 @@ class Sampler:
         end_tokens: token ids that end a response whatever its request says: the model's end of sequence.
         cache_tokens: responses are sampled in batches that have at most so many tokens, prompts included, each counted as long as
             the longest may become. A longer request is refused.
+        max_rows: and at most so many responses.
+        cache: keep the keys and values of earlier tokens, where the engine can.
+
+    Attributes:
+        why_no_cache: of the last call: why prompt and response so far went through the model for every token; None: only what was
+            new did.
     """
 
     def __init__(
@@ -52,10 +61,14 @@ class Sampler:
         decode: Decode | None = None,
         end_tokens: Sequence[int] = (),
         cache_tokens: int = 65536,
+        max_rows: int = 256,
+        cache: bool = True,
     ) -> None:
         self._backend, self._engine, self._groups = backend, backend.engine, backend.groups
         self._step = Step(backend.engine)
         self._decode, self._end_tokens, self._cache_tokens = decode, tuple(end_tokens), cache_tokens
+        self._max_rows, self._cache = max_rows, cache
+        self.why_no_cache: str | None = None
         place, topology = self._groups.coordinates, backend.topology
         self._chooses = place.tensor == 0 and place.context == 0 and place.pipeline == topology.pipeline - 1
 
@@ -77,7 +90,9 @@ class Sampler:
             prompts = score_prompts(self._backend, self._step, accepted)
             rows = rows_of(accepted, seeds)
             ask = cancelled or (lambda: ())
-            for batch in batches(rows, self._cache_tokens):
+            most = min(self._max_rows, self._engine.batching.budget)
+            apart = not getattr(self._engine, "mixes_adapters", True)
+            for batch in batches(rows, self._cache_tokens, most, apart=apart):
                 self._sample(batch, ask)
         answers: dict[int, list[Row]] = {of: [] for of, _ in accepted}
         for row in rows:
@@ -90,11 +105,19 @@ class Sampler:
         seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         what = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
-        told = gather_objects((mine, seeds), "world", self._groups, what)
+        told = gather_objects((mine, seeds, self._no_cache()), "world", self._groups, what)
+        self.why_no_cache = next((each for *_, each in told if each is not None), None)
         refusals = [
-            next((each for each in of_ranks if each), None) for of_ranks in zip(*(m for m, _ in told), strict=True)
+            next((each for each in of_ranks if each), None)
+            for of_ranks in zip(*(each[0] for each in told), strict=True)
         ]
         return refusals, told[0][1]
+
+    def _no_cache(self) -> str | None:
+        if not self._cache:
+            return "Sampler(cache=False)"
+        why = getattr(self._engine, "why_no_cache", None)
+        return f"engine {self._engine.kind} has none" if why is None else why()
 
     def _refusal(self, request: SampleRequest) -> str | None:
         engine = self._engine
@@ -114,7 +137,7 @@ class Sampler:
         """Sample all rows of a batch to their ends, in place."""
         mine = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
         by_number = {row.number: row for row in batch}
-        with self._decoder() as decoder:
+        with self._decoder(batch) as decoder:
             while any(row.reason is None for row in batch):
                 open_rows = [row for row in mine if row.reason is None]
                 logits = decoder.logits(open_rows)
@@ -132,8 +155,10 @@ class Sampler:
                     if row.reason is None and row.of in given_up:
                         row.reason = "cancelled"
 
-    def _decoder(self) -> Decoder:
-        return Recomputed(self._step)
+    def _decoder(self, batch: Sequence[Row]) -> Decoder:
+        if self.why_no_cache is not None:
+            return Recomputed(self._step)
+        return Cached(self._step, cast(CachingEngine, self._engine), batch)
 
     def _choose(self, rows: Sequence[Row], logits: Tensor) -> dict[int, _Token]:
         """The next token of every row, by its number."""

@@ -155,12 +155,18 @@ class Step:
 
     @torch.no_grad()
     def next_token_logits(
-        self, samples: Sequence[Sample], adapter: str | None = None, *, everywhere: bool = True
+        self,
+        samples: Sequence[Sample],
+        adapter: str | None = None,
+        *,
+        everywhere: bool = True,
+        on_batch: Callable[[MicroBatch], None] = lambda batch: None,
     ) -> list[Tensor]:
         """Logits of what follows each sample; see ``Backend.next_token_logits``.
 
         Args:
             everywhere: on all pipeline stages; otherwise only the last one gets them, and the others nothing.
+            on_batch: called with every micro batch of samples before it runs.
         """
         engine, trainable = self._engine, self._engine.trainable
 
@@ -175,6 +181,9 @@ class Step:
             plan, names, agreed = self._plan(verb, samples, None, adapter)
             order = list(agreed.counts)
             batches = self._build(samples, plan, names, order, None)
+            for batch in batches:
+                if not batch.dummy:
+                    on_batch(batch)
             with engine.evaluating(), trainable.applying(order):
                 stored = engine.run(batches, scores, forward_only=True)
             values = [list(self._over_context(whole)) for whole in stored]

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megascend.engines.fsdp import varlen
 from megascend.engines.fsdp.sequence import HeadExchange
+from megascend.engines.key_values import Filling, Growing
 from megascend.errors import ConfigError
 from megascend.kernels import npu_attention
 from megascend.kernels.host_copy import to_device
@@ -43,6 +44,7 @@ class SampleLengths:
         one_kernel: for packed samples of this dtype there is a kernel here, and they are short enough to gain by it.
         starts: int32 [samples + 1], where each packed sample begins, and the number of tokens; None if none are packed.
         longest: int64 [1] on the host: tokens of the longest of them.
+        cached: what becomes of keys and values.
     """
 
     packed: tuple[int, ...] | None
@@ -51,6 +53,7 @@ class SampleLengths:
     one_kernel: bool = False
     starts: Tensor | None = None
     longest: Tensor | None = None
+    cached: Filling | Growing | None = None
 
 
 def sample_lengths(
@@ -60,6 +63,7 @@ def sample_lengths(
     dtype: torch.dtype,
     *,
     compiled: bool = False,
+    cached: Filling | Growing | None = None,
 ) -> SampleLengths:
     """What the attention of a micro batch has to know, made on the host; nothing waits for the device.
 
@@ -69,7 +73,7 @@ def sample_lengths(
         compiled: layers are, which calls for each sample would cut in two.
     """
     if packed is None:
-        return SampleLengths(None, exchange)
+        return SampleLengths(None, exchange, cached=cached)
     order = None if exchange is None else to_device(exchange.order(packed), device)
     starts = torch.tensor((0, *accumulate(packed)), dtype=torch.int32)
     return SampleLengths(
@@ -79,6 +83,7 @@ def sample_lengths(
         one_kernel=(compiled or sum(packed) <= LONG * len(packed)) and varlen.available(device, dtype),
         starts=to_device(starts, device),
         longest=torch.tensor([max(packed)]),
+        cached=cached,
     )
 
 
@@ -118,12 +123,33 @@ def attention(
         raise ConfigError(
             f"engine fsdp: attention with {what} ({type(module).__name__}) is not known here; use another engine"
         )
+    if lengths.cached is not None:
+        return cached_attention(module, query, key, value, lengths, scaling, sliding_window), None
     if lengths.exchange is None:
         return _of_samples(query, key, value, lengths, scaling, dropout, sliding_window).transpose(1, 2), None
     q, k, v = (_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value))
     mixed = _of_samples(q, k, v, lengths, scaling, dropout, sliding_window)
     mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
     return lengths.exchange.to_tokens(mixed).transpose(1, 2), None
+
+
+def cached_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: SampleLengths,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """As :func:`attention` without dropout, of whole samples that are kept, or of new tokens."""
+    if isinstance(lengths.cached, Growing):
+        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+        return lengths.cached.attend(module.layer_idx, q, k, v, scaling, window)[None]
+    assert lengths.cached is not None
+    own = (part.transpose(1, 2) if lengths.packed is None else part[0].transpose(0, 1) for part in (key, value))
+    lengths.cached.keep(module.layer_idx, *own)
+    return _of_samples(query, key, value, lengths, scaling, 0.0, window).transpose(1, 2)
 
 
 def _sorted(states: Tensor, order: Tensor | None) -> Tensor:

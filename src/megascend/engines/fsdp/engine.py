@@ -16,6 +16,7 @@ import torch
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Precision, Recompute, Schedule
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines import caching
 from megascend.engines.base import OnOutput, Trainable
 from megascend.engines.export import export
 from megascend.engines.fsdp import attention, compilation, loading, recomputation, state, transformers_api
@@ -51,6 +52,7 @@ class FsdpEngine:
     """
 
     kind = "fsdp"
+    mixes_adapters = True
 
     def __init__(
         self,
@@ -164,7 +166,12 @@ class FsdpEngine:
                     self.adapters.layers.enter(batch.segments)
                 packed = None if batch.packed is None else batch.packed.lengths
                 lengths = attention.sample_lengths(
-                    packed, self._exchange, self.device, DTYPES[self.precision], compiled=self._fsdp.compile
+                    packed,
+                    self._exchange,
+                    self.device,
+                    DTYPES[self.precision],
+                    compiled=self._fsdp.compile,
+                    cached=batch.cached,
                 )
                 watching = contextlib.nullcontext() if router_loss is None else router_loss.watching()
                 with self.groups.monitor.phase("forward"), watching:
@@ -194,6 +201,17 @@ class FsdpEngine:
             yield
         finally:
             self.model.train()
+
+    def why_no_cache(self) -> str | None:
+        if self._exchange is not None:
+            return f"parallel.context={self.topology.context}"
+        if self._fsdp.compile:
+            return "fsdp.compile"
+        return caching.other_attention(self.model.config)
+
+    def caching(self) -> contextlib.AbstractContextManager[None]:
+        """Micro batches say so themselves."""
+        return contextlib.nullcontext()
 
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:

@@ -30,6 +30,7 @@ from megascend.engines.hf_parts import HfPart, HfParts
 from megascend.engines.megatron import (
     attention_dropout,
     attention_mask,
+    cached_attention,
     graph_support,
     grouped_experts,
     hf_parts,
@@ -67,6 +68,7 @@ class MegatronEngine:
     """
 
     kind = "megatron"
+    mixes_adapters = True
 
     def __init__(
         self,
@@ -127,6 +129,7 @@ class MegatronEngine:
         self.graphs: GraphedSteps | None = None
         self.optimizer: Optimizer | None = None
         self._hf_parts: HfParts | None = None
+        self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
         if adapters is not None:
             self.adapters = self._adapter_manager(adapters, schedule, seed)
             self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
@@ -244,7 +247,7 @@ class MegatronEngine:
         return micro_batches * self.topology.data, self.topology.context / micro_batches
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
-        if self.graphs is not None:
+        if self.graphs is not None and self._cached is None:
             return self.graphs.run(batches, on_output, forward_only=forward_only)
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any):
@@ -276,6 +279,8 @@ class MegatronEngine:
         options = {} if self.precision == "fp32" else {"fp32_output": False}
         if self.adapters is not None:
             self.adapters.layers.enter(batch.segments)
+        if self._cached is not None:
+            self._cached.batch = batch
         number = self.chunks.index(chunk)
         self.routers.enter(batch, number)
         output = chunk(
@@ -293,7 +298,8 @@ class MegatronEngine:
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Dropout off, parameters complete, until the block ends."""
         # Replays know their mode, and telling every module takes longer than a small one of them.
-        return contextlib.nullcontext() if self.graphs is not None else self._evaluating()
+        replaying = self.graphs is not None and self._cached is None
+        return contextlib.nullcontext() if replaying else self._evaluating()
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -307,6 +313,19 @@ class MegatronEngine:
         finally:
             for chunk in self.chunks:
                 chunk.train()
+
+    def why_no_cache(self) -> str | None:
+        return cached_attention.why_not(self.bare_chunks, self.config, self.topology, self.device.type)
+
+    @contextlib.contextmanager
+    def caching(self) -> Iterator[None]:
+        """See :class:`megascend.engines.base.CachingEngine`; nothing is replayed meanwhile."""
+        self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config)
+        try:
+            with self._cached.installed():
+                yield
+        finally:
+            self._cached = None
 
     def finish_param_gather(self) -> None:
         """Wait for parameters that ``overlap_param_gather`` is still bringing in; a no-op otherwise."""

@@ -21,7 +21,7 @@ from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
 from megascend.engines.plain_head import HeadOutput
-from megascend.engines.single import router_loss
+from megascend.engines.single import cached_attention, router_loss
 from megascend.engines.single.adapters import PeftAdapters
 from megascend.engines.single.named_weights import named_weights
 from megascend.engines.single.optimizer import Optimizer
@@ -47,6 +47,7 @@ class SingleEngine:
     """
 
     kind = "single"
+    mixes_adapters = False
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class SingleEngine:
             enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
             enable({"use_reentrant": False})
         self._hf_parts: HfParts | None = None
+        self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
         self.optimizer: Optimizer | None = None
         self.adapters: PeftAdapters | None = None
         if adapters is not None:
@@ -114,6 +116,8 @@ class SingleEngine:
         for batch in batches:
             if self.adapters is not None:
                 self.adapters.put_on(batch)
+            if self._cached is not None:
+                self._cached.batch = batch
             with_router_loss = self._router_loss > 0 and not forward_only
             options = {"output_router_logits": True} if with_router_loss else {}
             with self.groups.monitor.phase("forward"):
@@ -143,6 +147,19 @@ class SingleEngine:
             yield
         finally:
             self.model.train()
+
+    def why_no_cache(self) -> str | None:
+        return cached_attention.why_not(self.model)
+
+    @contextlib.contextmanager
+    def caching(self) -> Iterator[None]:
+        """See :class:`megascend.engines.base.CachingEngine`."""
+        self._cached = cached_attention.CachedAttention(self.model)
+        try:
+            with self._cached.installed():
+                yield
+        finally:
+            self._cached = None
 
     def state(self, *, everything: bool) -> dict[str, Any]:
         """See :class:`megascend.engines.base.Engine`; names are those of transformers' parameters."""

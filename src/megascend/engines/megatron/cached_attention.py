@@ -1,0 +1,109 @@
+"""A cache of keys and values behind Megatron's attention.
+
+A micro batch of new tokens runs as one plain sequence [n, 1]: its rotary angles are those of each token's own place, and its
+attention is each row's own. The layers between do not care whose tokens these are, so that sequence parallelism, experts,
+pipeline stages and adapters of several tenants work as in training. Megatron's static inference context has one place for all
+rows of a batch, which then have to be of one length, and its dynamic one needs flash attention's paged kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from megatron.core.extensions import transformer_engine as te
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.changes import patched
+from megascend.engines.key_values import Filling, Growing
+from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
+from megascend.topology.topology import Topology
+
+
+def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
+    """Why this model's keys and values are not kept, or None."""
+    rope = config.rope_scaling or {}
+    if topology.context > 1:
+        return f"parallel.context={topology.context}"
+    if platform == "npu":
+        return "attention on NPUs is MindSpeed's"
+    if config.multi_latent_attention:
+        return "latent attention"
+    if config.position_embedding_type not in ("rope", "none", "learned_absolute"):
+        return f"position embedding {config.position_embedding_type}"
+    if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:
+        return "rotary embeddings that depend on the length"
+    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+        return f"attention with softmax_type={config.softmax_type}"
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+            if not isinstance(core, te.TEDotProductAttention):
+                return f"a layer whose attention is {type(core or layer).__name__}"
+    return None
+
+
+class CachedAttention:
+    """What stands before the attention of a rank's layers while there is a cache.
+
+    Attributes:
+        batch: the micro batch that is computed at the moment, as its ``cached`` tells.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: Any) -> None:
+        self._chunks = chunks
+        self._scale: float | None = getattr(config, "softmax_scale", None)
+        self.batch: MicroBatch | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Keep keys and values of micro batches that are ``cached`` until the block ends."""
+        why = "sampling: keys and values of earlier tokens are kept"
+        with contextlib.ExitStack() as stack:
+            for chunk in self._chunks:
+                rotary = getattr(chunk, "rotary_pos_emb", None)
+                if rotary is not None:
+                    stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), why))
+                for layer in chunk.decoder.layers:
+                    core = layer.self_attention.core_attention
+                    left, _ = getattr(core, "window_size", None) or (-1, 0)
+                    window = None if left < 0 else left + 1
+                    forward = partial(self._attend, layer.layer_number, window, core.forward)
+                    stack.enter_context(patched(core, "forward", forward, why))
+            try:
+                yield
+            finally:
+                self.batch = None
+
+    @property
+    def _cached(self) -> Filling | Growing | None:
+        return None if self.batch is None else self.batch.cached
+
+    def _angles(self, forward: Any, length: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Rotary angles [tokens, 1, 1, head dim]."""
+        if self.batch is None or not isinstance(self.batch.cached, Growing):
+            return forward(length, *args, **kwargs)
+        places = self.batch.position_ids[0]
+        return forward(max(self.batch.cached.cache.lengths) + 1, *args, **kwargs)[places]
+
+    def _attend(
+        self,
+        layer: int,
+        window: int | None,
+        forward: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        cached = self._cached
+        if isinstance(cached, Growing):  # [tokens, 1, heads, head dim]
+            mixed = cached.attend(layer, query[:, 0], key[:, 0], value[:, 0], self._scale, window)
+            return mixed.flatten(1)[:, None]
+        if cached is not None:
+            cached.keep(layer, *(of if of.dim() == 3 else of.transpose(0, 1) for of in (key, value)))
+        return forward(query, key, value, *args, **kwargs)

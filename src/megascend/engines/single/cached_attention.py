@@ -1,0 +1,85 @@
+"""A cache of keys and values behind the attention of a transformers model, whatever function computes it in training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.changes import changed
+from megascend.engines.caching import other_attention
+from megascend.engines.key_values import Filling, Growing
+from megascend.errors import ConfigError
+
+REFUSED = ("softcap", "s_aux")
+
+
+def why_not(model: Any) -> str | None:
+    """Why this model's keys and values are not kept, or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = model.config._attn_implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        return f"attention of kind {name}"
+    return other_attention(model.config)
+
+
+class CachedAttention:
+    """What stands before a model's attention function while there is a cache.
+
+    Attributes:
+        batch: the micro batch that is computed at the moment, as its ``cached`` tells.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._name = model, model.config._attn_implementation
+        self._modules = set(model.modules())
+        self.batch: MicroBatch | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Keep keys and values of micro batches that are ``cached`` until the block ends."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        before = ALL_ATTENTION_FUNCTIONS[self._name]
+        changed(
+            f"transformers' attention function {self._name!r}", "sampling: keys and values of earlier tokens are kept"
+        )
+
+        def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+            cached = self.batch.cached if self.batch is not None and module in self._modules else None
+            if cached is None:
+                return before(module, query, key, value, *args, **options)
+            return self._attend(cached, before, module, (query, key, value), args, options)
+
+        ALL_ATTENTION_FUNCTIONS[self._name] = attention
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS[self._name] = before
+            self.batch = None
+
+    def _attend(
+        self,
+        cached: Filling | Growing,
+        before: Callable[..., Any],
+        module: Any,
+        states: tuple[Tensor, Tensor, Tensor],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """See ``transformers.AttentionInterface``: [batch, heads, tokens, head dim] to [batch, tokens, heads, head dim]."""
+        asked = [name for name in REFUSED if options.get(name) is not None]
+        if asked:
+            raise ConfigError(
+                f"engine single: attention with {asked[0]} ({type(module).__name__}) has no cache; set Sampler(cache=False)"
+            )
+        if isinstance(cached, Growing):
+            q, k, v = (part[0].transpose(0, 1) for part in states)
+            window = options.get("sliding_window")
+            return cached.attend(module.layer_idx, q, k, v, options.get("scaling"), window)[None], None
+        cached.keep(module.layer_idx, *(part.transpose(1, 2) for part in states[1:]))
+        return before(module, *states, *args, **options)

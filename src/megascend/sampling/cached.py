@@ -1,0 +1,103 @@
+"""Logits of the next token with a cache of keys and values: only what is new goes through the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.batch.next_tokens import next_tokens
+from megascend.batch.sample import Sample
+from megascend.engines.base import CachingEngine, Output
+from megascend.engines.key_values import Filling, Growing, KeyValues
+from megascend.sampling.recomputed import sample_of
+from megascend.sampling.rows import Row
+from megascend.step.step import Step
+
+
+class Cached:
+    """See :class:`megascend.sampling.decoder.Decoder`. A prompt goes through the model once, however many responses it gets.
+
+    Args:
+        batch: all rows, of all data parallel ranks.
+    """
+
+    def __init__(self, step: Step, engine: CachingEngine, batch: Sequence[Row]) -> None:
+        self._step, self._engine = step, engine
+        self._order = sorted({row.request.adapter or "" for row in batch})
+        self._longest = max(row.longest for row in batch)
+        self._cache: KeyValues | None = None
+        self._numbers: list[int] = []  # of the rows that the cache has
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self._engine.caching())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cache = None
+        self._open.close()
+
+    def logits(self, rows: Sequence[Row]) -> Tensor | None:
+        return self._start(rows) if self._cache is None else self._continue(rows, self._cache)
+
+    def _start(self, rows: Sequence[Row]) -> Tensor | None:
+        """Take the prompts through the model."""
+        prompts = {row.of: row for row in rows}
+        samples = [sample_of(row) for row in prompts.values()]
+        self._cache = cache = KeyValues(len(samples), self._longest, self._engine.device)
+
+        def keep(batch: MicroBatch) -> None:
+            batch.cached = Filling(cache, tuple(batch.members), tuple(batch.lengths), tuple(batch.padded_lengths))
+
+        found = self._step.next_token_logits(samples, everywhere=False, on_batch=keep)
+        places = {of: place for place, of in enumerate(prompts)}
+        own = [places[row.of] for row in rows]
+        cache.take(own)
+        self._numbers = [row.number for row in rows]
+        self._open.enter_context(self._engine.evaluating())
+        self._open.enter_context(self._engine.trainable.applying(self._order))
+        return torch.stack(found)[own] if found else None
+
+    def _continue(self, rows: Sequence[Row], cache: KeyValues) -> Tensor | None:
+        """Take the newest token of every row through the model."""
+        index = [self._order.index(row.request.adapter or "") for row in rows]
+        order = sorted(range(len(rows)), key=lambda place: index[place])  # adapters lie in runs of tokens
+        places = {number: place for place, number in enumerate(self._numbers)}
+        cache.take([places[rows[place].number] for place in order])
+        self._numbers = [rows[place].number for place in order]
+        batch, samples = self._batch([rows[place] for place in order], [index[place] for place in order], cache)
+        self._engine.trainable.prepare(batch, samples, self._order)
+
+        def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
+            return batch.weights.sum(), output.logits(torch.arange(len(order)))
+
+        if order:
+            cache.begin()
+        stored = self._engine.run([batch], scores, forward_only=True)
+        if not order or not stored:
+            cache.advance()
+            return None
+        cache.advance()
+        return stored[0][torch.tensor(order).argsort()]
+
+    def _batch(self, rows: Sequence[Row], index: Sequence[int], cache: KeyValues) -> tuple[MicroBatch, list[Sample]]:
+        """The new tokens; where there are none, one that keeps other ranks company."""
+        layout, device = self._engine.layout, self._engine.device
+        tokens = [row.tokens[-1] for row in rows] or [0]
+        batch = next_tokens(
+            tokens,
+            [row.length - 1 for row in rows] or [0],
+            list(index) or [0],
+            device,
+            multiple=layout.token_multiple,
+            cached=Growing(cache) if rows else None,
+        )
+        return batch, [Sample([token], [token], [0.0]) for token in tokens]
