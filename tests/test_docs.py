@@ -229,6 +229,20 @@ def test_the_navigation_has_every_page_once() -> None:
     assert parts == ["Getting started", "Guides", "Reference", "Internals", "Measurements"]
 
 
+def guides() -> list[str]:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    part = navigation.partition("  - Getting started:")[2].partition("  - Reference:")[0]
+    return re.findall(r": ([\w/-]+\.md)$", part, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", guides())
+def test_a_guide_begins_with_what_it_is_for_and_shows_how_to_begin(page: str) -> None:
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ")
+    assert re.match(r"[A-Z`].*\w", lines[2]), "a sentence that says what the page is for"
+    assert any(line.startswith(("```", "    ")) for line in lines[3:32]), "a command or a program on the first screen"
+
+
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """As `pip install -e '.[docs]'` and `mkdocs build --strict` do it."""
     from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Backend: the verbs of the facade, the same for every engine."""
+"""Backend: the methods of the facade, the same for every engine."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Backend:
         """What holding a slice of the model against transformers found; None for engines that have no such check."""
         return None
 
-    # --- the verbs ---
+    # --- the methods ---
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:
         """This data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""

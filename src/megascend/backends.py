@@ -1,4 +1,4 @@
-"""The kinds of backend: each builds an engine, and has the verbs of :class:`megascend.backend.Backend`."""
+"""The kinds of backend: each builds an engine, and has the methods of :class:`megascend.backend.Backend`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _backend_of(engine: str) -> Callable[..., Backend]:
 
 
 class MegatronBackend(Backend):
-    """A Hugging Face model, trained by Megatron-Core on all ranks of this world. The verbs: :class:`Backend`.
+    """A Hugging Face model, trained by Megatron-Core on all ranks of this world. Its methods are those of :class:`Backend`.
 
     Args:
         model: directory of a Hugging Face checkpoint with safetensors weights.
@@ -119,7 +119,7 @@ class MegatronBackend(Backend):
         seed: of dropout and everything else that is random.
         timeout_s: seconds after which a missing rank is an error on all others.
         save_timeout_s: seconds after which a checkpoint that is waited for and still being written counts as failed.
-        self_check: hold a small slice of the model against transformers first (docs/limits.md); a few seconds, once for a
+        self_check: compare a small slice of the model with transformers first (docs/limits.md); a few seconds, once for a
             configuration.
         provider: as for :func:`megascend.bootstrap`.
 
@@ -205,7 +205,7 @@ class MegatronBackend(Backend):
 
 
 class SingleBackend(Backend):
-    """A Hugging Face model, trained by transformers in this process alone. The verbs: :class:`Backend`.
+    """A Hugging Face model, trained by transformers in this process alone. Its methods are those of :class:`Backend`.
 
     For laptops, examples, and as a reference in tests: no Megatron is imported, and nothing in the process is patched. Micro
     batches are padded whatever ``batching.packing`` says. Adapters are applied by peft, one at a time: micro batches of
@@ -307,16 +307,16 @@ def _check_single(
 
 
 class FsdpBackend(Backend):
-    """A Hugging Face model, trained by transformers and torch's FSDP2 on all ranks of this world. The verbs: :class:`Backend`.
+    """A Hugging Face model, trained by transformers and torch's FSDP2 on all ranks of this world. Its methods are those of :class:`Backend`.
 
     For architectures that mcore-bridge does not know, for work on plain transformers models, and where tensor and pipeline
-    parallelism are not needed. No Megatron is imported. docs/fsdp.md says what works, with its test, and what is not there yet.
+    parallelism are not needed. No Megatron is imported. docs/fsdp.md says what works, with its test, and what does not.
     The settings of ``optimizer`` that divide work over ranks have no effect: parameters, gradients and moments are sharded.
 
     Args:
         model: directory of a Hugging Face checkpoint with safetensors weights; each rank reads its own rows of them.
-        parallel: ``context`` with ``context_algorithm`` ``ulysses``; every other axis is 1. Parameters are sharded over
-            all ranks.
+        parallel: ``context`` with ``context_algorithm`` ``ulysses``, and ``expert``; ``tensor`` and ``pipeline`` are 1. Parameters
+            are sharded over all ranks, experts over those that are left.
         fsdp: see :class:`megascend.config.Fsdp`.
         precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case; with
             ``adapters`` the frozen model's shards have this precision too.

@@ -86,7 +86,7 @@ class Checks:
     def all(self, quick: bool) -> Iterator[tuple[str, Callable[[], float]]]:
         """Names and checks, the same on every rank."""
         types = {"bf16": self.torch.bfloat16, "fp32": self.torch.float32, "int64": self.torch.int64}
-        verbs = (
+        collectives = (
             self.all_reduce,
             self.all_reduce_maximum,
             self.all_gather,
@@ -98,9 +98,13 @@ class Checks:
             self.send_and_receive,
         )
         for kind, dtype in types.items():
-            for verb in verbs:
-                name = verb.__name__.replace("_", " ") if verb.__name__.startswith("send") else verb.__name__
-                yield f"{name}, {kind}", lambda verb=verb, dtype=dtype: verb(dtype)
+            for collective in collectives:
+                name = (
+                    collective.__name__.replace("_", " ")
+                    if collective.__name__.startswith("send")
+                    else collective.__name__
+                )
+                yield f"{name}, {kind}", lambda collective=collective, dtype=dtype: collective(dtype)
             if quick:
                 continue
             if dtype.is_floating_point:

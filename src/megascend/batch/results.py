@@ -1,4 +1,4 @@
-"""What the backend's verbs return."""
+"""What the backend's methods return."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Backend(Protocol):
     """What the queue needs of a backend.
 
-    The verbs raise DataError or ConfigError on all ranks, and then have changed nothing: no gradient, no parameter.
+    The methods raise DataError or ConfigError on all ranks, and then have changed nothing: no gradient, no parameter.
     ``shard`` returns the very objects that it was given. ``check_samples`` and ``discard_gradients`` are local.
     """
 

@@ -42,7 +42,7 @@ class Step:
     def _context_group(self) -> ProcessGroup | None:
         return self._groups.device_group("cp") if self._topology.context > 1 else None
 
-    # --- the two verbs ---
+    # --- the two methods ---
 
     def forward_backward(
         self,
@@ -61,8 +61,8 @@ class Step:
         """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
-            verb = f"forward_backward({loss.describe()}{', logprobs=True' if logprobs else ''}){trainable.describe()}"
-            plan, names, agreed = self._plan(verb, samples, loss, adapter)
+            call = f"forward_backward({loss.describe()}{', logprobs=True' if logprobs else ''}){trainable.describe()}"
+            plan, names, agreed = self._plan(call, samples, loss, adapter)
             normalizer = self._normalizer(agreed, loss)
             batches = self._build(samples, plan, names, normalizer.names, loss)
             counted = progress(
@@ -177,8 +177,8 @@ class Step:
             return batch.weights.sum(), whole
 
         with self._groups.monitor.phase("forward only"):
-            verb = f"next_token_logits(){trainable.describe()}"
-            plan, names, agreed = self._plan(verb, samples, None, adapter)
+            call = f"next_token_logits(){trainable.describe()}"
+            plan, names, agreed = self._plan(call, samples, None, adapter)
             order = list(agreed.counts)
             batches = self._build(samples, plan, names, order, None)
             for batch in batches:
@@ -195,7 +195,7 @@ class Step:
     # --- planning ---
 
     def _plan(
-        self, verb: str, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
+        self, call: str, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
     ) -> tuple[list[list[int]], list[str], agreement.Agreement]:
         """This rank's micro batches, as many as every other rank has (trailing ones may be empty), and samples' adapters."""
         engine, layout = self._engine, self._engine.layout
@@ -216,7 +216,7 @@ class Step:
             mine = agreement.report(samples, len(plan), names, loss)
         except DataError as error:
             mine = agreement.Report(problem=str(error))
-        agreed = agreement.exchange(mine, self._topology, self._groups, verb)
+        agreed = agreement.exchange(mine, self._topology, self._groups, call)
         return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
 
     def _normalizer(self, agreed: agreement.Agreement, loss: Loss) -> LossNormalizer:
