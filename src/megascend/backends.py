@@ -307,7 +307,7 @@ def _check_single(
 
 
 class FsdpBackend(Backend):
-    """A Hugging Face model, trained by transformers and torch's FSDP2 on all ranks of this world. Its methods are those of :class:`Backend`.
+    """A Hugging Face model, trained by transformers and FSDP2 on all ranks of this world. Its methods are those of :class:`Backend`.
 
     For architectures that mcore-bridge does not know, for work on plain transformers models, and where tensor and pipeline
     parallelism are not needed. No Megatron is imported. docs/fsdp.md says what works, with its test, and what does not.
@@ -315,8 +315,8 @@ class FsdpBackend(Backend):
 
     Args:
         model: directory of a Hugging Face checkpoint with safetensors weights; each rank reads its own rows of them.
-        parallel: ``context`` with ``context_algorithm`` ``ulysses``, and ``expert``; ``tensor`` and ``pipeline`` are 1. Parameters
-            are sharded over all ranks, experts over those that are left.
+        parallel: ``context`` with ``context_algorithm`` ``ulysses``, and ``expert``; ``tensor`` and ``pipeline`` are 1.
+            Parameters are sharded over all ranks, experts over those that are left.
         fsdp: see :class:`megascend.config.Fsdp`.
         precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case; with
             ``adapters`` the frozen model's shards have this precision too.
