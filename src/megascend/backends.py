@@ -307,7 +307,7 @@ def _check_single(
 
 
 class FsdpBackend(Backend):
-    """A Hugging Face model, trained by transformers and FSDP2 on all ranks of this world. Its methods are those of :class:`Backend`.
+    """A Hugging Face model, trained by transformers and FSDP2 on all ranks. Its methods are those of :class:`Backend`.
 
     For architectures that mcore-bridge does not know, for work on plain transformers models, and where tensor and pipeline
     parallelism are not needed. No Megatron is imported. docs/fsdp.md says what works, with its test, and what does not.
