@@ -17,6 +17,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class RenamedWarning(FutureWarning):
+    """An old name is in use. Python shows it by default, to users and not only to developers."""
+
+
 @dataclass(frozen=True)
 class Renamed:
     """A public name that has another one now.
@@ -37,13 +41,13 @@ class Renamed:
         return f"{self.what} {self.old} is now called {self.new}"
 
     def warn(self, stacklevel: int = 1) -> None:
-        """Warn of the old name, for users and not only developers; Python shows one warning for a line of theirs.
+        """Warn of the old name. Python shows one warning for a line of the user's.
 
         Args:
             stacklevel: 1 is the caller of this method, as for :func:`warnings.warn`.
         """
         text = f"{self} since version {self.since}; {self.removal} will no longer know {self.old}"
-        warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
+        warnings.warn(text, RenamedWarning, stacklevel=stacklevel + 1)
 
     def refuse_both(self) -> None:
         """Raise for a value that is given under both names.

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from megascend.cli import doctor, export, new_model, rl, show_config, simnpu, train
-from megascend.cli.messages import several_ranks
+from megascend.cli.messages import several_ranks, tell_renamed
 from megascend.errors import MegascendError
 from simnpu.errors import SimnpuError
 
@@ -114,6 +114,7 @@ app.command("simnpu", context_settings=simnpu.CONTEXT_SETTINGS)(simnpu.simnpu_co
 def main() -> None:
     """Entry point of the ``megascend`` script."""
     atexit.register(gc.freeze)  # the interpreter's last look for garbage would take a second after Megatron
+    tell_renamed()
     app(prog_name="megascend")
 
 
