@@ -64,6 +64,17 @@ def test_amx_that_fails_is_avoided_and_tried_once(
     assert avoid_broken_amx(second, processor) == [change]
 
 
+def test_a_cache_that_cannot_be_written_costs_a_trial_each_time(
+    processor: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (processor.parent / "cache").write_text("a file in place of the folder")
+    monkeypatch.setattr(cpu_products, "TRIAL", f"import os\nif {VARIABLE!r} not in os.environ: {ILLEGAL}")
+    environment = surroundings()
+    assert "signal 4" in avoid_broken_amx(environment, processor)[0]
+    assert environment[VARIABLE] == WITHOUT_AMX
+    assert "MEGASCEND_CACHE names another folder" in caplog.text
+
+
 def test_amx_that_works_is_left_alone(processor: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_products, "TRIAL", "")
     environment = surroundings()

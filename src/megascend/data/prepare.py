@@ -83,7 +83,9 @@ def prepare_samples(
         if is_new:
             prune(path_of_samples.parent, limit, keep=path_of_samples)
     except OSError as error:
-        raise DataError(f"{path}: its samples cannot be kept in {cache_folder()} (MEGASCEND_CACHE): {error}") from error
+        raise DataError(
+            f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to a folder that can be written"
+        ) from error
     if not len(store):
         said = "".join(f"; {line}" for line in store.remarks)
         raise DataError(f"no training samples: {path} holds no token to predict{said}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 import sys
@@ -53,8 +54,7 @@ def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUI
     if VARIABLE in environment or not shows_amx(cpuinfo):
         return []
     place = files.cache_folder() / "cpu-products" / f"{_key(cpuinfo)}.json"
-    files.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment))))
-    with_amx, without = json.loads(place.read_text())
+    with_amx, without = _kept_trials(place, environment)
     if not with_amx:
         return []
     if without:
@@ -78,6 +78,21 @@ def _flags(cpuinfo: Path) -> list[str]:
         if line.startswith("flags"):
             return line.split(":", 1)[1].split()
     return []
+
+
+def _kept_trials(place: Path, environment: MutableMapping[str, str]) -> tuple[str, str]:
+    """:func:`_trials`, once for all processes that share ``place``."""
+    try:
+        files.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment))))
+        with_amx, without = json.loads(place.read_text())
+    except OSError as error:  # TimeoutError among them
+        logging.getLogger(__name__).warning(
+            "the trial of bf16 products could not be kept in %s (%s): every start repeats it; MEGASCEND_CACHE names another folder",
+            place.parent,
+            error,
+        )
+        return _trials(environment)
+    return with_amx, without
 
 
 def _trials(environment: MutableMapping[str, str]) -> tuple[str, str]:
