@@ -84,7 +84,7 @@ def prepare_samples(
             prune(path_of_samples.parent, limit, keep=path_of_samples)
     except OSError as error:
         raise DataError(
-            f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to a folder that can be written"
+            f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to one that can be written"
         ) from error
     if not len(store):
         said = "".join(f"; {line}" for line in store.remarks)

@@ -87,7 +87,7 @@ def _kept_trials(place: Path, environment: MutableMapping[str, str]) -> tuple[st
         with_amx, without = json.loads(place.read_text())
     except OSError as error:  # TimeoutError among them
         logging.getLogger(__name__).warning(
-            "the trial of bf16 products could not be kept in %s (%s): every start repeats it; MEGASCEND_CACHE names another folder",
+            "a trial of bf16 products could not be kept in %s (%s): each start repeats it; MEGASCEND_CACHE names another folder",
             place.parent,
             error,
         )
