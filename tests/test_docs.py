@@ -103,7 +103,7 @@ def test_the_simulated_devices_settings_are_listed() -> None:
     assert all(f"| `{former}` | `{name}` |" in migration for former, name in FORMER_NAMES.items())
 
 
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 OLD = {"migration.md", "CHANGELOG.md"}
 """Pages that speak of what was."""
 

@@ -28,7 +28,7 @@ from megascend.testing import run_distributed, write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = str(ROOT / "tests" / "outside")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cookbook" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "cookbook" / "README.md"]
 
 
 @dataclass(frozen=True)
