@@ -1,0 +1,81 @@
+"""Container files: what they copy and install is there. ``scripts/test_release.sh container`` does what that of the CPU does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megascend.bootstrap.mindspeed.tree import BRANCHES
+from megascend.bootstrap.versions import STACKS
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "containers").iterdir())
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.fixture(scope="module")
+def steps() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("container_steps", ROOT / "scripts" / "container_steps.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_is_one_for_each_platform() -> None:
+    assert [path.suffix for path in FILES] == [".cpu", ".cuda", ".npu"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.suffix[1:])
+def test_what_it_names_is_there(path: Path, steps: ModuleType) -> None:
+    text = path.read_text()
+    found = steps.instructions(text)
+    assert found[-1] == ("ENTRYPOINT", '["megascend"]')
+    assert f"-f containers/{path.name} " in text
+    for name, rest in found:
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
+    extras = re.findall(r"^([\w-]+) = \[", PROJECT[PROJECT.index("[project.optional-dependencies]") :], re.MULTILINE)
+    [installed] = re.findall(r'"/src\[([^]]+)\]"', text)
+    arguments = dict(rest.split("=", 1) for name, rest in found if name == "ARG" and "=" in rest)
+    assert {arguments.get(extra.removeprefix("$"), extra) for extra in installed.split(",")} <= {*extras}
+    assert arguments["STACK"] == f"stack-{STACKS[0].name.replace('.', '-')}"
+    assert arguments.get("MINDSPEED", BRANCHES[STACKS[0].name]) == BRANCHES[STACKS[0].name]
+    done = subprocess.run(
+        ["bash", "-n"], input=steps.shell(text), text=True, capture_output=True, check=False, timeout=20
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_does_in_a_directory_what_the_file_does(tmp_path: Path, steps: ModuleType) -> None:
+    text = """FROM base
+# a comment
+ARG GREETING=hello
+COPY a.txt b.txt /made/
+COPY folder /made/folder
+RUN echo "$GREETING" > /made/said && \\
+    cat /made/a.txt /usr/none /made/folder/c.txt >> /made/said 2> /dev/null || true
+RUN useradd somebody
+USER somebody
+"""
+    tree, root = tmp_path / "tree", tmp_path / "root"
+    (tree / "folder").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "folder/c.txt"):
+        (tree / name).write_text(f"{name}\n")
+    run = ["env", f"ROOT={root}", "GREETING=good day", "bash", "-c", steps.shell(text)]
+    done = subprocess.run(run, cwd=tree, capture_output=True, text=True, check=True, timeout=20)
+    assert (root / "made" / "said").read_text() == "good day\na.txt\nfolder/c.txt\n"
+    assert (root / "made" / "folder" / "c.txt").is_file()
+    assert done.stdout.splitlines() == [
+        "left out: FROM base",
+        "left out: RUN useradd somebody",
+        "left out: USER somebody",
+    ]
+    with pytest.raises(ValueError, match="ADD x y: not known"):
+        steps.shell("ADD x y")
