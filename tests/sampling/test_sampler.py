@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,38 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {name: folder / name for name in LORAS}
 
 
+def letters(tokens: Sequence[int]) -> str:
+    """A text for tokens: a character each."""
+    return "".join(chr(64 + token) for token in tokens)
+
+
+def stopped(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
+    """Responses that end early, on this rank: by stops, refused, cancelled; and how often it was asked what is cancelled."""
+    from megascend.sampling.sampler import Sampler
+
+    asked = []
+
+    def cancelled() -> set[int]:
+        asked.append(1)
+        return {1} if len(asked) == 4 else set()
+
+    with make_backend(checkpoint, parallel) as backend:
+        backend.load_adapter("a", adapters["a"])
+        sampler = Sampler(backend, decode=letters)
+        plain = [SampleRequest(prompt, GREEDY, "a") for prompt in ([5, 6, 7, 8, 9], [40], [11, 12, 13])]
+        tokens = [result.samples[0].tokens for result in sampler.generate(plain)]
+        stops = [(tokens[0][2],), (letters(tokens[1][1:4]),), (tokens[2][3:5], 319)]
+        stopping = [
+            replace(request, params=replace(GREEDY, stop=stop)) for request, stop in zip(plain, stops, strict=True)
+        ]
+        by_stops = sampler.generate(stopping)
+        by_end = Sampler(backend, end_tokens=[tokens[2][1]], max_rows=2).generate(plain)
+        no_text = Sampler(backend).generate([stopping[1], stopping[0]])
+        small = Sampler(backend, cache_tokens=20).generate([stopping[0], replace(plain[0], prompt=[9] * 14)])
+        given_up = sampler.generate(plain, cancelled)
+    return tokens, by_stops, by_end, no_text, small, given_up, len(asked)
+
+
 def sampled(
     checkpoint: Path,
     adapters: dict[str, Path],
@@ -86,7 +120,7 @@ def sampled(
     with make_backend(checkpoint, parallel) as backend:
         for name, path in adapters.items():
             backend.load_adapter(name, path)
-        sampler = Sampler(backend, decode=lambda tokens: "".join(chr(token) for token in tokens), cache=cache)
+        sampler = Sampler(backend, decode=letters, cache=cache)
         results = [sampler.generate(call) for call in calls]
         assert (sampler.why_no_cache is None) == (cache and parallel.context == 1)
         return results
@@ -213,3 +247,27 @@ def test_engines_without_megatron_sample_the_same(checkpoint, adapters, alone, t
         assert why_no_cache is None
         same(results, [alone[0][number] for number in numbers])
         assert found == [found[0]] * ranks
+
+
+def until(tokens: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, ...]:
+    """``tokens`` up to the first place where they have ``run``, with it."""
+    ends = (end for end in range(len(run), len(tokens) + 1) if tokens[end - len(run) : end] == run)
+    return tokens[: next(ends)]
+
+
+def test_responses_end_by_stops_and_when_nobody_waits_for_them(checkpoint, adapters) -> None:
+    ranks = run_distributed(stopped, 2, checkpoint, adapters, Parallel(pipeline=2), init=False)
+    tokens, by_stops, by_end, no_text, small, given_up, asked = ranks[0]
+    assert [of[:-1] for of in ranks] == [ranks[0][:-1]] * 2
+    assert (asked, ranks[1][-1]) == (7, 0)  # once a token, on rank 0
+    ended = [until(tokens[0], tokens[0][2:3]), until(tokens[1], tokens[1][1:4]), until(tokens[2], tokens[2][3:5])]
+    assert [(of.samples[0].tokens, of.samples[0].stop_reason) for of in by_stops] == [(each, "stop") for each in ended]
+    last = by_end[2].samples[0]
+    assert (last.tokens, last.stop_reason) == (until(tokens[2], tokens[2][1:2]), "stop")
+    assert "no tokenizer for texts" in no_text[0].error
+    same(no_text[1:], by_stops[:1])
+    same(small[:1], by_stops[:1])
+    assert "more than 20 (the sampler's cache_tokens)" in small[1].error
+    reasons = [of.samples[0].stop_reason for of in given_up]
+    assert reasons == ["length", "cancelled", "length"]
+    assert [of.samples[0].tokens for of in given_up] == [tokens[0], tokens[1][:4], tokens[2]]

@@ -73,11 +73,19 @@ class KeyValues:
         self._visible = torch.arange(most, device=self._device) <= self._positions[:, None]
 
     def attend(
-        self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+        self,
+        rows: slice,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
     ) -> Tensor:
         """What each row's new token gets from its row's tokens, itself among them, whose keys and values are kept.
 
         Args:
+            rows: those that the tokens are of.
             query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, each for as many of the query's in a row.
             scale: of the products; None: one by the root of the head dim.
             window: tokens that each token sees, itself among them; None: all.
@@ -85,13 +93,13 @@ class KeyValues:
         Returns:
             [rows, heads, head dim of the values].
         """
-        keys, values = self._layers[layer]
-        rows, most = torch.arange(len(query), device=query.device), self._visible.shape[1]
-        keys[rows, :, self._positions] = key
-        values[rows, :, self._positions] = value
-        visible = self._visible
+        keys, values = (of[rows] for of in self._layers[layer])
+        positions, visible = self._positions[rows], self._visible[rows]
+        every, most = torch.arange(len(query), device=query.device), visible.shape[1]
+        keys[every, :, positions] = key
+        values[every, :, positions] = value
         if window is not None:
-            visible = visible & (torch.arange(most, device=query.device) > self._positions[:, None] - window)
+            visible = visible & (torch.arange(most, device=query.device) > positions[:, None] - window)
         grouped = query.unflatten(1, (key.shape[1], -1))  # heads of one group as if they were tokens
         mixed = scaled_dot_product_attention(
             grouped, keys[:, :, :most], values[:, :, :most], visible[:, None, None], scale=scale
@@ -136,14 +144,16 @@ class Filling:
 
 @dataclass(frozen=True)
 class Growing:
-    """A micro batch of new tokens, one for each row of ``cache`` in their order, and padding behind them."""
+    """A micro batch of new tokens, one for each of ``rows`` of ``cache`` in their order, and padding behind them."""
 
     cache: KeyValues
+    rows: slice
 
     def attend(
         self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """As :meth:`KeyValues.attend`, with rows of zeros for padding."""
-        count, padding = len(self.cache.lengths), len(query) - len(self.cache.lengths)
-        mixed = self.cache.attend(layer, query[:count], key[:count], value[:count], scale, window)
+        count = self.rows.stop - self.rows.start
+        padding = len(query) - count
+        mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value[:count], scale, window)
         return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, padding)) if padding else mixed

@@ -73,31 +73,40 @@ class Cached:
         places = {number: place for place, number in enumerate(self._numbers)}
         cache.take([places[rows[place].number] for place in order])
         self._numbers = [rows[place].number for place in order]
-        batch, samples = self._batch([rows[place] for place in order], [index[place] for place in order], cache)
-        self._engine.trainable.prepare(batch, samples, self._order)
+        parts = torch.arange(len(rows)).tensor_split(
+            self._engine.topology.pipeline
+        )  # so that all stages have something to do
+        batches = []
+        for part in parts:
+            members = order[part[0] : part[-1] + 1] if len(part) else []
+            growing = Growing(cache, slice(int(part[0]), int(part[-1]) + 1)) if members else None
+            chosen = [rows[place] for place in members]
+            batches.append(self._batch(chosen, [index[place] for place in members], growing))
 
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
-            return batch.weights.sum(), output.logits(torch.arange(len(order)))
+            return batch.weights.sum(), output.logits(torch.arange(int((~batch.padding).sum()) if batch.cached else 0))
 
-        if order:
+        if rows:
             cache.begin()
-        stored = self._engine.run([batch], scores, forward_only=True)
-        if not order or not stored:
-            cache.advance()
-            return None
+        stored = self._engine.run(batches, scores, forward_only=True)
         cache.advance()
-        return stored[0][torch.tensor(order).argsort()]
+        return torch.cat(stored)[torch.tensor(order).argsort()] if rows and stored else None
 
-    def _batch(self, rows: Sequence[Row], index: Sequence[int], cache: KeyValues) -> tuple[MicroBatch, list[Sample]]:
-        """The new tokens; where there are none, one that keeps other ranks company."""
-        layout, device = self._engine.layout, self._engine.device
+    def _batch(self, rows: Sequence[Row], index: Sequence[int], growing: Growing | None) -> MicroBatch:
+        """The new tokens of ``rows``; without any, a micro batch that keeps other ranks company.
+
+        Args:
+            index: of the rows' adapters, ascending.
+        """
         tokens = [row.tokens[-1] for row in rows] or [0]
         batch = next_tokens(
             tokens,
             [row.length - 1 for row in rows] or [0],
             list(index) or [0],
-            device,
-            multiple=layout.token_multiple,
-            cached=Growing(cache) if rows else None,
+            self._engine.device,
+            multiple=self._engine.layout.token_multiple,
+            cached=growing,
         )
-        return batch, [Sample([token], [token], [0.0]) for token in tokens]
+        samples = [Sample([token], [token], [0.0]) for token in tokens]
+        self._engine.trainable.prepare(batch, samples, self._order)
+        return batch
