@@ -176,6 +176,7 @@ GUIDES = (
         "docs/architecture.md",
         "cookbook/README.md",
         "docs/cli.md",
+        "docs/api.md",
         "docs/engines.md",
         "docs/fsdp-numerics.md",
         "docs/fsdp-internals.md",
@@ -201,6 +202,27 @@ def headings(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def test_the_page_of_the_api_has_every_public_name_and_no_other() -> None:
+    import megascend
+    from megascend.backend import Backend
+    from megascend.errors import MegascendError
+
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = {
+        match[1]
+        for row in re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+        for match in re.finditer(r"`(\w+)[^`]*`", row)
+    }
+    public = {name: getattr(megascend, name) for name in megascend.__all__ if name != "__version__"}
+    errors = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, MegascendError)}
+    methods = {name for name in vars(Backend) if not name.startswith("_")}
+    there = (public.keys() - errors) | methods
+    assert listed - there == set(), "docs/api.md lists names that are not there"
+    assert there - listed == set(), "add a row to docs/api.md for each"
+    of_errors = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert [name for name in errors if f"`{name}`" not in of_errors and name != "MegascendError"] == []
 
 
 LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "cookbook" / "README.md"]

@@ -248,6 +248,7 @@ def check_nothing(found: dict[str, Any]) -> None:
 
 
 HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]] = {
+    ("docs/api.md", "megascend.bootstrap()"): (1, nothing, check_nothing),
     ("docs/data.md", "sample = megascend.Sample.causal"): (
         1,
         lambda folder: {"token_ids": list(range(20))},
