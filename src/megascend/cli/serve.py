@@ -1,0 +1,72 @@
+"""``megascend serve``: the training service, on one process, on N started here, or under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def serve_command(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file with settings (docs/serve.md); options come on top.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Directory of a Hugging Face checkpoint.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="What clients may call the model, beside its path.")
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on; default: 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port to listen on; default: 8000. 0: any free one.")
+    ] = None,
+    storage: Annotated[
+        Path | None, typer.Option("--storage", help="Directory of the checkpoints that clients save.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="fp32, fp16 or bf16 (default).")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="megatron (default), fsdp or single.")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Start this many processes here.")] = None,
+    tensor: Annotated[int | None, typer.Option("--tensor", min=1, help="Tensor parallel size.")] = None,
+    pipeline: Annotated[int | None, typer.Option("--pipeline", min=1, help="Pipeline parallel size.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Context parallel size.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+    ] = None,
+) -> None:
+    """Serve a Hugging Face checkpoint to programs written for the Tinker API, which train LoRA adapters on it.
+
+    API keys come from MEGASCEND_API_KEYS or a file (keys); without either, one is made and shown, for this machine alone.
+    Runs until SIGTERM or Ctrl-C. An error exits with 2.
+    """
+    import os
+
+    from megascend.cli.launch import launch, under_torchrun
+    from megascend.cli.messages import show_messages
+    from megascend.config.serve import load_serve_config
+    from megascend.errors import ConfigError
+    from megascend.serve.server import check_packages, keys_of, serve_rank
+
+    given: dict[str, Any] = {
+        "model": model, "name": name, "host": host, "port": port, "storage": storage, "precision": precision, "engine": engine,
+    }  # fmt: skip
+    values = {key: value for key, value in given.items() if value is not None}
+    parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}
+    values["parallel"] = {key: value for key, value in parallel.items() if value is not None}
+    show_messages()
+    settings = load_serve_config(config, values, overrides)
+    check_packages()
+    keys, made = keys_of(settings, dict(os.environ))
+    if under_torchrun():
+        if nproc is not None:
+            raise ConfigError(
+                f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out"
+            )
+        serve_rank(settings.model_dump_json(), keys, made)
+        return
+    try:
+        if (nproc or 1) == 1:
+            serve_rank(settings.model_dump_json(), keys, made)
+        else:
+            launch(serve_rank, settings.model_dump_json(), keys, made, nproc=nproc or 1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

@@ -1,0 +1,89 @@
+"""Settings of ``megascend serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megascend.config import Batching, Parallel, PlatformName, Precision, Seconds, Section, Seed, Size, parsed
+from megascend.config.run import read_settings
+
+
+class Limits(Section):
+    """What one request, one model and one tenant may ask for. Beyond it a client is told so, or told to come back later."""
+
+    body_bytes: Size = Field(64 * 2**20, description="largest body of a request, after it is opened")
+    samples: Size = Field(4096, description="most samples of one request")
+    pending: Size = Field(256, description="requests of one model that have not ended; one more is answered with 429")
+    tokens: Size = Field(
+        2**24, description="tokens of one tenant's requests that have not ended; above it the answer is 429"
+    )
+    models: Size = Field(16, description="models of one tenant at a time")
+    sessions: Size = Field(256, description="sessions of one tenant at a time")
+    storage_bytes: Size = Field(2**40, description="bytes of one tenant's checkpoints")
+
+
+class ServeConfig(Section):
+    """Everything ``megascend serve`` reads from its YAML file and its options."""
+
+    model: Path = Field(description="directory of a Hugging Face checkpoint with safetensors weights")
+    name: str | None = Field(
+        None, description="what clients may call the model (base_model) beside the directory's path"
+    )
+    storage: Path = Field(Path("runs/serve"), description="directory of the checkpoints that clients save")
+    host: str = Field(
+        "127.0.0.1", description="address to listen on; 0.0.0.0: all, which TLS or a proxy should stand before"
+    )
+    port: int = Field(8000, ge=0, le=65535, description="0: any free one")
+    keys: Path | None = Field(None, description="file with lines NAME SHA256-OF-KEY, beside MEGASCEND_API_KEYS")
+    tls_certificate: Path | None = Field(None, description="PEM file; with tls_key, the server speaks HTTPS itself")
+    tls_key: Path | None = None
+    engine: str = Field("megatron", description="megatron, fsdp or single")
+    parallel: Parallel = Parallel()
+    precision: Precision = "bf16"
+    platform: PlatformName = "auto"
+    batching: Batching = Batching()
+    seed: Seed = 1234
+    timeout_s: Seconds = Field(600, description="a rank that is missing for so long is an error on the others")
+    max_models: Size = Field(64, description="models (adapters) of all tenants at a time")
+    max_rank: Size = Field(64, description="largest LoRA rank")
+    alpha: float = Field(32.0, gt=0, description="LoRA's alpha; clients do not send one")
+    unembed: bool = Field(
+        True, description="adapt the output layer where clients ask for it and it has a weight of its own"
+    )
+    window_ms: float = Field(
+        5.0, ge=0, description="how long a request waits for those of other models to share its batch"
+    )
+    batch_tokens: Size = Field(65536, description="most tokens of one batch of several models")
+    session_timeout_s: Seconds = Field(
+        300, description="a session that says nothing for so long ends, its models are removed"
+    )
+    gap_timeout_s: Seconds = Field(
+        120, description="a request that does not come for so long fails the step it belongs to"
+    )
+    answer_s: Seconds = Field(3600, description="how long an answer that nobody fetches is kept")
+    log: Literal["requests", "none"] = Field("requests", description="write an audit log beside the checkpoints")
+    limits: Limits = Limits()
+
+
+def load_serve_config(path: Path | None, values: dict[str, Any], overrides: list[str] | None = None) -> ServeConfig:
+    """Settings from a YAML file, if there is one, under ``a.b=value`` overrides and options of the command.
+
+    Args:
+        values: of the options that were given, by key; ``parallel`` may be among them as a mapping.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
+    """
+    from megascend.config.run_file import apply_overrides
+
+    found: dict[str, Any] = read_settings(path, overrides) if path is not None else {}
+    if path is None:
+        apply_overrides(found, overrides or [])
+    parallel = {**(found.get("parallel") or {}), **values.get("parallel", {})}
+    found |= {name: value for name, value in values.items() if name != "parallel"}
+    if parallel:
+        found["parallel"] = parallel
+    return parsed(ServeConfig, found, path or "megascend serve")

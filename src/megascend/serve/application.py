@@ -1,0 +1,307 @@
+"""The ASGI application: routes of the Tinker API, health and figures, above :class:`megascend.serve.service.Service`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from megascend.errors import MegascendError
+from megascend.serve import saving
+from megascend.serve.body import decompress
+from megascend.serve.catalogue import catalogue_routes
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.futures import Future
+from megascend.serve.keys import Keys
+from megascend.serve.names import sampler_name
+from megascend.serve.requests import integer, lora_of, metadata_of, text
+from megascend.serve.service import Service
+from megascend.serve.wire import PROTOBUF, TrainAnswer, number_of, train_request_of_json, train_request_of_protobuf
+
+LONG_POLL_S = 30.0
+"""How long an answer is waited for; clients give up a call after 45 s."""
+TICK_S = 2.0
+
+Handler = Callable[["Api", Request, str], Awaitable[Response]]
+
+
+class Api:
+    """Answers requests.
+
+    Args:
+        service: what they are about.
+        keys: who may ask.
+    """
+
+    def __init__(self, service: Service, keys: Keys) -> None:
+        self.service, self._keys = service, keys
+
+    def routes(self) -> list[Route]:
+        """All of the API, by path."""
+        posts: dict[str, Handler] = {
+            "client/config": Api.client_config,
+            "create_session": Api.create_session,
+            "session_heartbeat": Api.heartbeat,
+            "create_model": Api.create_model,
+            "unload_model": Api.unload_model,
+            "get_info": Api.get_info,
+            "forward_backward": Api.forward_backward,
+            "forward": Api.forward,
+            "optim_step": Api.optim_step,
+            "save_weights": Api.save_weights,
+            "save_weights_for_sampler": Api.save_weights_for_sampler,
+            "load_weights": Api.load_weights,
+            "create_sampling_session": Api.create_sampling_session,
+            "asample": Api.asample,
+            "retrieve_future": Api.retrieve_future,
+            "telemetry": Api.telemetry,
+        }
+        routes = [Route(f"/api/v1/{path}", self.guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+        gets: dict[str, Handler] = {"get_server_capabilities": Api.capabilities, "samplers/{sampler}": Api.sampler}
+        routes += [Route(f"/api/v1/{path}", self.guarded(handler), methods=["GET"]) for path, handler in gets.items()]
+        routes += [Route(f"/api/v1/{p}", self.guarded(h), methods=[m]) for m, p, h in catalogue_routes()]
+        routes += [Route(path, self.health) for path in ("/api/v1/healthz", "/healthz", "/readyz")]
+        return [*routes, Route("/metrics", self.metrics)]
+
+    def guarded(self, handler: Any) -> Callable[[Request], Awaitable[Response]]:
+        """``handler`` for callers with a key; whatever it raises becomes an answer."""
+
+        async def answer(request: Request) -> Response:
+            tenant = self._keys.tenant(request.headers.get("x-api-key", "").encode("ascii", "replace").decode())
+            if tenant is None:
+                return self.refusal(RequestRefusedError("a valid API key is needed (TINKER_API_KEY)", 401))
+            try:
+                return await handler(self, request, tenant)
+            except RequestRefusedError as error:
+                return self.refusal(error)
+            except MegascendError as error:
+                return self.refusal(RequestRefusedError(str(error), 400))
+
+        return answer
+
+    def refusal(self, error: RequestRefusedError) -> Response:
+        """The answer to a request that is not done."""
+        self.service.figures.refuse(error.status)
+        headers = {"retry-after": "1"} if error.status == 429 else {}
+        category = "user" if error.status < 500 else "server"
+        return JSONResponse({"detail": str(error), "category": category}, error.status, headers)
+
+    # --- bodies ---
+
+    async def body(self, request: Request) -> bytes:
+        """The body, opened, within the limit.
+
+        Raises:
+            RequestRefusedError: 413, it is larger; and as :func:`decompress`.
+        """
+        limit = self.service.settings.limits.body_bytes
+        parts, size = [], 0
+        with suppress(ClientDisconnect):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
+                parts.append(part)
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        return await asyncio.to_thread(decompress, b"".join(parts), encoding, limit)
+
+    async def json(self, request: Request) -> dict[str, Any]:
+        """The body, a JSON object.
+
+        Raises:
+            RequestRefusedError: 400; it is none.
+        """
+        body = await self.body(request)
+        try:
+            found = json.loads(body or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestRefusedError(f"the body is not valid JSON: {str(error)[:120]}") from None
+        if not isinstance(found, dict):
+            raise RequestRefusedError("the body must be a JSON object", 422)
+        return found
+
+    # --- sessions and models ---
+
+    async def client_config(self, request: Request, tenant: str) -> Response:
+        limits = self.service.settings.limits
+        chunk = min(5_000_000, limits.body_bytes // 4)
+        return JSONResponse({
+            "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": True,
+            "fwdbwd_max_chunk_len": min(1024, limits.samples), "fwdbwd_max_chunk_bytes_count": chunk,
+        })  # fmt: skip
+
+    async def create_session(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        session = self.service.tenancy.open_session(tenant, metadata_of(body))
+        answer: dict[str, Any] = {"type": "create_session", "session_id": session.name}
+        if not self.service.base.adapts_output:
+            answer["warning_message"] = (
+                "the output layer of this server's model is not adapted: train_unembed has no effect"
+            )
+        return JSONResponse(answer)
+
+    async def heartbeat(self, request: Request, tenant: str) -> Response:
+        self.service.tenancy.session((await self.json(request)).get("session_id"), tenant)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def create_model(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        session = self.service.tenancy.session(body.get("session_id"), tenant)
+        wanted = lora_of(body)
+        number = integer(body, "model_seq_id")
+        return _promised(self.service.create_model(tenant, session, number, wanted, metadata_of(body)))
+
+    async def unload_model(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        return _promised(self.service.unload(self.service.tenancy.model(body.get("model_id"), tenant)))
+
+    async def get_info(self, request: Request, tenant: str) -> Response:
+        model, base = self.service.tenancy.model((await self.json(request)).get("model_id"), tenant), self.service.base
+        data = {"arch": base.architecture, "model_name": base.names[0], "tokenizer_id": base.names[0]}
+        return JSONResponse({
+            "type": "get_info", "model_id": model.name, "model_name": base.names[0], "model_data": data,
+            "is_lora": True, "lora_rank": model.rank,
+        })  # fmt: skip
+
+    async def capabilities(self, request: Request, tenant: str) -> Response:
+        base = self.service.base
+        found = [{"model_name": name, "max_context_length": base.max_length, "trainable": True} for name in base.names]
+        return JSONResponse({"supported_models": found})
+
+    # --- training ---
+
+    async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
+        most = self.service.settings.limits.samples
+        if PROTOBUF in request.headers.get("content-type", ""):
+            wanted = await asyncio.to_thread(train_request_of_protobuf, await self.body(request), most)
+        else:
+            wanted = train_request_of_json(await self.json(request), most, forward_only=forward_only)
+        return _promised(self.service.train(tenant, wanted))
+
+    async def forward(self, request: Request, tenant: str) -> Response:
+        return await self.forward_backward(request, tenant, forward_only=True)
+
+    async def optim_step(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        model = self.service.tenancy.model(body.get("model_id"), tenant)
+        settings = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
+        settings = settings if isinstance(settings, dict) else {"learning_rate": settings}
+        return _promised(self.service.optim_step(model, number_of(body.get("seq_id")), settings))
+
+    async def save_weights(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        model = self.service.tenancy.model(body.get("model_id"), tenant)
+        return _promised(saving.save(self.service, model, body, "weights"))
+
+    async def save_weights_for_sampler(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        model = self.service.tenancy.model(body.get("model_id"), tenant)
+        return _promised(saving.save(self.service, model, body, "sampler_weights"))
+
+    async def load_weights(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        if body.get("session_id") is not None:
+            session = self.service.tenancy.session(body["session_id"], tenant)
+            return _promised(saving.load_new(self.service, session, body))
+        model = self.service.tenancy.model(body.get("model_id"), tenant)
+        return _promised(saving.load_into(self.service, model, body))
+
+    # --- sampling ---
+
+    async def create_sampling_session(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        session = self.service.tenancy.session(body.get("session_id"), tenant)
+        path = None if body.get("model_path") is None else text(body, "model_path")
+        name = sampler_name(session.name, integer(body, "sampling_session_seq_id"))
+        if path is not None:
+            self.service.checkpoints.find(tenant, saving.CheckpointPath.parse(path), public=True)
+        session.samplers[name] = path
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
+
+    async def sampler(self, request: Request, tenant: str) -> Response:
+        name = request.path_params["sampler"]
+        session = self.service.tenancy.session(name.partition(":")[0], tenant)
+        if name not in session.samplers:
+            raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
+        answer = {"sampler_id": name, "base_model": self.service.base.names[0], "model_path": session.samplers[name]}
+        return JSONResponse(answer)
+
+    async def asample(self, request: Request, tenant: str) -> Response:
+        await self.json(request)
+        raise RequestRefusedError("this server does not sample yet: take responses from an inference engine", 400)
+
+    # --- answers ---
+
+    async def retrieve_future(self, request: Request, tenant: str) -> Response:
+        body = await self.json(request)
+        future = await self.service.wait(tenant, body.get("request_id"), LONG_POLL_S)
+        if future.ended is None:
+            pending = {"type": "try_again", "request_id": future.name, "queue_state": "active"}
+            return JSONResponse(pending, 408)
+        if future.failure is not None:
+            return JSONResponse({"error": future.failure.message, "category": future.failure.category})
+        if not isinstance(future.answer, TrainAnswer):
+            return JSONResponse(future.answer)
+        if PROTOBUF in request.headers.get("accept", ""):
+            return Response(await asyncio.to_thread(future.answer.protobuf), media_type=PROTOBUF)
+        return Response(json.dumps(await asyncio.to_thread(future.answer.json)), media_type="application/json")
+
+    async def telemetry(self, request: Request, tenant: str) -> Response:
+        return JSONResponse({"status": "accepted"})  # nothing of it is kept
+
+    async def health(self, request: Request) -> Response:
+        """Healthy as soon as it answers; ready once the ranks have the model."""
+        if request.url.path == "/readyz" and not self.service.ready:
+            return JSONResponse({"status": "starting"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        service = self.service
+        gauges = {
+            "sessions": ("Sessions that are open.", float(len(service.tenancy.sessions))),
+            "models": ("Models in training.", float(len(service.tenancy.models))),
+        }
+        found = service.figures.prometheus(gauges, service.futures.pending_by_kind())
+        return PlainTextResponse(found, media_type="text/plain; version=0.0.4")
+
+
+def _promised(future: Future) -> Response:
+    return JSONResponse({"request_id": future.name, "model_id": future.model})
+
+
+def make_application(service: Service, keys: Keys) -> Starlette:
+    """The application of a service.
+
+    Args:
+        keys: who may use it.
+    """
+    api = Api(service, keys)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async def ticking() -> None:
+            while True:
+                await asyncio.sleep(TICK_S)
+                service.tick()
+
+        task = asyncio.create_task(ticking())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        return JSONResponse({"detail": "not found" if status == 404 else "not allowed", "category": "user"}, status)
+
+    return Starlette(routes=api.routes(), lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})

@@ -1,0 +1,178 @@
+"""Routes about what there is: training runs, checkpoints, sessions; listing, publishing, deleting, downloading."""
+
+from __future__ import annotations
+
+import asyncio
+import tarfile
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from megascend.serve.checkpoints import Record
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.names import CheckpointPath
+from megascend.serve.requests import text
+from megascend.serve.tenancy import Model
+
+if TYPE_CHECKING:
+    from megascend.serve.application import Api
+
+
+def catalogue_routes() -> list[tuple[str, str, Any]]:
+    """(method, path under /api/v1, handler) of all of them."""
+    checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
+    return [
+        ("POST", "weights_info", weights_info),
+        ("GET", "training_runs", list_runs),
+        ("GET", "training_runs/{model}", get_run),
+        ("GET", "training_runs/{model}/checkpoints", list_of_run),
+        ("GET", "checkpoints", list_all),
+        ("DELETE", checkpoint, delete),
+        ("POST", f"{checkpoint}/publish", publish),
+        ("DELETE", f"{checkpoint}/publish", unpublish),
+        ("GET", f"{checkpoint}/archive", archive),
+        ("GET", "sessions", list_sessions),
+        ("GET", "sessions/{session}", get_session),
+        ("POST", "sessions/{session}/finish", finish_session),
+    ]
+
+
+def _path(request: Request) -> CheckpointPath:
+    values = request.path_params
+    return CheckpointPath(values["model"], values["kind"], values["name"])
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+
+
+def _checkpoint(record: Record) -> dict[str, Any]:
+    return {
+        "checkpoint_id": record.path.checkpoint_id,
+        "checkpoint_type": "training" if record.path.kind == "weights" else "sampler",
+        "time": _time(record.saved),
+        "tinker_path": str(record.path),
+        "size_bytes": record.size,
+        "public": record.public,
+        "user_metadata": record.user_metadata,
+        "expires_at": None if record.expires is None else _time(record.expires),
+    }
+
+
+def _window(request: Request, most: int = 1000) -> tuple[int, int]:
+    """(offset, limit) of a listing."""
+    found = []
+    for name, default in (("offset", "0"), ("limit", "20")):
+        value = request.query_params.get(name, default)
+        if not value.isascii() or not value.isdecimal() or len(value) > 9:
+            raise RequestRefusedError(f"{name} must be a number from 0 on", 422)
+        found.append(int(value))
+    return found[0], min(found[1], most)
+
+
+async def weights_info(api: Api, request: Request, tenant: str) -> Response:
+    path = CheckpointPath.parse(text(await api.json(request), "tinker_path"))
+    record, _ = api.service.checkpoints.find(tenant, path, public=True)
+    return JSONResponse({
+        "base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": record.output,
+        "train_mlp": record.mlp, "train_attn": record.attention,
+    })  # fmt: skip
+
+
+def _run(api: Api, model: Model, tenant: str) -> dict[str, Any]:
+    found = [_checkpoint(record) for record in api.service.checkpoints.of_tenant(tenant, model.name)]
+    last = {kind: next((c for c in found if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")}
+    ago = api.service.clock() - model.used
+    return {
+        "training_run_id": model.name,
+        "base_model": api.service.base.names[0],
+        "model_owner": tenant,
+        "is_lora": True,
+        "lora_rank": model.rank,
+        "corrupted": False,
+        "last_request_time": _time(datetime.now(timezone.utc).timestamp() - ago),
+        "last_checkpoint": last["training"],
+        "last_sampler_checkpoint": last["sampler"],
+        "user_metadata": model.metadata,
+    }
+
+
+async def list_runs(api: Api, request: Request, tenant: str) -> Response:
+    offset, limit = _window(request)
+    models = [model for model in api.service.tenancy.models.values() if model.tenant == tenant]
+    runs = [_run(api, model, tenant) for model in models[offset : offset + limit]]
+    return JSONResponse(
+        {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(models)}}
+    )
+
+
+async def get_run(api: Api, request: Request, tenant: str) -> Response:
+    return JSONResponse(_run(api, api.service.tenancy.model(request.path_params["model"], tenant), tenant))
+
+
+async def list_of_run(api: Api, request: Request, tenant: str) -> Response:
+    found = api.service.checkpoints.of_tenant(tenant, request.path_params["model"])
+    return JSONResponse({"checkpoints": [_checkpoint(record) for record in found]})
+
+
+async def list_all(api: Api, request: Request, tenant: str) -> Response:
+    offset, limit = _window(request)
+    found = api.service.checkpoints.of_tenant(tenant)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    return JSONResponse(
+        {"checkpoints": [_checkpoint(each) for each in found[offset : offset + limit]], "cursor": cursor}
+    )
+
+
+async def delete(api: Api, request: Request, tenant: str) -> Response:
+    await asyncio.to_thread(api.service.checkpoints.delete, tenant, _path(request))
+    return Response(status_code=204)
+
+
+async def publish(api: Api, request: Request, tenant: str) -> Response:
+    api.service.checkpoints.change(tenant, _path(request), public=True)
+    return Response(status_code=204)
+
+
+async def unpublish(api: Api, request: Request, tenant: str) -> Response:
+    api.service.checkpoints.change(tenant, _path(request), public=False)
+    return Response(status_code=204)
+
+
+async def archive(api: Api, request: Request, tenant: str) -> Response:
+    """The checkpoint's files in one archive (tar, gzip)."""
+    record, directory = api.service.checkpoints.find(tenant, _path(request), public=True)
+
+    def pack() -> Path:
+        with tempfile.NamedTemporaryFile(suffix=".tar.gz", delete=False) as file:
+            with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar:
+                for each in sorted(directory.iterdir()):
+                    tar.add(each, each.name, recursive=False)
+            return Path(file.name)
+
+    packed = await asyncio.to_thread(pack)
+    name = f"{record.path.name}.tar.gz"
+    return FileResponse(packed, media_type="application/gzip", filename=name, background=BackgroundTask(packed.unlink))
+
+
+async def list_sessions(api: Api, request: Request, tenant: str) -> Response:
+    offset, limit = _window(request)
+    found = [session.name for session in api.service.tenancy.sessions.values() if session.tenant == tenant]
+    return JSONResponse({"sessions": found[offset : offset + limit]})
+
+
+async def get_session(api: Api, request: Request, tenant: str) -> Response:
+    session = api.service.tenancy.session(request.path_params["session"], tenant)
+    return JSONResponse({
+        "training_run_ids": session.models, "sampler_ids": list(session.samplers), "user_metadata": session.metadata,
+    })  # fmt: skip
+
+
+async def finish_session(api: Api, request: Request, tenant: str) -> Response:
+    api.service.end_session(api.service.tenancy.session(request.path_params["session"], tenant))
+    return Response(status_code=204)

@@ -1,0 +1,152 @@
+"""Promises to clients: made when a request is taken, kept or broken when it has run, forgotten some time later.
+
+Used from the HTTP server's event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascend.serve.errors import Failure
+
+RETRIEVED_S = 120.0
+"""An answer that was fetched is kept so long, for a client that lost it on the way."""
+
+
+@dataclass(eq=False)
+class Future:
+    """What a request will give.
+
+    Attributes:
+        name: what clients ask for it by.
+        model: that the request is for; None for others.
+        kind: of the request, for logs and figures.
+        tokens: that it reads.
+        answer_of: makes the answer from what the ranks return.
+        then: called with True when it has succeeded, False when it has failed.
+        answer: for the client, once it is there.
+    """
+
+    number: int
+    name: str
+    tenant: str
+    model: str | None
+    kind: str
+    made: float
+    tokens: int = 0
+    answer_of: Callable[[Any], Any] = field(default=lambda value: {})
+    then: Callable[[bool], None] = field(default=lambda succeeded: None)
+    answer: Any = None
+    failure: Failure | None = None
+    ended: float | None = None
+    retrieved: float | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Futures:
+    """All futures that are not forgotten.
+
+    Args:
+        clock: seconds, monotonic.
+        keep_s: how long an answer is kept that nobody fetches.
+    """
+
+    def __init__(self, clock: Callable[[], float], keep_s: float) -> None:
+        self._clock, self._keep_s = clock, keep_s
+        self._by_name: dict[str, Future] = {}
+        self._by_number: dict[int, Future] = {}
+        self._ended: deque[Future] = deque()
+        self._count = 0
+        self._tokens: dict[str, int] = {}
+        self._pending: dict[str, int] = {}
+
+    def make(self, name: str, tenant: str, model: str | None, kind: str, **values: Any) -> Future:
+        """A new future, which is pending."""
+        self._count += 1
+        future = Future(self._count, name, tenant, model, kind, self._clock(), **values)
+        self._by_name[name] = self._by_number[future.number] = future
+        self._tokens[tenant] = self._tokens.get(tenant, 0) + future.tokens
+        self._pending[model or ""] = self._pending.get(model or "", 0) + 1
+        return future
+
+    def get(self, name: str, tenant: str) -> Future | None:
+        """A tenant's future; None if it is another's, forgotten, or was never made."""
+        found = self._by_name.get(name)
+        return found if found is not None and found.tenant == tenant else None
+
+    def numbered(self, number: int) -> Future | None:
+        """The future of a command."""
+        return self._by_number.get(number)
+
+    def pending(self, model: str) -> int:
+        """How many of a model's have not ended."""
+        return self._pending.get(model, 0)
+
+    def tokens(self, tenant: str) -> int:
+        """Tokens of a tenant's that have not ended."""
+        return self._tokens.get(tenant, 0)
+
+    def pending_by_kind(self) -> Mapping[str, int]:
+        """How many have not ended, by kind."""
+        found: dict[str, int] = {}
+        for future in self._by_number.values():
+            if future.ended is None:
+                found[future.kind] = found.get(future.kind, 0) + 1
+        return found
+
+    def keep(self, future: Future, value: Any) -> None:
+        """End a future with what the ranks returned."""
+        try:
+            future.answer = future.answer_of(value)
+        except Exception as error:  # noqa: BLE001  an answer that cannot be made must not end the server
+            self.break_(future, Failure.of(error))
+            return
+        self._end(future, True)
+
+    def break_(self, future: Future, failure: Failure) -> None:
+        """End a future with a failure."""
+        future.failure = failure
+        self._end(future, False)
+
+    def _end(self, future: Future, succeeded: bool) -> None:
+        if future.ended is not None:
+            return
+        future.ended = self._clock()
+        self._tokens[future.tenant] -= future.tokens
+        self._pending[future.model or ""] -= 1
+        self._ended.append(future)
+        future.then(succeeded)
+        future.changed.set()
+        future.answer_of = _answered  # what it held of the request is not needed any more
+
+    def forget(self) -> None:
+        """Drop answers whose time is over."""
+        now, left = self._clock(), deque[Future]()
+        for future in self._ended:
+            old = future.ended is not None and now - future.ended > self._keep_s
+            if old or (future.retrieved is not None and now - future.retrieved > RETRIEVED_S):
+                self._drop(future)
+            else:
+                left.append(future)
+        self._ended = left
+
+    def forget_model(self, model: str) -> None:
+        """Drop all answers to a model's requests that were fetched, and its counts."""
+        for future in [f for f in self._ended if f.model == model and f.retrieved is not None]:
+            self._drop(future)
+            self._ended.remove(future)
+        if not self._pending.get(model):
+            self._pending.pop(model, None)
+
+    def _drop(self, future: Future) -> None:
+        self._by_number.pop(future.number, None)
+        if self._by_name.get(future.name) is future:
+            del self._by_name[future.name]
+
+
+def _answered(value: Any) -> Any:
+    raise AssertionError("this future has ended")

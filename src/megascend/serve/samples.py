@@ -1,0 +1,125 @@
+"""From what clients call a datum and a loss to megascend's samples and losses, and back. No ranks, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megascend.batch.losses import BUILT_IN, Loss, LossInputs
+from megascend.batch.sample import Sample
+from megascend.errors import ConfigError, DataError
+from megascend.serve.wire import Datum
+
+POLICY = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
+_RENAMED = {"target_tokens": "target_ids", "weights": "weights", "logprobs": "old_logprobs", "advantages": "advantages"}
+MAX_COLUMNS = 64
+"""Most targets of one position."""
+
+
+def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
+    """The loss that clients know by ``name``: a sum over tokens.
+
+    Args:
+        settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the ratio of probabilities; ``beta`` of ``dro``.
+
+    Raises:
+        ConfigError: it is not here, or has no such setting.
+    """
+    known = ("cross_entropy", *POLICY)
+    if name not in known:
+        why = {
+            "stable_reinforce": "; it needs what the sampler of Tinker's own service records",
+            "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
+        }.get(name, "")
+        raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; there are: {', '.join(known)}")
+    own: dict[str, float] = {}
+    for key, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"loss_fn_config: {str(key)[:60]!r} must be a number")
+        number = float(value)
+        if key in ("clip_low_threshold", "clip_high_threshold"):
+            key, number = ("clip_low", 1 - number) if key == "clip_low_threshold" else ("clip_high", number - 1)
+        if not np.isfinite(number) or number < 0:
+            raise ConfigError(f"loss_fn_config: {key!r} cannot be {value}")
+        own[str(key)] = number
+    return replace(BUILT_IN[name], reduction="sum").with_settings(**own)
+
+
+def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
+    """The samples of one datum: one for each column of its targets, [n] or [n, k].
+
+    Raises:
+        DataError: a field is missing, of another length, not known to the loss, or not finite.
+    """
+    needed = ["target_tokens", *(["logprobs", "advantages"] if loss.requires else [])]
+    missing = [name for name in needed if name not in datum.inputs]
+    unknown = [name for name in datum.inputs if name not in (*needed, "weights")]
+    if missing or unknown:
+        wrong = f"{missing[0]!r} is missing" if missing else f"{unknown[0][:60]!r} is unknown"
+        raise DataError(f"loss_fn_inputs: {wrong}; {loss.name} takes {', '.join(needed)} and, if wanted, weights")
+    targets = datum.inputs["target_tokens"]
+    if targets.dtype.kind != "i" or targets.ndim not in (1, 2):
+        raise DataError(f"target_tokens must be int64 [n] or [n, k], got {targets.dtype} {list(targets.shape)}")
+    others = [
+        f", {name[:40]} {list(found.shape)}" for name, found in datum.inputs.items() if found.shape != targets.shape
+    ]
+    if others or len(targets) != len(datum.tokens):
+        raise DataError(
+            f"{len(datum.tokens)} tokens, target_tokens {list(targets.shape)}{''.join(others)}: all must have one length, and "
+            "all inputs of the loss one shape"
+        )
+    if targets.ndim == 2 and (
+        not 1 <= targets.shape[1] <= MAX_COLUMNS or (targets.shape[1] > 1 and loss.name == "gspo")
+    ):
+        raise DataError(
+            f"target_tokens {list(targets.shape)}: from 1 to {MAX_COLUMNS} targets at each position, 1 for gspo"
+        )
+    inputs = {"weights": np.ones(targets.shape, np.float32), **datum.inputs}
+    columns = targets.shape[1] if targets.ndim == 2 else 1
+    of_column: list[dict[str, Any]] = [
+        {_RENAMED[k]: torch.from_numpy(np.array(v[:, i] if v.ndim == 2 else v)) for k, v in inputs.items()}
+        for i in range(columns)
+    ]
+    tokens = torch.from_numpy(np.ascontiguousarray(datum.tokens))
+    return [Sample(tokens, **each) for each in of_column]
+
+
+def as_the_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np.ndarray]:
+    """Log-probabilities of all samples as one float32 array for each datum, of the shape of its targets."""
+    found, start = [], 0
+    for datum in data:
+        targets = datum.inputs["target_tokens"]
+        columns = targets.shape[1] if targets.ndim == 2 else 1
+        part = [each.numpy() for each in logprobs[start : start + columns]]
+        found.append(np.stack(part, axis=1) if targets.ndim == 2 else part[0])
+        start += columns
+    return found
+
+
+def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:
+    """The sum of a loss over samples, from log-probabilities that are known already."""
+
+    def joined(name: str) -> Tensor | None:
+        return None if getattr(samples[0], name) is None else torch.cat([getattr(each, name) for each in samples])
+
+    owner = torch.cat([torch.full((len(each),), index) for index, each in enumerate(samples)])
+    weights = torch.cat([each.weights for each in samples])
+    inputs = LossInputs(
+        targets=torch.cat([each.target_ids for each in samples]),
+        weights=weights,
+        sample=owner,
+        sample_count=len(samples),
+        pairs=torch.zeros(0, 2, dtype=torch.int64),
+        reduce_context=lambda values: values,
+        advantages=joined("advantages"),
+        old_logprobs=joined("old_logprobs"),
+        extra={},
+    )
+    values = loss(torch.cat(list(logprobs)), inputs)
+    values = values[0] if isinstance(values, tuple) else values
+    return float(torch.where(weights != 0, values * weights, 0.0).double().sum())

@@ -1,0 +1,197 @@
+"""``megascend serve`` on one rank: builds the backend, speaks HTTP on rank 0, works until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megascend.config import Adapters
+from megascend.config.serve import ServeConfig
+from megascend.errors import ConfigError, MissingDependencyError
+from megascend.serve import keys as api_keys
+from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
+from megascend.serve.commands import Outcome
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+log = logging.getLogger("megascend.serve")
+
+
+def serve(
+    settings: ServeConfig,
+    keys: dict[str, str],
+    ready: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serve until SIGTERM or SIGINT, as one rank of the world. Collective.
+
+    Args:
+        keys: tenants by the digests of their keys; looked at on rank 0.
+        ready: called on rank 0 with the server's address once clients can come.
+        stopped: asked on rank 0 about once a second; once it says True, the server ends.
+
+    Raises:
+        MegascendError: before the first request; later, if a rank is gone.
+    """
+    from megascend.app.stop_signals import StopSignals
+    from megascend.lora.queue import AdapterQueue
+    from megascend.serve.inbox import Inbox
+    from megascend.serve.worker import work
+
+    with StopSignals(launched=True) as signals, make_backend(settings) as backend:
+        queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
+        if backend.rank != 0:
+            work(backend, queue, None, lambda outcomes: None)
+            return
+        inbox = Inbox(
+            settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
+        )
+        base = base_model(settings, backend)
+        with http_server(settings, keys, base, inbox) as (address, report):
+            ready(address)
+            work(backend, queue, inbox, report)
+
+
+def make_backend(settings: ServeConfig) -> Any:
+    """The backend that the settings describe, with room for all models' adapters."""
+    from megascend import backends
+    from megascend.huggingface.files import tensor_shapes
+    from megascend.huggingface.info import linear_layers
+
+    targets = allowed_targets(
+        linear_layers(tensor_shapes(settings.model)), unembed=settings.unembed and settings.engine != "single"
+    )
+    adapters = Adapters(max_count=settings.max_models, max_rank=settings.max_rank, targets=targets)
+    values: dict[str, Any] = {"precision": settings.precision, "adapters": adapters, "seed": settings.seed}
+    values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}
+    if "parallel" in backends.settings_of(settings.engine) or settings.parallel != type(settings.parallel)():
+        values["parallel"] = settings.parallel
+    return backends.make_backend(settings.engine, model=settings.model, **values)
+
+
+def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
+    """What clients are told of the model."""
+    from megascend.huggingface.files import read_config
+
+    path = settings.model.absolute()
+    names = tuple(name for name in (settings.name, str(path)) if name)
+    architecture = architecture_of(read_config(settings.model))
+    projections = tuple(backend.engine.trainable.projections)
+    return BaseModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
+
+
+def check_packages() -> None:
+    """Find out before the model is loaded that a package is missing.
+
+    Raises:
+        MissingDependencyError: one is; the message names the extra.
+    """
+    from megascend.serve.wire import messages_of_client
+
+    messages_of_client()
+    for name in ("starlette", "uvicorn", "zstandard"):
+        try:
+            __import__(name)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"megascend serve needs {name}: pip install 'megascend[serve]' ({error})"
+            ) from None
+
+
+def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[str, str], str | None]:
+    """Tenants by the digests of their keys, and a key that was made because there were none.
+
+    Raises:
+        ConfigError: a key is not what clients take; or there are none and the server is to listen on more than loopback.
+    """
+    found = api_keys.of_text(environment.get(api_keys.VARIABLE, ""))
+    if settings.keys is not None:
+        found |= api_keys.of_file(settings.keys)
+    if found:
+        return found, None
+    if settings.host not in LOOPBACK:
+        raise ConfigError(
+            f"host {settings.host} is open to other machines, and there are no API keys: set {api_keys.VARIABLE}, or keys"
+        )
+    made = api_keys.new_key()
+    return {api_keys.digest_of(made): "local"}, made
+
+
+@contextmanager
+def http_server(
+    settings: ServeConfig, keys: dict[str, str], base: BaseModel, inbox: Any
+) -> Iterator[tuple[str, Callable[[list[Outcome]], None]]]:
+    """The HTTP server in a thread of its own: its address, and the function that tells it what commands gave.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    import uvicorn
+
+    from megascend.serve.application import make_application
+    from megascend.serve.service import Service
+
+    service = Service(settings, base, inbox)
+    application = make_application(service, api_keys.Keys(keys))
+    tls = settings.tls_certificate is not None
+    listening = _listen(settings)
+    config = uvicorn.Config(
+        application, log_level="warning", lifespan="on", server_header=False, timeout_keep_alive=75,
+        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
+        limit_concurrency=4096, h11_max_incomplete_event_size=65536, access_log=False,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        if not thread.is_alive():
+            raise ConfigError("the HTTP server did not start; its messages are above")
+    loop = server.servers[0].get_loop()
+    service.ready = True
+
+    def report(outcomes: list[Outcome]) -> None:
+        loop.call_soon_threadsafe(service.finish, outcomes)
+
+    host, port = listening.getsockname()[:2]
+    try:
+        yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
+    finally:
+        server.should_exit = True
+        inbox.close()
+        thread.join(10)
+
+
+def _listen(settings: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}") from None
+    listening.listen(2048)
+    return listening
+
+
+def serve_rank(values: str, keys: dict[str, str], made: str | None) -> None:
+    """One rank; takes what pickles cheaply.
+
+    Args:
+        values: the settings in JSON.
+        keys: tenants by the digests of their keys.
+        made: a key to show, because there was none.
+    """
+    settings = ServeConfig.model_validate_json(values)
+
+    def ready(address: str) -> None:
+        print(f"serving {settings.name or settings.model.absolute()} at {address}", flush=True)
+        print(f"export TINKER_BASE_URL={address}" + (f" TINKER_API_KEY={made}" if made else ""), flush=True)
+
+    serve(settings, keys, ready)
+    log.info("stopped (pid %s)", os.getpid())

@@ -1,0 +1,163 @@
+"""Sessions, models and samplers, each of one tenant. Pure but for the clock that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.names import model_name, new_session
+from megascend.serve.order import Order
+
+
+@dataclass(eq=False)
+class Session:
+    """A client program's.
+
+    Attributes:
+        heard: when it last said something.
+        models: names of its models.
+        samplers: by name, the checkpoint each samples from, or None for the base model.
+    """
+
+    name: str
+    tenant: str
+    heard: float
+    models: list[str] = field(default_factory=list)
+    samplers: dict[str, str | None] = field(default_factory=dict)
+    metadata: Mapping[str, str] | None = None
+
+
+@dataclass(eq=False)
+class Model:
+    """An adapter in training.
+
+    Attributes:
+        adapter: its name on the backend.
+        order: of its requests; of each that is early, the function that submits it.
+        gap_since: when its requests began to wait for one that has not come.
+        ready: the ranks have it.
+        steps: optimizer steps that were made.
+        losses: of the last steps, as (step, sum over tokens, tokens).
+    """
+
+    name: str
+    session: str
+    tenant: str
+    adapter: str
+    rank: int
+    attention: bool
+    mlp: bool
+    output: bool
+    made: float
+    used: float
+    order: Order[Callable[[], None]] = field(default_factory=lambda: Order[Callable[[], None]]())
+    gap_since: float | None = None
+    ready: bool = False
+    steps: int = 0
+    losses: list[tuple[int, float, int]] = field(default_factory=list)
+    metadata: Mapping[str, Any] | None = None
+
+
+class Tenancy:
+    """All sessions and models. What belongs to another tenant is as if it were not there.
+
+    Args:
+        clock: seconds, monotonic.
+        max_models: of all tenants.
+        models_each, sessions_each: of one tenant.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, max_models: int, models_each: int, sessions_each: int) -> None:
+        self._clock = clock
+        self._max_models, self._models_each, self._sessions_each = max_models, models_each, sessions_each
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self._adapters = 0
+
+    def open_session(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Session:
+        """A new session.
+
+        Raises:
+            RequestRefusedError: 429; the tenant has as many as it may.
+        """
+        if sum(session.tenant == tenant for session in self.sessions.values()) >= self._sessions_each:
+            raise RequestRefusedError(f"you have {self._sessions_each} sessions already; end some", 429)
+        session = Session(new_session(), tenant, self._clock(), metadata=metadata)
+        self.sessions[session.name] = session
+        return session
+
+    def session(self, name: Any, tenant: str) -> Session:
+        """A tenant's session, which has said something now.
+
+        Raises:
+            RequestRefusedError: 410; there is none, or none any more.
+        """
+        found = self.sessions.get(name) if isinstance(name, str) else None
+        if found is None or found.tenant != tenant:
+            raise RequestRefusedError(f"there is no session {str(name)[:80]!r} (any more)", 410)
+        found.heard = self._clock()
+        return found
+
+    def model(self, name: Any, tenant: str) -> Model:
+        """A tenant's model, whose session has said something now.
+
+        Raises:
+            RequestRefusedError: 404; there is none, or none any more.
+        """
+        found = self.models.get(name) if isinstance(name, str) else None
+        if found is None or found.tenant != tenant:
+            raise RequestRefusedError(f"there is no model {str(name)[:120]!r} (any more)", 404)
+        found.used = self._clock()
+        if found.session in self.sessions:
+            self.sessions[found.session].heard = found.used
+        return found
+
+    def add_model(
+        self,
+        session: Session,
+        number: int,
+        *,
+        rank: int,
+        attention: bool,
+        mlp: bool,
+        output: bool,
+        metadata: Any = None,
+    ) -> Model:
+        """A new model of a session.
+
+        Raises:
+            RequestRefusedError: 429; the tenant, or the server, has as many as it may.
+        """
+        own = sum(model.tenant == session.tenant for model in self.models.values())
+        if own >= self._models_each or len(self.models) >= self._max_models:
+            which = "you have" if own >= self._models_each else "the server has"
+            raise RequestRefusedError(
+                f"{which} {min(own, self._models_each) or len(self.models)} models; unload some", 429
+            )
+        self._adapters += 1
+        now = self._clock()
+        model = Model(
+            model_name(session.name, number), session.name, session.tenant, f"a{self._adapters}", rank, attention, mlp, output,
+            now, now, metadata=metadata,
+        )  # fmt: skip
+        self.models[model.name] = model
+        session.models.append(model.name)
+        return model
+
+    def remove_model(self, model: Model) -> None:
+        """Forget a model; its session stays."""
+        self.models.pop(model.name, None)
+        if model.session in self.sessions and model.name in self.sessions[model.session].models:
+            self.sessions[model.session].models.remove(model.name)
+
+    def silent(self, timeout_s: float) -> list[Session]:
+        """Sessions that have said nothing for so long."""
+        now = self._clock()
+        return [session for session in self.sessions.values() if now - session.heard > timeout_s]
+
+    def close_session(self, session: Session) -> list[Model]:
+        """Forget a session; its models, which are to be removed."""
+        self.sessions.pop(session.name, None)
+        return [self.models[name] for name in session.models if name in self.models]

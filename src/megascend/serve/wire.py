@@ -1,0 +1,274 @@
+"""What clients send and are sent: JSON, and the protobuf messages of the client's own package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megascend.errors import DataError, MissingDependencyError
+from megascend.serve.body import check_message
+from megascend.serve.errors import RequestRefusedError
+
+PROTOBUF = "application/x-protobuf"
+REPEATED = {3: (1, 2)}
+"""Of a forward_backward message: the samples, and in each of them pieces of its input and of its loss's."""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sample as it came: tokens int64 [n], and by name what the loss takes, int64 or float32, [n] or [n, k]."""
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A ``forward_backward`` or ``forward``.
+
+    Attributes:
+        problem: what is wrong with the samples, of which there are none then. The request keeps its place in line.
+    """
+
+    model: str
+    number: int | None
+    loss: str
+    settings: Mapping[str, Any]
+    forward_only: bool
+    data: Sequence[Datum] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainAnswer:
+    """Answer to a :class:`TrainRequest`.
+
+    Attributes:
+        logprobs: float32 for each sample, of the shape of its targets.
+        metrics: ``NAME:REDUCTION``, as clients put those of several requests together.
+    """
+
+    logprobs: Sequence[np.ndarray]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Any]:
+        """As older clients read it."""
+        outputs = [
+            {"logprobs": {"data": found.ravel().tolist(), "dtype": "float32", "shape": list(found.shape)}}
+            for found in self.logprobs
+        ]
+        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self._finite()}
+
+    def protobuf(self) -> bytes:
+        """As newer clients read it. Samples of one width are one record; records follow the order of the samples."""
+        messages = messages_of_client()
+        answer = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+        answer.metrics.update(self._finite())
+        start = 0
+        while start < len(self.logprobs):
+            width = self.logprobs[start].shape[1:]
+            end = start
+            while end < len(self.logprobs) and self.logprobs[end].shape[1:] == width:
+                end += 1
+            parts = self.logprobs[start:end]
+            record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - start)
+            tensor = record.fields["logprobs"]
+            tensor.data = b"".join(np.ascontiguousarray(part, np.float32).tobytes() for part in parts)
+            tensor.offsets = np.cumsum([0, *(4 * part.size for part in parts)], dtype=np.int64).tobytes()
+            tensor.dtype = messages.DTYPE_FLOAT32
+            tensor.trailing_shape.extend(width)
+            start = end
+        return answer.SerializeToString()
+
+    def _finite(self) -> dict[str, float]:
+        return {name: value for name, value in self.metrics.items() if name == "loss:sum" or math.isfinite(value)}
+
+
+def messages_of_client() -> Any:
+    """The protobuf messages of the Tinker client's package; nothing of them is ours.
+
+    Raises:
+        MissingDependencyError: the package is missing, or from before it had them.
+    """
+    try:
+        from tinker.proto import tinker_public_pb2
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"megascend serve needs the Tinker client's package for its wire format (pip install 'megascend[serve]'): {error}"
+        ) from None
+    return tinker_public_pb2
+
+
+def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_only: bool) -> TrainRequest:
+    """A request of a client from before protobuf. What is not known in it is passed over.
+
+    Raises:
+        RequestRefusedError: model, number or loss are missing, or there are too many samples.
+    """
+    inside = body.get("forward_input" if forward_only else "forward_backward_input")
+    data = inside.get("data") if isinstance(inside, dict) else None
+    if not isinstance(inside, dict) or not isinstance(data, list) or not isinstance(body.get("model_id"), str):
+        raise RequestRefusedError("expected model_id and an input with data and loss_fn", 422)
+    if len(data) > max_data:
+        raise RequestRefusedError(f"the request has {len(data)} samples, more than {max_data}", 413)
+    settings = inside.get("loss_fn_config") or {}
+    request = TrainRequest(
+        body["model_id"],
+        number_of(body.get("seq_id")),
+        str(inside.get("loss_fn")),
+        settings if isinstance(settings, dict) else {"": settings},
+        forward_only,
+    )
+    return _with_data(request, data, _datum_of_json)
+
+
+def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
+    """A request of a client that speaks protobuf.
+
+    Raises:
+        RequestRefusedError: this is no such message, or there are too many samples.
+    """
+    from google.protobuf.message import DecodeError
+
+    check_message(body, REPEATED, 16 * max_data)
+    message = messages_of_client().ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except (DecodeError, RuntimeError, ValueError) as error:
+        raise RequestRefusedError(f"the body is no ForwardBackwardRequest: {error}") from None
+    if len(message.data) > max_data:
+        raise RequestRefusedError(f"the request has {len(message.data)} samples, more than {max_data}", 413)
+    settings: dict[str, Any] = dict(message.loss_fn_config)
+    if "loss_fn_config_v2" in message.DESCRIPTOR.fields_by_name:
+        values = message.loss_fn_config_v2.items()
+        settings |= {name: value.text if value.HasField("text") else value.number for name, value in values}
+    request = TrainRequest(
+        message.model_id, number_of(message.seq_id), message.loss_fn, settings, bool(message.forward_only)
+    )
+    return _with_data(request, message.data, _datum_of_message)
+
+
+def number_of(value: Any) -> int | None:
+    """A request's number in its model's order; None if the client has not numbered it.
+
+    Raises:
+        RequestRefusedError: it is no number, or none that a client could have counted to.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62:
+        raise RequestRefusedError(f"seq_id must be a number from 1 on, got {str(value)[:40]!r}", 422)
+    return value
+
+
+def _with_data(request: TrainRequest, data: Any, read: Any) -> TrainRequest:
+    from dataclasses import replace
+
+    found = []
+    for index, datum in enumerate(data):
+        try:
+            found.append(read(datum))
+        except DataError as error:
+            return replace(request, problem=f"sample {index}: {error}")
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            return replace(
+                request, problem=f"sample {index} cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            )
+    return replace(request, data=found)
+
+
+def _datum_of_json(datum: Any) -> Datum:
+    inputs = {str(name): tensor_of_json(value) for name, value in datum["loss_fn_inputs"].items()}
+    return Datum(tokens_of_json(datum["model_input"]), inputs)
+
+
+def tokens_of_json(model_input: Any) -> np.ndarray:
+    """Tokens, int64 [n], of what clients call a model input.
+
+    Raises:
+        DataError: a piece of it is no text.
+    """
+    parts = []
+    for chunk in model_input["chunks"]:
+        kind = chunk.get("type", "encoded_text")
+        if kind != "encoded_text":
+            raise DataError(f"model_input holds {str(kind)[:40]!r}; this server takes encoded_text only")
+        parts.append(_integers(chunk["tokens"]))
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def tensor_of_json(value: Any) -> np.ndarray:
+    """A tensor as clients write it into JSON."""
+    dtype = value["dtype"]
+    if dtype not in ("float32", "int64"):
+        raise DataError(f"dtype {str(dtype)[:40]!r}; expected float32 or int64")
+    flat = _integers(value["data"]) if dtype == "int64" else np.asarray(value["data"], np.float32)
+    if value.get("sparse_crow_indices") is not None:
+        return dense(
+            flat, _integers(value["sparse_crow_indices"]), _integers(value["sparse_col_indices"]), value["shape"]
+        )
+    shape = value.get("shape")
+    return flat if shape is None else flat.reshape([int(size) for size in shape])
+
+
+def _integers(values: Any) -> np.ndarray:
+    found = np.asarray(values)
+    if found.size and found.dtype.kind not in "iu":
+        raise DataError(f"expected integers, got {found.dtype}")
+    return found.astype(np.int64)
+
+
+def _datum_of_message(datum: Any) -> Datum:
+    parts = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
+        if kind != "encoded_text":
+            raise DataError(f"model_input holds {kind!r}; this server takes encoded_text only")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return Datum(tokens, {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()})
+
+
+def tensor_of_message(tensor: Any) -> np.ndarray:
+    """A protobuf ``Tensor``."""
+    messages = messages_of_client()
+    kinds = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64, messages.DTYPE_INT32: np.int32}
+    if tensor.dtype not in kinds:
+        raise DataError(f"a tensor of type {tensor.dtype}; expected float32, int64 or int32")
+    kind = kinds[tensor.dtype]
+    if tensor.HasField("sparse_csr"):
+        csr = tensor.sparse_csr
+        rows, columns = (np.frombuffer(part, np.int64) for part in (csr.crow_indices, csr.col_indices))
+        found = dense(np.frombuffer(csr.values, kind), rows, columns, tensor.shape)
+    else:
+        found = np.frombuffer(tensor.dense, kind)
+        found = found.reshape(list(tensor.shape)) if tensor.shape else found
+    return found.astype(np.int64 if found.dtype.kind == "i" else np.float32)
+
+
+MAX_DENSE = 2**24
+"""Most values of a tensor that came in sparse form: its shape costs the client nothing."""
+
+
+def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any) -> np.ndarray:
+    """A [n, k] tensor from compressed sparse rows; 0 where nothing is listed.
+
+    Raises:
+        DataError: the parts do not fit each other.
+    """
+    sizes = [int(size) for size in shape]
+    if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] > MAX_DENSE:
+        raise DataError(f"a sparse tensor of shape {sizes}; expected two dimensions and at most {MAX_DENSE} values")
+    counts = np.diff(rows)
+    fits = (
+        len(rows) == sizes[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns) and (counts >= 0).all()
+    )
+    if not fits or (len(columns) and not (columns.min() >= 0 and columns.max() < sizes[1])):
+        raise DataError("the indices of a sparse tensor do not fit its shape and its values")
+    found = np.zeros(sizes, values.dtype)
+    found[np.repeat(np.arange(sizes[0]), counts), columns] = values
+    return found

@@ -1,0 +1,42 @@
+"""The loop of every rank: take what rank 0 has gathered, run a unit of it, tell rank 0's HTTP server what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megascend.backend import Backend
+from megascend.lora.queue import AdapterQueue
+from megascend.serve.commands import Outcome
+from megascend.serve.inbox import Inbox
+from megascend.serve.lines import Lines
+
+
+def work(
+    backend: Backend,
+    queue: AdapterQueue,
+    inbox: Inbox | None,
+    report: Callable[[list[Outcome]], None],
+    max_pending: int = 64,
+) -> None:
+    """Run commands until the inbox of rank 0 is closed. Collective.
+
+    Args:
+        inbox: rank 0's; None on the others.
+        report: called on every rank with what has ended.
+    """
+    lines = Lines(backend, queue, max_pending)
+    while True:
+        idle = lines.idle
+
+        def gathered():
+            assert inbox is not None
+            return inbox.take(wait=idle)  # noqa: B023  called before the next turn
+
+        commands = backend.from_rank_0(gathered)
+        if commands is None:
+            return
+        outcomes = lines.add(commands)
+        if not lines.idle:
+            outcomes += lines.run_once()
+        if outcomes:
+            report(outcomes)

@@ -1,0 +1,100 @@
+"""What an unmodified Tinker client does with a server, as a program: trains, and writes what it was answered.
+
+    python client_program.py JOB.json RESULT.json
+
+JOB has the address, the key, the model's name, data and steps. Runs with clients from 0.16 on; imports nothing of megascend.
+"""
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+warnings.simplefilter("ignore")
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import tinker  # noqa: E402
+from tinker import types  # noqa: E402
+
+
+def result(found: Any) -> Any:
+    """What newer clients give a future of, and older ones at once."""
+    return found.result() if hasattr(found, "result") else found
+
+
+def datum(tokens: list[int], inputs: dict[str, Any]) -> types.Datum:
+    if len(inputs["target_tokens"]) and isinstance(inputs["target_tokens"][0], list):
+        import numpy as np
+
+        kinds = {"target_tokens": np.int64}
+        inputs = {
+            name: types.TensorData.from_numpy(np.array(value, kinds.get(name, np.float32)))
+            for name, value in inputs.items()
+        }
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def weighted(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+    """A custom loss whose gradient has both signs."""
+    loss = sum(
+        (value.square() * 0.01 + value * (0.2 if index % 2 else -0.3)).sum() for index, value in enumerate(logprobs)
+    )
+    return loss, {"samples": float(len(data))}
+
+
+def step(client: Any, job: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """One forward_backward and one step of the optimizer, both sent before either is waited for."""
+    adam = types.AdamParams(**wanted["adam"])
+    if wanted["loss"] == "custom":
+        done = client.forward_backward_custom(
+            [datum(*each) for each in job["data"]["cross_entropy"]], weighted
+        ).result()
+        client.optim_step(adam).result()
+    else:
+        data = [datum(*each) for each in job["data"][wanted.get("data", wanted["loss"])]]
+        forward_backward = client.forward_backward(data, wanted["loss"], wanted.get("config"))
+        optim = client.optim_step(adam)
+        done, _ = forward_backward.result(), optim.result()
+    logprobs = [output["logprobs"].data for output in done.loss_fn_outputs]
+    return {"loss": done.metrics["loss:sum"], "logprobs": [list(map(float, each)) for each in logprobs]}
+
+
+def main(job_path: str, result_path: str) -> None:
+    with open(job_path) as file:
+        job = json.load(file)
+    service = tinker.ServiceClient(base_url=job["url"], api_key=job["key"])
+    client = result(service.create_lora_training_client(base_model=job["model"], rank=job["rank"], seed=1))
+    answer: dict[str, Any] = {"version": tinker.__version__, "rank": client.get_info().lora_rank}
+    answer["start"] = client.save_state("start").result().path
+    answer["steps"] = [step(client, job, wanted) for wanted in job["steps"]]
+
+    data = [datum(*each) for each in job["data"]["cross_entropy"]]
+    answer["forward"] = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    path = client.save_state("end").result().path
+    other = result(service.create_training_client_from_state_with_optimizer(path))
+    answer["forward of the loaded"] = other.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    answer["both"] = [step(each, job, job["steps"][0]) for each in (client, other)]
+    answer["sampler path"] = client.save_weights_for_sampler("for-sampling").result().path
+
+    bad = datum([1, 2, 3], {"target_tokens": [1, 2, job["vocabulary"]], "weights": [1.0] * 3})
+    answer["failures"] = []
+    for future in (client.forward_backward([bad], "cross_entropy"), client.optim_step(types.AdamParams())):
+        try:
+            future.result()
+        except Exception as error:  # noqa: BLE001
+            category = getattr(getattr(error, "category", None), "name", None)
+            answer["failures"].append([type(error).__name__, str(category).lower(), str(error)])
+    answer["after"] = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    rest = service.create_rest_client()
+    answer["checkpoints"] = [found.tinker_path for found in rest.list_checkpoints(client.model_id).result().checkpoints]
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    answer["left"] = len(rest.list_checkpoints(client.model_id).result().checkpoints)
+    with open(result_path, "w") as file:
+        json.dump(answer, file)
+    sys.stdout.flush()
+    os._exit(0)  # the client's threads wait for a minute otherwise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

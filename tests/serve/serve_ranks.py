@@ -1,0 +1,101 @@
+"""A service on real ranks beside the test, and clients' data."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megascend.config.serve import ServeConfig
+from megascend.serve.keys import digest_of
+from megascend.testing import run_distributed
+
+KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob")}
+DEADLINE_S = 240.0
+
+
+def run_service(settings: ServeConfig, folder: Path) -> None:
+    """What every rank does."""
+    from megascend.serve.server import serve
+
+    keys = {digest_of(key): name for name, key in KEYS.items()}
+    address = folder / "address"
+    serve(settings, keys, lambda found: address.write_text(found) and None, (folder / "stop").exists)
+
+
+@contextmanager
+def service(settings: ServeConfig, ranks: int, folder: Path) -> Iterator[str]:
+    """The address of a service that runs in here."""
+
+    folder.mkdir(parents=True, exist_ok=True)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            run_distributed(run_service, ranks, settings, folder, timeout_s=DEADLINE_S, init=False)
+        except BaseException as error:  # noqa: BLE001  raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while not (folder / "address").exists() and thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.05)
+        if not failures:
+            yield (folder / "address").read_text()
+    finally:
+        (folder / "stop").touch()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+
+def training_job(url: str, model: Path, vocabulary: int = 320, rank: int = 8) -> dict[str, Any]:
+    """Data and steps for client_program.py: every loss, weights of both signs and 0, several targets of a position."""
+    chance = random.Random(5)
+
+    def tokens(count: int) -> list[int]:
+        return [chance.randrange(3, vocabulary) for _ in range(count)]
+
+    def numbers(count: int, low: float, high: float) -> list[float]:
+        return [round(chance.uniform(low, high), 3) for _ in range(count)]
+
+    def sample(count: int, policy: bool) -> tuple[list[int], dict[str, Any]]:
+        inputs: dict[str, Any] = {"target_tokens": tokens(count)}
+        if policy:
+            return tokens(count), inputs | {"logprobs": numbers(count, -7, -4), "advantages": numbers(count, -1, 1)}
+        return tokens(count), inputs | {"weights": [0.0, *numbers(count - 1, 0.1, 2)]}
+
+    lengths = (5, 9, 17)
+    several = [
+        (tokens(6), {"target_tokens": [tokens(3) for _ in range(6)], "weights": [numbers(3, -1, 1) for _ in range(6)]})
+    ]
+    policy = [sample(length, True) for length in lengths]
+    data = {"cross_entropy": [sample(length, False) for length in lengths], "several": several}
+    data |= dict.fromkeys(("importance_sampling", "ppo", "cispo"), policy)
+    adam = {"learning_rate": 2e-3, "eps": 1e-8}
+    steps = [
+        {"loss": "cross_entropy", "adam": adam},
+        {"loss": "cross_entropy", "adam": adam | {"weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9}},
+        {"loss": "importance_sampling", "adam": adam | {"grad_clip_norm": 1.0}},
+        {"loss": "ppo", "config": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "adam": adam},
+        {"loss": "cispo", "adam": adam},
+        {"loss": "cross_entropy", "data": "several", "adam": adam},
+        {"loss": "custom", "adam": adam},
+    ]
+    return {
+        "url": url, "key": KEYS["alice"], "model": str(model), "checkpoint": str(model), "rank": rank,
+        "vocabulary": vocabulary, "data": data, "steps": steps,
+    }  # fmt: skip
+
+
+def written(path: Path, job: dict[str, Any]) -> Path:
+    """A job as a file."""
+    path.write_text(json.dumps(job))
+    return path
