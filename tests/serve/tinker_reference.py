@@ -56,7 +56,9 @@ def main(job_path: str, adapter: str, result_path: str) -> None:
         if name == "custom":
             loss = sum((v.square() * 0.01 + v * (0.2 if i % 2 else -0.3)).sum() for i, v in enumerate(found))
         else:
-            loss = sum(loss_of(name, wanted.get("config") or {}, v, inputs) for v, (_, inputs) in zip(found, data, strict=True))
+            loss = sum(
+                loss_of(name, wanted.get("config") or {}, v, inputs) for v, (_, inputs) in zip(found, data, strict=True)
+            )
         optimizer.zero_grad()
         loss.backward()
         adam = wanted["adam"]

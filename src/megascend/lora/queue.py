@@ -130,6 +130,16 @@ class AdapterQueue:
         """
         return self._submit(adapter, "forward_backward", samples, loss, logprobs=logprobs)
 
+    def failed(self, adapter: str, error: Exception) -> AdapterFuture[AdapterLoss]:
+        """The place in line of a ``forward_backward`` that cannot be run, as its caller has found out.
+
+        Its future fails with ``error``, and the adapter's requests up to its next ``optimizer_step`` fail because of it.
+
+        Raises:
+            QueueFullError: as :meth:`forward_backward`.
+        """
+        return self._submit(adapter, "forward_backward", problem=error)
+
     def optimizer_step(self, adapter: str, adam: Adam | None = None) -> AdapterFuture[StepResult]:
         """Update ``adapter`` with what its earlier forward_backwards accumulated. Errors as in forward_backward.
 
@@ -199,6 +209,7 @@ class AdapterQueue:
         kind: RequestKind,
         samples: Sequence[Sample] = (),
         loss: str | Loss | LossFunction | None = None,
+        problem: Exception | None = None,
         **options: Any,
     ) -> AdapterFuture[Any]:
         future: AdapterFuture[Any] = AdapterFuture(self.run_once)
@@ -212,11 +223,15 @@ class AdapterQueue:
             )
         stamped: list[Sample] = []
         try:
+            if problem is not None:
+                raise problem
             loss = None if loss is None else resolve(loss)
             if kind != "optimizer_step":
                 stamped = stamp(adapter, samples)
                 self._backend.check_samples(stamped)
-        except (DataError, ConfigError) as error:
+        except Exception as error:
+            if error is not problem and not isinstance(error, DataError | ConfigError):
+                raise
             future._fail(error)  # it still takes its place in line: earlier requests of this adapter are not to blame
         tokens = sum(map(len, stamped))
         waiting = _Waiting(adapter, kind, next(self._numbers), tokens, loss, stamped, future, **options)

@@ -6,22 +6,23 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from megascend.errors import MegascendError
 from megascend.serve import saving
-from megascend.serve.body import decompress
-from megascend.serve.catalogue import catalogue_routes
+from megascend.serve.catalogue import Listing, catalogue_routes
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
 from megascend.serve.keys import Keys
 from megascend.serve.names import sampler_name
+from megascend.serve.reading import read_body, read_json
 from megascend.serve.requests import integer, lora_of, metadata_of, text
 from megascend.serve.service import Service
 from megascend.serve.wire import PROTOBUF, TrainAnswer, number_of, train_request_of_json, train_request_of_protobuf
@@ -43,6 +44,7 @@ class Api:
 
     def __init__(self, service: Service, keys: Keys) -> None:
         self.service, self._keys = service, keys
+        self._most = service.settings.limits.body_bytes
 
     def routes(self) -> list[Route]:
         """All of the API, by path."""
@@ -67,7 +69,8 @@ class Api:
         routes = [Route(f"/api/v1/{path}", self.guarded(handler), methods=["POST"]) for path, handler in posts.items()]
         gets: dict[str, Handler] = {"get_server_capabilities": Api.capabilities, "samplers/{sampler}": Api.sampler}
         routes += [Route(f"/api/v1/{path}", self.guarded(handler), methods=["GET"]) for path, handler in gets.items()]
-        routes += [Route(f"/api/v1/{p}", self.guarded(h), methods=[m]) for m, p, h in catalogue_routes()]
+        for method, path, handle in catalogue_routes():
+            routes.append(Route(f"/api/v1/{path}", self.guarded(partial(_of_service, handle)), methods=[method]))
         routes += [Route(path, self.health) for path in ("/api/v1/healthz", "/healthz", "/readyz")]
         return [*routes, Route("/metrics", self.metrics)]
 
@@ -94,40 +97,6 @@ class Api:
         category = "user" if error.status < 500 else "server"
         return JSONResponse({"detail": str(error), "category": category}, error.status, headers)
 
-    # --- bodies ---
-
-    async def body(self, request: Request) -> bytes:
-        """The body, opened, within the limit.
-
-        Raises:
-            RequestRefusedError: 413, it is larger; and as :func:`decompress`.
-        """
-        limit = self.service.settings.limits.body_bytes
-        parts, size = [], 0
-        with suppress(ClientDisconnect):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
-                parts.append(part)
-        encoding = request.headers.get("content-encoding", "").strip().lower()
-        return await asyncio.to_thread(decompress, b"".join(parts), encoding, limit)
-
-    async def json(self, request: Request) -> dict[str, Any]:
-        """The body, a JSON object.
-
-        Raises:
-            RequestRefusedError: 400; it is none.
-        """
-        body = await self.body(request)
-        try:
-            found = json.loads(body or b"{}")
-        except (ValueError, RecursionError) as error:
-            raise RequestRefusedError(f"the body is not valid JSON: {str(error)[:120]}") from None
-        if not isinstance(found, dict):
-            raise RequestRefusedError("the body must be a JSON object", 422)
-        return found
-
     # --- sessions and models ---
 
     async def client_config(self, request: Request, tenant: str) -> Response:
@@ -139,7 +108,7 @@ class Api:
         })  # fmt: skip
 
     async def create_session(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         session = self.service.tenancy.open_session(tenant, metadata_of(body))
         answer: dict[str, Any] = {"type": "create_session", "session_id": session.name}
         if not self.service.base.adapts_output:
@@ -149,22 +118,25 @@ class Api:
         return JSONResponse(answer)
 
     async def heartbeat(self, request: Request, tenant: str) -> Response:
-        self.service.tenancy.session((await self.json(request)).get("session_id"), tenant)
+        self.service.tenancy.session((await read_json(request, self._most)).get("session_id"), tenant)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def create_model(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         session = self.service.tenancy.session(body.get("session_id"), tenant)
         wanted = lora_of(body)
         number = integer(body, "model_seq_id")
         return _promised(self.service.create_model(tenant, session, number, wanted, metadata_of(body)))
 
     async def unload_model(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         return _promised(self.service.unload(self.service.tenancy.model(body.get("model_id"), tenant)))
 
     async def get_info(self, request: Request, tenant: str) -> Response:
-        model, base = self.service.tenancy.model((await self.json(request)).get("model_id"), tenant), self.service.base
+        model, base = (
+            self.service.tenancy.model((await read_json(request, self._most)).get("model_id"), tenant),
+            self.service.base,
+        )
         data = {"arch": base.architecture, "model_name": base.names[0], "tokenizer_id": base.names[0]}
         return JSONResponse({
             "type": "get_info", "model_id": model.name, "model_name": base.names[0], "model_data": data,
@@ -181,33 +153,33 @@ class Api:
     async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
         most = self.service.settings.limits.samples
         if PROTOBUF in request.headers.get("content-type", ""):
-            wanted = await asyncio.to_thread(train_request_of_protobuf, await self.body(request), most)
+            wanted = await asyncio.to_thread(train_request_of_protobuf, await read_body(request, self._most), most)
         else:
-            wanted = train_request_of_json(await self.json(request), most, forward_only=forward_only)
+            wanted = train_request_of_json(await read_json(request, self._most), most, forward_only=forward_only)
         return _promised(self.service.train(tenant, wanted))
 
     async def forward(self, request: Request, tenant: str) -> Response:
         return await self.forward_backward(request, tenant, forward_only=True)
 
     async def optim_step(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         model = self.service.tenancy.model(body.get("model_id"), tenant)
         settings = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
         settings = settings if isinstance(settings, dict) else {"learning_rate": settings}
         return _promised(self.service.optim_step(model, number_of(body.get("seq_id")), settings))
 
     async def save_weights(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         model = self.service.tenancy.model(body.get("model_id"), tenant)
         return _promised(saving.save(self.service, model, body, "weights"))
 
     async def save_weights_for_sampler(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         model = self.service.tenancy.model(body.get("model_id"), tenant)
         return _promised(saving.save(self.service, model, body, "sampler_weights"))
 
     async def load_weights(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         if body.get("session_id") is not None:
             session = self.service.tenancy.session(body["session_id"], tenant)
             return _promised(saving.load_new(self.service, session, body))
@@ -217,7 +189,7 @@ class Api:
     # --- sampling ---
 
     async def create_sampling_session(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         session = self.service.tenancy.session(body.get("session_id"), tenant)
         path = None if body.get("model_path") is None else text(body, "model_path")
         name = sampler_name(session.name, integer(body, "sampling_session_seq_id"))
@@ -235,13 +207,13 @@ class Api:
         return JSONResponse(answer)
 
     async def asample(self, request: Request, tenant: str) -> Response:
-        await self.json(request)
+        await read_json(request, self._most)
         raise RequestRefusedError("this server does not sample yet: take responses from an inference engine", 400)
 
     # --- answers ---
 
     async def retrieve_future(self, request: Request, tenant: str) -> Response:
-        body = await self.json(request)
+        body = await read_json(request, self._most)
         future = await self.service.wait(tenant, body.get("request_id"), LONG_POLL_S)
         if future.ended is None:
             pending = {"type": "try_again", "request_id": future.name, "queue_state": "active"}
@@ -271,6 +243,10 @@ class Api:
         }
         found = service.figures.prometheus(gauges, service.futures.pending_by_kind())
         return PlainTextResponse(found, media_type="text/plain; version=0.0.4")
+
+
+async def _of_service(handle: Listing, api: Api, request: Request, tenant: str) -> Response:
+    return await handle(api.service, request, tenant)
 
 
 def _promised(future: Future) -> Response:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 from megascend.serve.errors import RequestRefusedError
 
 MAX_WINDOW = 8 * 2**20
 """Most memory that opening a zstd frame may take: what every encoder stays within unless it is told otherwise (RFC 8878)."""
+
+STEP = 512
+"""Bytes that are opened at a time: at most 128 KiB come of four, so that no step gives more than 16 MiB."""
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
@@ -23,13 +24,20 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     import zstandard
 
     try:
-        with zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).stream_reader(io.BytesIO(body)) as reader:
-            opened = reader.read(limit + 1)
+        opener = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
+        parts, size = [], 0
+        for start in range(0, len(body), STEP):
+            if opener.eof:
+                raise RequestRefusedError("the body has something after its zstd frame")
+            parts.append(opener.decompress(body[start : start + STEP]))
+            size += len(parts[-1])
+            if size > limit:
+                raise RequestRefusedError(f"the body has more than {limit} bytes when it is opened", 413)
     except zstandard.ZstdError as error:
         raise RequestRefusedError(f"the body is no zstd frame that this server opens: {error}") from None
-    if len(opened) > limit:
-        raise RequestRefusedError(f"the body has more than {limit} bytes when it is opened", 413)
-    return opened
+    if not opener.eof:
+        raise RequestRefusedError("the body ends within its zstd frame")
+    return b"".join(parts)
 
 
 def check_message(body: bytes, repeated: dict[int, tuple[int, ...]], limit: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import tarfile
 import tempfile
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -16,14 +17,15 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from megascend.serve.checkpoints import Record
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import CheckpointPath
+from megascend.serve.reading import read_json
 from megascend.serve.requests import text
+from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
 
-if TYPE_CHECKING:
-    from megascend.serve.application import Api
+Listing = Callable[[Service, Request, str], Awaitable[Response]]
 
 
-def catalogue_routes() -> list[tuple[str, str, Any]]:
+def catalogue_routes() -> list[tuple[str, str, Listing]]:
     """(method, path under /api/v1, handler) of all of them."""
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
     return [
@@ -75,22 +77,22 @@ def _window(request: Request, most: int = 1000) -> tuple[int, int]:
     return found[0], min(found[1], most)
 
 
-async def weights_info(api: Api, request: Request, tenant: str) -> Response:
-    path = CheckpointPath.parse(text(await api.json(request), "tinker_path"))
-    record, _ = api.service.checkpoints.find(tenant, path, public=True)
+async def weights_info(service: Service, request: Request, tenant: str) -> Response:
+    path = CheckpointPath.parse(text(await read_json(request, service.settings.limits.body_bytes), "tinker_path"))
+    record, _ = service.checkpoints.find(tenant, path, public=True)
     return JSONResponse({
         "base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": record.output,
         "train_mlp": record.mlp, "train_attn": record.attention,
     })  # fmt: skip
 
 
-def _run(api: Api, model: Model, tenant: str) -> dict[str, Any]:
-    found = [_checkpoint(record) for record in api.service.checkpoints.of_tenant(tenant, model.name)]
+def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
+    found = [_checkpoint(record) for record in service.checkpoints.of_tenant(tenant, model.name)]
     last = {kind: next((c for c in found if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")}
-    ago = api.service.clock() - model.used
+    ago = service.clock() - model.used
     return {
         "training_run_id": model.name,
-        "base_model": api.service.base.names[0],
+        "base_model": service.base.names[0],
         "model_owner": tenant,
         "is_lora": True,
         "lora_rank": model.rank,
@@ -102,51 +104,51 @@ def _run(api: Api, model: Model, tenant: str) -> dict[str, Any]:
     }
 
 
-async def list_runs(api: Api, request: Request, tenant: str) -> Response:
+async def list_runs(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
-    models = [model for model in api.service.tenancy.models.values() if model.tenant == tenant]
-    runs = [_run(api, model, tenant) for model in models[offset : offset + limit]]
+    models = [model for model in service.tenancy.models.values() if model.tenant == tenant]
+    runs = [_run(service, model, tenant) for model in models[offset : offset + limit]]
     return JSONResponse(
         {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(models)}}
     )
 
 
-async def get_run(api: Api, request: Request, tenant: str) -> Response:
-    return JSONResponse(_run(api, api.service.tenancy.model(request.path_params["model"], tenant), tenant))
+async def get_run(service: Service, request: Request, tenant: str) -> Response:
+    return JSONResponse(_run(service, service.tenancy.model(request.path_params["model"], tenant), tenant))
 
 
-async def list_of_run(api: Api, request: Request, tenant: str) -> Response:
-    found = api.service.checkpoints.of_tenant(tenant, request.path_params["model"])
+async def list_of_run(service: Service, request: Request, tenant: str) -> Response:
+    found = service.checkpoints.of_tenant(tenant, request.path_params["model"])
     return JSONResponse({"checkpoints": [_checkpoint(record) for record in found]})
 
 
-async def list_all(api: Api, request: Request, tenant: str) -> Response:
+async def list_all(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
-    found = api.service.checkpoints.of_tenant(tenant)
+    found = service.checkpoints.of_tenant(tenant)
     cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
     return JSONResponse(
         {"checkpoints": [_checkpoint(each) for each in found[offset : offset + limit]], "cursor": cursor}
     )
 
 
-async def delete(api: Api, request: Request, tenant: str) -> Response:
-    await asyncio.to_thread(api.service.checkpoints.delete, tenant, _path(request))
+async def delete(service: Service, request: Request, tenant: str) -> Response:
+    await asyncio.to_thread(service.checkpoints.delete, tenant, _path(request))
     return Response(status_code=204)
 
 
-async def publish(api: Api, request: Request, tenant: str) -> Response:
-    api.service.checkpoints.change(tenant, _path(request), public=True)
+async def publish(service: Service, request: Request, tenant: str) -> Response:
+    service.checkpoints.change(tenant, _path(request), public=True)
     return Response(status_code=204)
 
 
-async def unpublish(api: Api, request: Request, tenant: str) -> Response:
-    api.service.checkpoints.change(tenant, _path(request), public=False)
+async def unpublish(service: Service, request: Request, tenant: str) -> Response:
+    service.checkpoints.change(tenant, _path(request), public=False)
     return Response(status_code=204)
 
 
-async def archive(api: Api, request: Request, tenant: str) -> Response:
+async def archive(service: Service, request: Request, tenant: str) -> Response:
     """The checkpoint's files in one archive (tar, gzip)."""
-    record, directory = api.service.checkpoints.find(tenant, _path(request), public=True)
+    record, directory = service.checkpoints.find(tenant, _path(request), public=True)
 
     def pack() -> Path:
         with tempfile.NamedTemporaryFile(suffix=".tar.gz", delete=False) as file:
@@ -160,19 +162,19 @@ async def archive(api: Api, request: Request, tenant: str) -> Response:
     return FileResponse(packed, media_type="application/gzip", filename=name, background=BackgroundTask(packed.unlink))
 
 
-async def list_sessions(api: Api, request: Request, tenant: str) -> Response:
+async def list_sessions(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
-    found = [session.name for session in api.service.tenancy.sessions.values() if session.tenant == tenant]
+    found = [session.name for session in service.tenancy.sessions.values() if session.tenant == tenant]
     return JSONResponse({"sessions": found[offset : offset + limit]})
 
 
-async def get_session(api: Api, request: Request, tenant: str) -> Response:
-    session = api.service.tenancy.session(request.path_params["session"], tenant)
+async def get_session(service: Service, request: Request, tenant: str) -> Response:
+    session = service.tenancy.session(request.path_params["session"], tenant)
     return JSONResponse({
         "training_run_ids": session.models, "sampler_ids": list(session.samplers), "user_metadata": session.metadata,
     })  # fmt: skip
 
 
-async def finish_session(api: Api, request: Request, tenant: str) -> Response:
-    api.service.end_session(api.service.tenancy.session(request.path_params["session"], tenant))
+async def finish_session(service: Service, request: Request, tenant: str) -> Response:
+    service.end_session(service.tenancy.session(request.path_params["session"], tenant))
     return Response(status_code=204)

@@ -104,11 +104,13 @@ class Lines:
     def _submit(self, command: Command) -> AdapterFuture[Any]:
         if isinstance(command, OptimizerStep):
             if command.problem is not None:  # gradients must not be left for the step after it
-                self._queue.forward_backward(command.adapter, [])
+                self._queue.failed(command.adapter, DataError(command.problem))
             return self._queue.optimizer_step(command.adapter, command.adam)
         if isinstance(command, Forward):
             return self._queue.forward(command.adapter, command.samples)
         assert isinstance(command, ForwardBackward)
+        if command.problem is not None:
+            return self._queue.failed(command.adapter, DataError(command.problem))
         return self._queue.forward_backward(
             command.adapter, command.samples, command.loss or "cross_entropy", logprobs=True
         )
@@ -155,6 +157,6 @@ def _outcome(command: Command, future: AdapterFuture[Any], together: int) -> Out
     try:
         return Outcome(command.number, future.result(), together=together)
     except Exception as error:  # noqa: BLE001  whatever it is, it is the request's
-        problem = command.problem if isinstance(command, ForwardBackward | OptimizerStep) else None
+        problem = command.problem if isinstance(command, OptimizerStep) else None
         found = error if problem is None else DataError(problem)
         return Outcome(command.number, error=found, together=together)
