@@ -14,6 +14,7 @@ from megascend.engines.fsdp.shards import LocalShard
 from megascend.engines.fsdp.sources import Piece
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
+from megascend.kernels.nan import names_with_nan
 
 
 @torch.no_grad()
@@ -35,8 +36,9 @@ def load(
             shard.local.fill_(torch.nan)
         for piece in sources[shard.name]:
             read += _read(shard, piece, headers[piece.source], files)
-        if shard.local.is_floating_point() and bool(shard.local.isnan().any()):
-            raise CheckpointError(f"model: {shard.name} is not a number in places, or was not read whole")
+    holes = names_with_nan({shard.name: shard.local for shard in shards})
+    if holes:
+        raise CheckpointError(f"model: {holes[0]} is not a number in places, or was not read whole")
     return read
 
 

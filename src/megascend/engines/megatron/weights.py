@@ -15,6 +15,7 @@ from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import OUTPUT, some
+from megascend.kernels.nan import names_with_nan
 
 
 class _Tracked:
@@ -54,9 +55,9 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
     if problem is None:
         parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
-        holes = {name: int(torch.isnan(p).sum()) for name, p in parameters.items()}
-        empty = [name for name, count in holes.items() if count == parameters[name].numel()]
-        damaged = [name for name, count in holes.items() if count and name not in empty]
+        holes = names_with_nan(parameters)
+        empty = [name for name in holes if bool(parameters[name].isnan().all())]
+        damaged = [name for name in holes if name not in empty]
         if empty:
             problem = f"the checkpoint has no tensor for {some(empty)} of the model that config.json describes"
         elif damaged:
