@@ -9,7 +9,12 @@ from megascend.kernels.nan import names_with_nan
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_one_number_among_many_is_found(dtype):
     whole = torch.randn(3, 1001).to(dtype)
-    tensors = {"whole": whole, "infinite": torch.full((5,), torch.inf).to(dtype), "empty": whole[:0], "ids": torch.arange(3)}
+    tensors = {
+        "whole": whole,
+        "infinite": torch.full((5,), torch.inf).to(dtype),
+        "empty": whole[:0],
+        "ids": torch.arange(3),
+    }
     assert names_with_nan(tensors) == []
     assert names_with_nan({}) == []
     for place in (0, 16, 1000, 3002):

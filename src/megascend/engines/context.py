@@ -16,6 +16,7 @@ from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.huggingface.read_ahead import read_ahead
 from megascend.topology.topology import Topology, plan
 
 
@@ -72,20 +73,25 @@ def engine_context(
     """
     if precision not in get_args(Precision):
         raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-    layout = parallel or Parallel()
-    runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
-    model_dir = Path(model)
-    info = inspect_checkpoint(model_dir)
+    layout, model_dir = parallel or Parallel(), Path(model)
     launch = Launch.from_environment()
-    topology = plan(layout, launch.world_size, info.shape)
-    factory = prepare(runtime, topology, model_dir)
-    runtime.configure_topology(topology, timeout_s)
-    groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)
-    try:
-        if precision == "fp32" and not runtime.tf32:
-            runtime.platform.check_products()
-        with groups.monitor.phase("build"):
-            yield EngineContext(runtime, topology, groups, info, model_dir)
-    except BaseException:
-        groups.destroy()
-        raise
+    with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
+        runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
+        info = inspect_checkpoint(model_dir)
+        topology = plan(layout, launch.world_size, info.shape)
+        factory = prepare(runtime, topology, model_dir)
+        runtime.configure_topology(topology, timeout_s)
+        groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)
+        try:
+            if precision == "fp32" and not runtime.tf32:
+                runtime.platform.check_products()
+            with groups.monitor.phase("build"):
+                yield EngineContext(runtime, topology, groups, info, model_dir)
+        except BaseException:
+            groups.destroy()
+            raise
+
+
+def _weights(model_dir: Path, launch: Launch) -> list[Path]:
+    """Files that the ranks of this host will read whole, one part here and one there. Of several hosts, none may need all."""
+    return sorted(model_dir.glob("*.safetensors")) if launch.local_size == launch.world_size else []
