@@ -103,7 +103,7 @@ def test_weights_that_change_between_two_tokens_show_in_log_probabilities_and_ve
         sample(model, rows, step)
         for row in rows:
             new = sequence_logprobs(model, [*row.prompt, *row.tokens])[len(row.prompt) - 1 :]
-            assert row.logprobs[3:] == pytest.approx(new[3:], abs=1e-5)
+            assert row.logprobs[3:] == pytest.approx(new[3:], abs=3e-5)
             assert row.versions == [0, 0, 0, 1, 1, 1, 1]
             assert (row.completion().first_version, row.completion().last_version) == (0, 1)
     finally:
@@ -111,5 +111,5 @@ def test_weights_that_change_between_two_tokens_show_in_log_probabilities_and_ve
             parameter.data = before[name]
     for row in rows:
         old = sequence_logprobs(model, [*row.prompt, *row.tokens])[len(row.prompt) - 1 :]
-        assert row.logprobs[:3] == pytest.approx(old[:3], abs=1e-5)
+        assert row.logprobs[:3] == pytest.approx(old[:3], abs=3e-5)
         assert row.logprobs[3:] != pytest.approx(old[3:], abs=1e-3)

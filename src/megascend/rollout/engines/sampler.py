@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megascend.rollout.engines.base import Completion, Sampling
+from megascend.sampling.choice import Draw, choose, uniform
 
 
 @dataclass
@@ -24,12 +25,14 @@ class Row:
     Attributes:
         prompt: token ids.
         sampling: how it is sampled.
-        uniform: fp64 [max_tokens] in [0, 1): what its tokens are drawn with.
+        seed: of its request.
+        number: among the request's responses.
     """
 
     prompt: Sequence[int]
     sampling: Sampling
-    uniform: Tensor
+    seed: int
+    number: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -60,9 +63,7 @@ def make_rows(prompt: Sequence[int], sampling: Sampling, n: int, seed: int) -> l
         seed: of this request, unless ``sampling`` has one.
     """
     start = seed if sampling.seed is None else sampling.seed
-    generator = torch.Generator().manual_seed(start)
-    uniform = torch.rand(n, sampling.max_tokens, dtype=torch.float64, generator=generator)
-    return [Row(prompt, sampling, uniform[index]) for index in range(n)]
+    return [Row(prompt, sampling, start, number) for number in range(n)]
 
 
 @torch.no_grad()
@@ -118,18 +119,9 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
     Args:
         logits: [rows, vocabulary], of the position before it.
     """
-    heat = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float64, device=logits.device)
-    greedy = heat == 0
-    scaled = logits.double() / torch.where(greedy, 1.0, heat)[:, None]
-    logprobs = scaled.log_softmax(-1)
-    # Inverse of the cumulative distribution: the first token at which it exceeds a uniform number.
-    cumulative = logprobs.exp().cumsum(-1)
-    uniform = torch.stack([row.uniform[min(len(row.tokens), len(row.uniform) - 1)] for row in rows])
-    wanted = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return tokens.tolist(), torch.where(greedy, 0.0, chosen).tolist()
+    draws = [Draw(row.sampling.temperature, uniform(row.seed, row.number, len(row.tokens))) for row in rows]
+    found = choose(logits, draws)
+    return found.tokens, found.drawn_logprobs
 
 
 @torch.no_grad()

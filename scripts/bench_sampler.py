@@ -1,0 +1,72 @@
+"""Tokens a second of the sampler on the training ranks, with its cache and without, by turns in one process.
+
+    python scripts/bench_sampler.py MODEL                                  # a Hugging Face directory, on any platform
+    torchrun --nproc-per-node 2 scripts/bench_sampler.py MODEL --tensor 2
+
+The same prompts and seeds every time, no stops. Prints one JSON object: for each kind the seconds of every turn and the median's
+tokens a second, their ratio, and whether both sampled the same tokens (where sums are in another order, few may differ).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+import megascend
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--engine", default="megatron")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=8, help="responses, each to a prompt of its own")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--turns", type=int, default=3, help="timed ones, after one of each kind that is not")
+    options = parser.parse_args()
+    megascend.bootstrap(engine=options.engine)
+    settings = {"precision": options.precision, "adapters": megascend.Adapters()}
+    if options.engine == "megatron":
+        settings |= {
+            "parallel": megascend.Parallel(tensor=options.tensor, pipeline=options.pipeline),
+            "self_check": False,
+        }
+    with megascend.make_backend(options.engine, model=options.model, **settings) as backend:
+        draw = random.Random(0)
+        params = megascend.SamplingParams(options.tokens, seed=1)
+        requests = [
+            megascend.SampleRequest([draw.randrange(backend.vocab_size) for _ in range(options.prompt)], params)
+            for _ in range(options.rows)
+        ]
+        samplers = {kind: megascend.Sampler(backend, cache=kind == "cache") for kind in ("cache", "recomputed")}
+        seconds: dict[str, list[float]] = {kind: [] for kind in samplers}
+        tokens = {}
+        for _ in range(options.turns + 1):
+            for kind, sampler in samplers.items():
+                began = time.perf_counter()
+                results = sampler.generate(requests)
+                seconds[kind].append(time.perf_counter() - began)
+                tokens[kind] = [result.samples[0].tokens for result in results]
+        count = options.rows * options.tokens
+        speeds = {kind: count / statistics.median(of[1:]) for kind, of in seconds.items()}
+        if backend.rank == 0:
+            found = {
+                **vars(options),
+                "device": str(backend.engine.device),
+                "why_no_cache": samplers["cache"].why_no_cache,
+                "seconds": seconds,
+                "tokens_per_second": speeds,
+                "ratio": speeds["cache"] / speeds["recomputed"],
+                "same_tokens": tokens["cache"] == tokens["recomputed"],
+            }
+            print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
