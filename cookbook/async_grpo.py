@@ -32,6 +32,8 @@ import megascend
 from megascend.rollout.engines.vllm_process import VllmProcess
 from weightwire.keys import read_key, write_key
 
+ROOT = Path(__file__).resolve().parents[1]
+
 STOP = "."
 KEY = "key"
 
@@ -60,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda", "npu"), default="auto")
     parser.add_argument(
-        "--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="of scripts/vllm_env.sh"
+        "--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python", help="of scripts/vllm_env.sh"
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--digits", type=int, default=3)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import megascend
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fine-tune a mixture of experts with EP (+ TP + SP).")
@@ -27,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--data",
         type=Path,
-        default=Path("examples/quickstart/chat.jsonl"),
+        default=ROOT / "examples" / "quickstart" / "chat.jsonl",
         help="JSONL, JSON, CSV, parquet, text or a folder: conversations, prompts with completions, texts (docs/data.md)",
     )
     parser.add_argument("--output", type=Path, required=True, help="the checkpoint and the trained model go here")

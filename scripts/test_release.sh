@@ -82,7 +82,7 @@ train_with() {
     printf '%s\n' '{"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]}' > chat.jsonl
     printf '%s\n' 'model: model' 'output: out' 'data: {path: chat.jsonl, global_batch_size: 1}' 'steps: 2' 'platform: cpu' \
       'precision: fp32' "$@" > run.yaml
-    megascend doctor > doctor.log || { cat doctor.log; exit 1; }
+    megascend doctor --timeout 600 > doctor.log || { cat doctor.log; exit 1; }
     megascend train run.yaml > train.log 2>&1 || { tail -n 20 train.log; exit 1; }
     ! grep "^tracker " train.log || exit 1  # how megascend says that one does not work
     python - "$@" <<'PYTHON'

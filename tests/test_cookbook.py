@@ -252,6 +252,10 @@ def test_paths_are_of_the_directory_in_which_a_script_is_called() -> None:
         started = re.findall(r'^exec .* "\$here/([\w./]+\.py)"', text, re.MULTILINE)
         assert all((script.parent / name).is_file() for name in started)
         assert started or script.name == "environment.sh", script
+    for script in (ROOT / "cookbook").rglob("*.py"):
+        assert not re.search(r'default=Path\("(?!runs/)', script.read_text()), (
+            f"{script}: of the repository's directory"
+        )
 
 
 @pytest.mark.nightly

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import megascend
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # Rank, scaling and layers are each adapter's own. Small ranks are padded to the largest of a batch.
 TENANTS = {
     "ada": megascend.Lora(rank=4, alpha=8),
@@ -33,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--platform", choices=("npu", "cpu"), default="npu", help="cpu: to try the script out")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
     parser.add_argument(
-        "--data", type=Path, default=Path("examples/quickstart/chat.jsonl"), help="JSONL, text or folder"
+        "--data", type=Path, default=ROOT / "examples" / "quickstart" / "chat.jsonl", help="JSONL, text or folder"
     )
     parser.add_argument("--tensor", type=int, default=2, help="tensor parallel size")
     parser.add_argument("--pipeline", type=int, default=2, help="pipeline parallel size")

@@ -21,13 +21,15 @@ from pathlib import Path
 
 import megascend
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Smoke run: a mixture of experts with TP + CP + EP on Ascend cards.")
     parser.add_argument("--platform", choices=("npu", "cpu"), default="npu", help="cpu: to try the script out")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
     parser.add_argument(
-        "--data", type=Path, default=Path("examples/quickstart/chat.jsonl"), help="JSONL, text or folder"
+        "--data", type=Path, default=ROOT / "examples" / "quickstart" / "chat.jsonl", help="JSONL, text or folder"
     )
     parser.add_argument("--tensor", type=int, default=2, help="tensor parallel size of attention")
     parser.add_argument("--context", type=int, default=2, help="context parallel size")

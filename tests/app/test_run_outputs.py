@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from megascend.app import plot
+from megascend.app.loop import Counts, end_line
 from megascend.app.plot import plot_metrics
 from megascend.app.resume import RUN_FILES, check_start
 from megascend.app.run import check_lora, check_packages, clear_output
@@ -200,3 +201,12 @@ def test_only_a_runs_own_files_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(ConfigError, match="not a directory"):
         check_start(tmp_path / "notes.txt", True, None, Launch())
+
+
+def test_the_last_line_says_how_many_steps_were_skipped(tmp_path: Path) -> None:
+    config = RunConfig(model=tmp_path, output=Path("out"), data=Data(path=tmp_path), steps=6)
+    assert end_line(config, Counts(seconds=2.4, loss=5.5)) == "6 steps in 2 s, last loss 5.5000; see out"
+    skipping = Counts(seconds=2.4, loss=5.5, skipped=5, validation_loss=6.0)
+    assert end_line(config, skipping) == (
+        "6 steps in 2 s, 5 of them skipped (non-finite gradients), last loss 5.5000, validation loss 6.0000; see out"
+    )

@@ -241,11 +241,16 @@ def leave_results(
         plot_metrics(log.rows, config.output / "metrics.png", title)
     event_log.event("finished", step=config.steps, loss=counts.loss)
     if backend.rank == 0:
-        summary = f"{config.steps} steps in {counts.seconds:.0f} s, last loss {counts.loss:.4f}"
-        if counts.validation_loss is not None:
-            summary += f", validation loss {counts.validation_loss:.4f}"
-        print(f"{summary}; see {config.output}", flush=True)
+        print(end_line(config, counts), flush=True)
     return exported
+
+
+def end_line(config: RunConfig, counts: Counts) -> str:
+    """One line on what has happened."""
+    skipped = f", {counts.skipped} of them skipped (non-finite gradients)" if counts.skipped else ""
+    validated = f", validation loss {counts.validation_loss:.4f}" if counts.validation_loss is not None else ""
+    length = f"{config.steps} step{'s' if config.steps != 1 else ''} in {counts.seconds:.0f} s"
+    return f"{length}{skipped}, last loss {counts.loss:.4f}{validated}; see {config.output}"
 
 
 @dataclass
