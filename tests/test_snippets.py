@@ -110,6 +110,10 @@ REASONS = {
         "sync = megascend.WeightSync(",
     ): "needs engines; tests/weightsync/test_push.py::test_engines_get_the_checkpoint_bit_for_bit makes these calls",
     (
+        "docs/serve.md",
+        "import tinker",
+    ): "needs a server and Tinker's client; tests/serve/client_program.py makes these calls against one",
+    (
         "docs/simnpu.md",
         "from simnpu import call_log",
     ): "needs the simulated device; tests/npu/test_attention_calls.py does the same",
@@ -414,6 +418,8 @@ COMMANDS = {
     "megascend export": "tests/cli/test_cli_train_lora.py",
     "megascend doctor --run": "tests/cli/test_cli_doctor_run.py",
     "megascend doctor": "tests/cli/test_cli_doctor.py",
+    "megascend serve": "tests/serve/test_serve_client.py",
+    "export TINKER_BASE_URL": "a line that megascend serve prints",
     "megascend simnpu": "tests/cli/test_cli_simnpu.py",
     "python -m simnpu": "tests/simnpu/test_command_line.py",
     "python scripts/quickstart_answers.py": "tests/test_snippets.py::test_the_quick_start_runs",
