@@ -423,6 +423,7 @@ COMMANDS = {
     "megascend simnpu": "tests/cli/test_cli_simnpu.py",
     "python -m simnpu": "tests/simnpu/test_command_line.py",
     "python scripts/quickstart_answers.py": "tests/test_snippets.py::test_the_quick_start_runs",
+    "python scripts/bench.py": "tests/test_bench_suite.py",
     "python scripts/bench_train.py": "tests/test_snippets.py::test_scripts_take_the_options_that_pages_show",
     "python scripts/bench_small_steps.py": "a benchmark",
     "python scripts/bench_weightsync.py": "a benchmark",

@@ -1,0 +1,194 @@
+"""All benchmarks in one table, with ratios, and a check that no ratio has fallen.
+
+    python scripts/bench.py                                  # everything, one GPU; see --list for what that takes
+    python scripts/bench.py --only dense,load --json out.json
+    python scripts/bench.py --compare                        # with the ratios stored for this device (benchmarks/DEVICE.json)
+    python scripts/bench.py --store                          # writes them
+    python scripts/bench.py --tiny --platform cpu            # checks the benchmarks, not speed
+
+Absolute figures differ from machine to machine and hour to hour; ratios of one run hardly do, so they are what is stored and
+compared. Each line of the suite is a process of its own with a deadline, and its script fails if the ways that it compares
+have not computed the same. A line that fails is told, and the others still run.
+
+Exit code: 0; 1 if a line failed or a ratio has fallen by more than its noise or is missing; 2 for a wrong option; 3 if
+``--compare`` found nothing to compare with: no stored ratios, or those of another device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_suite import gate
+from bench_suite.gate import Row, Stored, Verdict
+from bench_suite.lines import Line, command, select
+from bench_suite.running import Outcome, run
+
+SCRIPTS = Path(__file__).resolve().parent
+BENCHMARKS = SCRIPTS.parent / "benchmarks"
+TINY_DEADLINE_S = 300.0
+"""Of a line; they take seconds, but cores may be busy with other work."""
+HERE = Path("of this device")
+"""``--compare`` without a file."""
+
+DEVICE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from bench_train import versions
+name = torch.cuda.get_device_name() if sys.argv[2] == "cuda" else "CPU"
+print(json.dumps({"device": name, "versions": versions()}))
+"""
+
+
+def this_device(platform: str) -> tuple[str, dict[str, str]]:
+    """(name, versions), asked in another process: this one holds no device while others measure.
+
+    Raises:
+        SystemExit: there is no such device.
+    """
+    asked = [sys.executable, "-c", DEVICE, str(SCRIPTS), platform]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode != 0:
+        raise SystemExit(f"--platform {platform}: {done.stderr.strip().splitlines()[-1]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["device"], found["versions"]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for people; a ratio is better when higher."""
+    width = max(len(row.name) for row in rows)
+    text = [f"{'':<{width}} {'value':>11} {'':<9} {'ratio':>7}  to"]
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:7.3f}"
+        text.append(f"{row.name:<{width}} {row.value:11.5g} {row.unit:<9} {ratio:>7}  {row.against if ratio else ''}")
+    return "\n".join(line.rstrip() for line in text)
+
+
+def measure(lines: Sequence[Line], arguments: argparse.Namespace, report: dict[str, Any]) -> list[Row]:
+    """Run the lines one after the other; ``report`` is filled as they end, and written, since a rented machine may go away."""
+    rows: list[Row] = []
+    for line in lines:
+        deadline = TINY_DEADLINE_S if arguments.tiny else line.deadline_s
+        script, *options = command(line, arguments.platform, arguments.tiny)
+        outcome = run(
+            [str(SCRIPTS / script), *options], arguments.logs / f"{line.name}.json", log_of(line, arguments), deadline
+        )
+        found, problem = rows_of(line, outcome)
+        rows += found
+        took = f"{line.name}: {outcome.seconds:.0f} s"
+        print(f"{took}, FAILED: {problem}" if problem else took, flush=True)
+        report["lines"][line.name] = {"seconds": outcome.seconds, "problem": problem, "figures": outcome.figures}
+        report["rows"] = [asdict(row) for row in rows]
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(report, indent=1))
+    return rows
+
+
+def log_of(line: Line, arguments: argparse.Namespace) -> Path:
+    return arguments.logs / f"{line.name}.log"
+
+
+def rows_of(line: Line, outcome: Outcome) -> tuple[list[Row], str]:
+    """(rows, problem): figures of another form than this suite knows are a failure of the line like any other."""
+    if outcome.figures is None:
+        return [], outcome.problem
+    try:
+        return line.rows(line.name, outcome.figures), ""
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return [], f"its figures cannot be read: {error!r}"
+
+
+def told(verdict: Verdict, path: Path) -> str:
+    """The verdict for people."""
+    text = [f"FALLEN  {entry}" for entry in verdict.fallen] + [f"MISSING {entry}" for entry in verdict.missing]
+    text += [f"new     {name}: nothing stored" for name in verdict.new]
+    text.append(f"{path}: {'no ratio has fallen by more than its noise' if verdict.passed else 'FAILED'}")
+    return "\n".join(text)
+
+
+def compared(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str, scale: str) -> int:
+    """Hold the run against the file; the exit code."""
+    try:
+        stored = gate.read(path)
+    except FileNotFoundError:
+        print(f"NOT COMPARED: no ratios are stored for {device}, scale {scale} ({path}); --store writes them")
+        return 3
+    if why := gate.refusal(stored, device, scale):
+        print(f"NOT COMPARED: {path}: {why}")
+        return 3
+    verdict = gate.compare(rows, stored, [line.name for line in lines])
+    print(told(verdict, path))
+    return 0 if verdict.passed else 1
+
+
+def store(rows: Sequence[Row], path: Path, device: str, scale: str, versions: dict[str, str]) -> None:
+    before: Stored | None = gate.read(path) if path.is_file() else None
+    gate.write(path, gate.merged(before, rows, device, scale, versions))
+    print(f"stored: {path}")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models for a CPU, a few seconds a line")
+    parser.add_argument("--only", metavar="NAMES", help="suites or lines, with commas between them")
+    parser.add_argument("--list", action="store_true", help="print the lines and their deadlines, and run nothing")
+    parser.add_argument("--json", type=Path, help="write all figures to this file, after every line")
+    parser.add_argument("--logs", type=Path, help="keep what the scripts print in this folder")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="?",
+        const=HERE,
+        metavar="FILE",
+        help="fail if a ratio has fallen; default: this device's file",
+    )
+    parser.add_argument("--store", action="store_true", help="write the ratios to this device's file in benchmarks/")
+    given = parser.parse_args(arguments)
+    if given.store and given.compare:
+        parser.error("--store would write what --compare compares with: use one of them")
+    try:
+        given.lines = select(given.only)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parse(arguments)
+    if given.list:
+        for line in given.lines:
+            print(f"{line.name:<12} at most {line.deadline_s:4.0f} s  {line.about}")
+        return 0
+    device, versions = this_device(given.platform)
+    scale = "tiny" if given.tiny else "full"
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        given.logs = given.logs or Path(folder)
+        given.logs.mkdir(parents=True, exist_ok=True)
+        report: dict[str, Any] = {"device": device, "scale": scale, "versions": versions, "lines": {}, "rows": []}
+        rows = measure(given.lines, given, report)
+    print(f"\n{device}, {scale}; {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    if rows:
+        print(table(rows))
+    failed = [name for name, of in report["lines"].items() if of["problem"]]
+    print(f"{sum(of['seconds'] for of in report['lines'].values()):.0f} s; failed: {', '.join(failed) or 'none'}")
+    path = BENCHMARKS / gate.file_name(device, scale)
+    code = 0
+    if given.compare:
+        code = compared(rows, given.lines, path if given.compare == HERE else given.compare, device, scale)
+    if given.store and rows:
+        store(rows, path, device, scale, versions)
+    return 1 if failed else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

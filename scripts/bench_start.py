@@ -1,0 +1,126 @@
+"""Seconds until training begins: of ``MegatronBackend(...)``, and of ``megascend train`` to its first step.
+
+    python scripts/bench_start.py                      # one GPU
+    python scripts/bench_start.py --platform cpu
+
+A model of 45 thousand parameters, so that reading and computing take nothing. Each in a process of its own, one after the other:
+
+    imports       from the start of Python until torch, transformers, Megatron-Core, mcore-bridge and Transformer Engine are there
+    ready         ``MegatronBackend(...)``, all in all, less the time within imports in it
+    first step    from starting ``megascend train`` until its first line of metrics.jsonl is there; the end of the program
+    torchrun      the same as one rank under torchrun
+
+The self-check's verdict on the model is kept between runs by ``MEGASCEND_CACHE``; here it is made anew each time, as in a user's
+first run, and ``kept`` is ``megascend train`` with the verdict of the run before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench_train import environment, versions
+
+READY = """
+import builtins, importlib, json, sys, time
+began = float(sys.argv[3])
+spent, depth = 0.0, 0
+
+def timed(original):
+    def call(*arguments, **options):
+        global spent, depth
+        depth, start = depth + 1, time.time()
+        try:
+            return original(*arguments, **options)
+        finally:
+            depth -= 1
+            if depth == 0:
+                spent += time.time() - start
+    return call
+
+builtins.__import__ = timed(builtins.__import__)
+importlib.import_module = timed(importlib.import_module)
+import megascend
+megascend.bootstrap(sys.argv[2]).load_megatron()
+import transformers.modeling_utils
+loaded, before = time.time() - began, spent
+start = time.time()
+backend = megascend.MegatronBackend(sys.argv[1], platform=sys.argv[2])
+whole, within = time.time() - start, spent - before
+print(json.dumps({"imports_s": loaded + within, "ready_s": whole - within}))
+backend.close()
+"""
+"""What takes place while a module is imported counts as import, in the first part and in the constructor."""
+
+DEADLINE_S = 300.0
+"""Of each program."""
+
+
+def ready(model: Path, platform: str, env: dict[str, str]) -> dict[str, float]:
+    """``imports_s`` and ``ready_s``."""
+    command = [sys.executable, "-c", READY, str(model), platform, str(time.time())]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def first_step(launcher: list[str], config: Path, output: Path, env: dict[str, str]) -> tuple[float, float]:
+    """Seconds to the first step and to the end of the program."""
+    command = [sys.executable, *launcher, "-m", "megascend", "train", str(config), "--set", f"output={output}"]
+    metrics, first = output / "metrics.jsonl", None
+    start = time.perf_counter()
+    process = subprocess.Popen(command, env=env, stdout=sys.stderr)
+    try:
+        while process.poll() is None and time.perf_counter() - start < DEADLINE_S:
+            if first is None and metrics.is_file() and "\n" in metrics.read_text():
+                first = time.perf_counter() - start
+            time.sleep(0.02)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+    if process.returncode != 0 or first is None:
+        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}, first step after {first} s")
+    return first, time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only-ready", action="store_true", help="leave megascend train out")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    given = parser.parse_args()
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-start-") as temporary:
+        folder = Path(temporary)
+        env = environment() | {"MEGASCEND_CACHE": str(folder / "cache-ready")}
+        model, config = folder / "model", folder / "run.yaml"
+        make = [sys.executable, "-m", "megascend", "new-model", str(model), "--hidden", "32", "--layers", "2"]
+        subprocess.run(make, env=env, stdout=sys.stderr, check=True, timeout=DEADLINE_S)
+        line = {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]}
+        (folder / "chat.jsonl").write_text(16 * (json.dumps(line) + "\n"))
+        data = f"data: {{path: {folder / 'chat.jsonl'}, global_batch_size: 4}}"
+        config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {given.platform}\n{data}\n")
+        figures |= ready(model, given.platform, env)
+        ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (torchrun(), "other")}
+        for way, (launcher, cache) in {} if given.only_ready else ways.items():
+            of_way = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
+            figures[f"{way}_s"], figures[f"{way}_end_s"] = first_step(launcher, config, folder / way, of_way)
+    for name, seconds in figures.items():
+        print(f"{name:<18} {seconds:7.2f}")
+    if given.json:
+        given.json.write_text(json.dumps({"versions": versions(), "cores": os.cpu_count(), **figures}, indent=1))
+    return 0
+
+
+def torchrun() -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", sys.executable]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

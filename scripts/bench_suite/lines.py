@@ -1,0 +1,244 @@
+"""The lines of ``scripts/bench.py``: for each the command that measures it, and its rows out of what that command writes.
+
+A line is one call of one benchmark script, which takes ``--json`` and ends with an exit code other than 0 if its runs have
+not computed the same. Pure: nothing here starts anything.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench_suite.gate import Row
+
+Figures = Mapping[str, Any]
+
+DISK = 0.25
+"""Noise of what a disk has a part in."""
+START = 0.2
+
+
+@dataclass(frozen=True)
+class Line:
+    """``full`` and ``tiny`` are the options of the script at either scale."""
+
+    name: str
+    suite: str
+    script: str
+    full: tuple[str, ...]
+    tiny: tuple[str, ...]
+    rows: Callable[[str, Figures], list[Row]]
+    deadline_s: float
+    """At full scale."""
+    about: str
+
+
+def training(name: str, figures: Figures) -> list[Row]:
+    """Of bench_train: every run's tokens per second, to those of the first one."""
+    runs, work = figures["runs"], figures["work"]
+    medians = [statistics.median(run["ms"]) for run in runs]
+    tokens = 1000 * work["sequences"] * work["length"]
+    return [
+        Row(f"{name}/{run['run']}", tokens / ms, "tokens/s", medians[0] / ms if index else None, runs[0]["run"])
+        for index, (run, ms) in enumerate(zip(runs, medians, strict=True))
+    ]
+
+
+def small(name: str, figures: Figures) -> list[Row]:
+    """Of bench_small_steps: requests without graphs to the device's own time of them, and with graphs to those without."""
+    rows = []
+    for tokens, eager in figures["eager"]["request"].items():
+        graphs = figures["graphs"]["request"][tokens]
+        one, other = statistics.median(eager["step"]), statistics.median(graphs["step"])
+        share = eager["device"] / one if math.isfinite(eager["device"]) else None
+        rows.append(Row(f"{name}/{tokens} eager", one, "ms", share, "the device's own time", 0.1))
+        rows.append(Row(f"{name}/{tokens} graphs", other, "ms", one / other, "eager", 0.1))
+        busy = graphs["device"] / other if math.isfinite(graphs["device"]) else None
+        rows.append(Row(f"{name}/{tokens} graphs, busy", other, "ms", busy, "the device's own time", 0.05))
+    return rows
+
+
+def mixed(name: str, figures: Figures) -> list[Row]:
+    """Of bench_multi_lora: all tenants in one batch, to one adapter with all samples and to one tenant after another."""
+    rows = []
+    for size in figures["sizes"]:
+        tenants, length = size["size"]
+        ms = {way: statistics.median(size[way]["ms"]) for way in "abc"}
+        what, speed = f"{name}/{tenants} x {length}", 1000 * tenants * length / ms["b"]
+        rows.append(Row(what, speed, "tokens/s", ms["c"] / ms["b"], "a single adapter"))
+        rows.append(Row(f"{what}, in turn", speed, "tokens/s", ms["a"] / ms["b"], "tenants in turn", 0.1))
+    return rows
+
+
+def files(*ways: str, against: str, of: str) -> Callable[[str, Figures], list[Row]]:
+    """Of bench_files: seconds of ``ways``, as a share of the speed that the disk has for the same bytes."""
+
+    def rows(name: str, figures: Figures) -> list[Row]:
+        seconds = {way: min(times) for way, times in figures["seconds"].items()}
+        bound = Row(f"{name}/{against}", seconds[against], "s", None, "")
+        return [
+            bound,
+            *(Row(f"{name}/{way}", seconds[way], "s", seconds[against] / seconds[way], of, DISK) for way in ways),
+        ]
+
+    return rows
+
+
+def save(name: str, figures: Figures) -> list[Row]:
+    """Of bench_checkpoint."""
+    sync, stall = min(figures["sync_s"]), min(figures["async_stall_s"])
+    write, read = figures["disk_write_s"], figures["disk_read_s"]
+    return [
+        Row(f"{name}/plain file written", write, "s", None, ""),
+        Row(f"{name}/sync", sync, "s", write / sync, "a plain file written", DISK),
+        Row(f"{name}/async, training waits", stall, "s", sync / stall, "sync", DISK),
+        Row(f"{name}/load", figures["load_s"], "s", read / figures["load_s"], "a plain file read", DISK),
+    ]
+
+
+def start(name: str, figures: Figures) -> list[Row]:
+    """Of bench_start: the imports' part of what a start takes."""
+    imports, ready = figures["imports_s"], figures["ready_s"]
+    rows = [
+        Row(f"{name}/imports", imports, "s", None, ""),
+        Row(f"{name}/MegatronBackend, beside imports", ready, "s", imports / (imports + ready), "imports alone", START),
+    ]
+    steps = {"first_step_s": "train", "kept_s": "train, self-check known", "torchrun_s": "train under torchrun"}
+    for key, way in steps.items():
+        first = figures[key]
+        rows.append(Row(f"{name}/{way}, first step", first, "s", imports / first, "imports alone", START))
+    return rows
+
+
+DENSE_4B = ("--layers", "36", "--hidden", "2560", "--heads", "32", "--ffn", "9728", "--warmup", "2", "--steps", "5")
+MOE = (
+    "--moe",
+    "--layers",
+    "6",
+    "--warmup",
+    "3",
+    "--steps",
+    "5",
+    "--run",
+    "bare",
+    "--run",
+    "megascend:micro_batch_tokens=16384",
+)
+BARE_AND_OURS = ("--run", "bare", "--run", "megascend")
+TINY = ("--tiny", "--steps", "2", *BARE_AND_OURS)
+
+LINES = (
+    Line(
+        "dense-1.7b",
+        "dense",
+        "bench_train.py",
+        ("--warmup", "4", "--steps", "8", *BARE_AND_OURS),
+        TINY,
+        training,
+        300,
+        "Qwen3-1.7B shapes, 8 x 4096 tokens a step, all parameters",
+    ),
+    Line(
+        "dense-4b",
+        "dense",
+        "bench_train.py",
+        (*DENSE_4B, *BARE_AND_OURS),
+        ("--layers", "3", *TINY),
+        training,
+        360,
+        "Qwen3-4B shapes, likewise",
+    ),
+    Line(
+        "moe",
+        "moe",
+        "bench_train.py",
+        MOE,
+        ("--moe", *TINY),
+        training,
+        360,
+        "Qwen3-30B-A3B shapes, 6 layers, 8 x 4096 tokens a step, all parameters",
+    ),
+    Line(
+        "small",
+        "small",
+        "bench_small_steps.py",
+        ("--requests", "0", "--mixed"),
+        ("--tiny", "--requests", "0", "--tokens", "24", "--warmup", "1", "--mixed"),
+        small,
+        240,
+        "one LoRA request of 256, 1024, 4096 tokens, 1.7B shapes",
+    ),
+    Line(
+        "mixed",
+        "mixed",
+        "bench_multi_lora.py",
+        (),
+        ("--tiny",),
+        mixed,
+        240,
+        "8 x 1024 and 32 x 512 tokens of as many LoRA tenants, 1.7B shapes",
+    ),
+    Line(
+        "load",
+        "load",
+        "bench_files.py",
+        ("load",),
+        ("load", "--tiny"),
+        files("MegatronBackend", "mcore-bridge", "transformers", against="reads", of="parallel direct reads"),
+        300,
+        "a Hugging Face directory of 4B shapes, out of no page cache",
+    ),
+    Line(
+        "export",
+        "export",
+        "bench_files.py",
+        ("export",),
+        ("export", "--tiny"),
+        files("export", against="writes", of="parallel writes"),
+        240,
+        "the same directory written, fsync included",
+    ),
+    Line(
+        "save",
+        "save",
+        "bench_checkpoint.py",
+        ("--saves", "2", "--syncs", "1"),
+        ("--size", "tiny", "--saves", "2", "--syncs", "1"),
+        save,
+        300,
+        "a checkpoint with optimizer state, 1.7B shapes",
+    ),
+    Line(
+        "start",
+        "start",
+        "bench_start.py",
+        (),
+        (),
+        start,
+        200,
+        "a tiny model: until ready, until its first step is done",
+    ),
+)
+
+
+def select(only: str | None) -> list[Line]:
+    """Lines by ``--only``: names of suites or lines.
+
+    Raises:
+        ValueError: a name that there is not.
+    """
+    if only is None:
+        return list(LINES)
+    names = [name for name in only.split(",") if name]
+    known = {name for line in LINES for name in (line.name, line.suite)}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only {','.join(unknown)}: there are {', '.join(sorted(known))}")
+    return [line for line in LINES if line.name in names or line.suite in names]
+
+
+def command(line: Line, platform: str, tiny: bool) -> list[str]:
+    """The script and its options, without ``python`` and ``--json``."""
+    return [line.script, "--platform", platform, *(line.tiny if tiny else line.full)]

@@ -1,0 +1,192 @@
+"""``scripts/bench.py``: which ratios count as fallen, what a failed line does to the others, and that one real line works."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # for good: its modules import each other when they are used
+
+import bench  # noqa: E402
+from bench_suite import gate, lines, running  # noqa: E402
+from bench_suite.gate import Row, Stored  # noqa: E402
+
+STORED = Stored(
+    "NVIDIA H200", "full", {"moe/a": (3.0, 0.04), "moe/b": (1.0, 0.25), "load/c": (0.7, 0.25)}, {"torch": "1"}
+)
+
+
+def row(name: str, ratio: float | None, noise: float = 0.04) -> Row:
+    return Row(name, 1.0, "s", ratio, "something", noise)
+
+
+def test_a_ratio_has_fallen_when_more_than_its_noise_is_gone() -> None:
+    within = gate.compare([row("moe/a", 2.9), row("moe/b", 0.76)], STORED, ["moe"])
+    assert within == gate.Verdict()
+    assert within.passed
+
+    fallen = gate.compare([row("moe/a", 2.85), row("moe/b", 9.0)], STORED, ["moe"])
+    assert fallen.fallen == ("moe/a: 2.850, 3.000 stored: 5.0% less, noise is 4%",)
+    assert not fallen.passed
+
+
+@pytest.mark.parametrize("rows", [[], [row("moe/a", None)], [row("moe/a", math.nan)]])
+def test_a_stored_ratio_that_this_run_has_not_is_missing_unless_nobody_asked_for_it(rows: list[Row]) -> None:
+    verdict = gate.compare([*rows, row("moe/b", 1.0)], STORED, ["moe"])
+    assert [entry.partition(":")[0] for entry in verdict.missing] == ["moe/a"], "load is not of this run"
+    assert not verdict.passed
+
+
+def test_a_new_ratio_is_said_and_passes() -> None:
+    verdict = gate.compare([row("save/d", 1.0), row("save/no ratio", None)], STORED, ["save"])
+    assert verdict.new == ("save/d",)
+    assert verdict.passed
+
+
+def test_stored_ratios_return_from_their_file_and_keep_what_was_not_measured(tmp_path: Path) -> None:
+    path = tmp_path / "new" / gate.file_name("NVIDIA H200", "full")
+    assert path.name == "nvidia-h200.json"
+    assert gate.file_name("CPU", "tiny") == "cpu-tiny.json"
+    gate.write(path, STORED)
+    assert gate.read(path) == STORED
+    after = gate.merged(
+        gate.read(path), [row("moe/a", 3.5, 0.1), row("moe/d", None)], "NVIDIA H200", "full", {"torch": "2"}
+    )
+    assert after.ratios == {"moe/a": (3.5, 0.1), "moe/b": (1.0, 0.25), "load/c": (0.7, 0.25)}
+    assert after.versions == {"torch": "2"}
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="holds no stored ratios"):
+        gate.read(path)
+
+
+def test_ratios_of_another_device_or_scale_are_refused() -> None:
+    assert gate.refusal(STORED, "NVIDIA H200", "full") == ""
+    assert gate.refusal(STORED, "CPU", "full") == "the stored ratios are of NVIDIA H200, this is CPU"
+    assert "scale full" in gate.refusal(STORED, "NVIDIA H200", "tiny")
+
+
+def test_names_of_lines_and_suites_select() -> None:
+    assert [line.name for line in lines.select("dense,start")] == ["dense-1.7b", "dense-4b", "start"]
+    assert [line.name for line in lines.select("dense-4b")] == ["dense-4b"]
+    assert len({line.name for line in lines.select(None)}) == len(lines.LINES)
+    with pytest.raises(ValueError, match=r"--only dens: there are dense, dense-1\.7b"):
+        lines.select("dens")
+
+
+def test_the_options_of_every_line_are_those_of_its_script() -> None:
+    for line in lines.LINES:
+        text = (SCRIPTS / line.script).read_text(encoding="utf-8")
+        for option in {
+            option for option in (*line.full, *line.tiny, "--json", "--platform") if option.startswith("--")
+        }:
+            assert f'"{option}"' in text, (line.name, option)
+
+
+def test_rows_of_a_training_line_are_ratios_to_its_first_run() -> None:
+    runs = [{"run": "bare", "ms": [100.0, 102.0, 98.0]}, {"run": "megascend", "ms": [80.0, 80.0, 200.0]}]
+    rows = lines.training("moe", {"work": {"sequences": 8, "length": 100}, "runs": runs})
+    assert [(row.name, row.value, row.ratio) for row in rows] == [
+        ("moe/bare", 8000.0, None),
+        ("moe/megascend", 10000.0, 1.25),
+    ]
+
+
+def test_a_share_of_the_disk_s_speed_takes_the_fastest_of_each() -> None:
+    make = lines.files("ours", against="reads", of="parallel direct reads")
+    rows = make("load", {"seconds": {"reads": [4.0, 2.0], "ours": [4.0]}})
+    assert [(row.name, row.ratio) for row in rows] == [("load/reads", None), ("load/ours", 0.5)]
+
+
+def test_a_line_without_device_time_has_no_ratio_to_it() -> None:
+    request = {"24": {"step": [30.0], "device": math.nan}}
+    graphs = {"24": {"step": [10.0], "device": 9.0}}
+    rows = lines.small("small", {"eager": {"request": request}, "graphs": {"request": graphs}})
+    assert {row.name: row.ratio for row in rows} == {
+        "small/24 eager": None,
+        "small/24 graphs": 3.0,
+        "small/24 graphs, busy": 0.9,
+    }
+
+
+def script(folder: Path, name: str, body: str) -> lines.Line:
+    """A line of a suite of its own, measured by a program of a few lines; ``result`` is where its figures go."""
+    path = folder / f"{name}.py"
+    path.write_text(f"import json, sys, time, os\nresult = sys.argv[-1]\n{body}\n")
+    rows = lambda name, figures: [Row(f"{name}/x", figures["x"], "s", figures["x"], "one")]  # noqa: E731
+    return lines.Line(name, name, str(path), (), (), rows, 60.0, "")
+
+
+def test_a_line_that_fails_is_told_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = "json.dump({}, open(result, 'w'))"
+    suite = [
+        script(tmp_path, "broken", "print('what it said'); sys.exit('no such thing')"),
+        script(tmp_path, "slow", "time.sleep(600)"),
+        script(tmp_path, "strange", write.format('{"y": 1}')),
+        script(tmp_path, "silent", "pass"),
+        script(tmp_path, "good", write.format('{"x": 2.0}')),
+    ]
+    monkeypatch.setattr(bench, "TINY_DEADLINE_S", 2.0)
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 1", {"torch": "0"}))
+    monkeypatch.setattr(bench, "select", lambda only: [line for line in suite if only in (None, line.name)])
+    report = tmp_path / "out" / "report.json"
+
+    assert bench.main(["--tiny", "--json", str(report), "--store"]) == 1
+    said = capsys.readouterr().out
+    assert "broken: 0 s, FAILED: exit code 1\n    what it said\n    no such thing" in said
+    assert "FAILED: not done after its deadline of 2 s" in said
+    assert "FAILED: its figures cannot be read: KeyError('x')" in said
+    assert "FAILED: exit code 0, but no figures" in said
+    assert "failed: broken, slow, strange, silent" in said
+    found = json.loads(report.read_text())
+    assert [(row["name"], row["ratio"]) for row in found["rows"]] == [("good/x", 2.0)]
+    assert found["lines"]["slow"]["seconds"] < 60
+
+    assert bench.main(["--tiny", "--only", "good", "--compare"]) == 0
+    script(tmp_path, "good", write.format('{"x": 1.9}'))
+    assert bench.main(["--tiny", "--only", "good", "--compare"]) == 1
+    assert "FALLEN  good/x: 1.900, 2.000 stored" in capsys.readouterr().out
+
+    assert bench.main(["--only", "good", "--compare"]) == 3
+    assert "NOT COMPARED: no ratios are stored for Test 1, scale full" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 2", {}))
+    stored = str(tmp_path / "benchmarks" / "test-1-tiny.json")
+    assert bench.main(["--tiny", "--only", "good", "--compare", stored]) == 3
+    assert "the stored ratios are of Test 1, this is Test 2" in capsys.readouterr().out
+
+
+def test_nothing_of_a_line_is_left_after_its_deadline(tmp_path: Path) -> None:
+    child = tmp_path / "pid"
+    body = f"import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen({str(child)!r}, 'w').write(str(child.pid))\n"
+    line = script(tmp_path, "parent", body + "time.sleep(600)")
+    outcome = running.run([line.script], tmp_path / "result.json", tmp_path / "log", 2.0)
+    assert outcome.figures is None
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 20
+    while running_process(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running_process(pid)
+
+
+def running_process(pid: int) -> bool:
+    """Whether it exists and is no zombie that waits for the first process of this machine."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_a_real_line_has_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--tiny", "--platform", "cpu", "--only", "save"]) == 0
+    names = {line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("save/")}
+    assert names == {"save/plain file written", "save/sync", "save/async, training waits", "save/load"}
