@@ -60,6 +60,27 @@ def step(client: Any, job: dict[str, Any], wanted: dict[str, Any]) -> dict[str, 
     return {"loss": done.metrics["loss:sum"], "logprobs": [list(map(float, each)) for each in logprobs]}
 
 
+def sampled(service: Any, client: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Responses of the model as it is now, and of the base model; what the trainer says of the same tokens."""
+    prompt = job["data"]["cross_entropy"][1][0]
+    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=3)
+    text = types.ModelInput.from_ints(prompt)
+    sampling = result(client.save_weights_and_get_sampling_client())
+    found = [sampling.sample(prompt=text, num_samples=2, sampling_params=params).result() for _ in range(2)]
+    of_base = result(service.create_sampling_client(base_model=job["model"]))
+    base = of_base.sample(prompt=text, num_samples=1, sampling_params=params).result().sequences[0]
+    wholes = [prompt + list(map(int, each.tokens)) for each in found[0].sequences]
+    data = [datum(each[:-1], {"target_tokens": each[1:], "weights": [1.0] * (len(each) - 1)}) for each in wholes]
+    outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
+    return {
+        "tokens": [[list(map(int, each.tokens)) for each in response.sequences] for response in found],
+        "logprobs": [list(map(float, each.logprobs)) for each in found[0].sequences],
+        "trainer": [list(map(float, output["logprobs"].data)) for output in outputs],
+        "prompt": [None if v is None else float(v) for v in sampling.compute_logprobs(text).result()],
+        "base": [list(map(int, base.tokens)), list(map(float, base.logprobs))],
+    }
+
+
 def main(job_path: str, result_path: str) -> None:
     with open(job_path) as file:
         job = json.load(file)
@@ -76,6 +97,8 @@ def main(job_path: str, result_path: str) -> None:
     answer["forward of the loaded"] = other.forward(data, "cross_entropy").result().metrics["loss:sum"]
     answer["both"] = [step(each, job, job["steps"][0]) for each in (client, other)]
     answer["sampler path"] = client.save_weights_for_sampler("for-sampling").result().path
+
+    answer["sampled"] = sampled(service, client, job)
 
     bad = datum([1, 2, 3], {"target_tokens": [1, 2, job["vocabulary"]], "weights": [1.0] * 3})
     answer["failures"] = []

@@ -65,9 +65,22 @@ def check(answer: dict[str, Any], expected: dict[str, Any], job: dict[str, Any])
     assert answer["forward of the loaded"] == pytest.approx(answer["forward"], abs=1e-5)
     one, other = answer["both"]
     assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    check_samples(answer["sampled"], len(job["data"]["cross_entropy"][1][0]))
     (bad, of_bad, why), (step, of_step, _) = answer["failures"]
     assert (bad, of_bad, step, of_step) == ("RequestFailedError", "user", "RequestFailedError", "user")
     assert f"target_ids {job['vocabulary']}" in why
     assert answer["after"] < answer["forward"]
-    assert len(answer["checkpoints"]) == 3
-    assert answer["left"] == 2
+    assert len(answer["checkpoints"]) == 4
+    assert answer["left"] == 3
+
+
+def check_samples(found: dict[str, Any], length: int) -> None:
+    """Log-probabilities of sampler and trainer agree; the same seed gives the same tokens; the base model is another one."""
+    first, again = found["tokens"]
+    assert first == again
+    assert [len(each) for each in first] == [6, 6]
+    for sampled, trained in zip(found["logprobs"], found["trainer"], strict=True):
+        assert sampled == pytest.approx(trained[length - 1 :], abs=1e-5)
+    assert found["prompt"][0] is None
+    assert found["prompt"][1:] == pytest.approx(found["trainer"][0][: length - 1], abs=1e-5)
+    assert found["base"][1] != pytest.approx(found["logprobs"][0], abs=1e-3)

@@ -24,6 +24,8 @@ from megascend.serve.keys import Keys
 from megascend.serve.names import sampler_name
 from megascend.serve.reading import read_body, read_json
 from megascend.serve.requests import integer, lora_of, metadata_of, text
+from megascend.serve.samplers import Samplers
+from megascend.serve.sampling_wire import SampleAnswer
 from megascend.serve.service import Service
 from megascend.serve.wire import PROTOBUF, TrainAnswer, number_of, train_request_of_json, train_request_of_protobuf
 
@@ -44,6 +46,7 @@ class Api:
 
     def __init__(self, service: Service, keys: Keys) -> None:
         self.service, self._keys = service, keys
+        self._samplers = Samplers(service, service.settings.max_samplers)
         self._most = service.settings.limits.body_bytes
 
     def routes(self) -> list[Route]:
@@ -145,7 +148,10 @@ class Api:
 
     async def capabilities(self, request: Request, tenant: str) -> Response:
         base = self.service.base
-        found = [{"model_name": name, "max_context_length": base.max_length, "trainable": True} for name in base.names]
+        found = [
+            {"model_name": name, "max_context_length": base.max_length, "trainable": True, "sampleable": True}
+            for name in base.names
+        ]
         return JSONResponse({"supported_models": found})
 
     # --- training ---
@@ -207,8 +213,9 @@ class Api:
         return JSONResponse(answer)
 
     async def asample(self, request: Request, tenant: str) -> Response:
-        await read_json(request, self._most)
-        raise RequestRefusedError("this server does not sample yet: take responses from an inference engine", 400)
+        future = self._samplers.sample(tenant, await read_json(request, self._most))
+        names = [f"{future.name}:{part}" for part in range(future.parts)]
+        return JSONResponse({"request_id": future.name, "sample_sequence_ids": names})
 
     # --- answers ---
 
@@ -220,7 +227,7 @@ class Api:
             return JSONResponse(pending, 408)
         if future.failure is not None:
             return JSONResponse({"error": future.failure.message, "category": future.failure.category})
-        if not isinstance(future.answer, TrainAnswer):
+        if not isinstance(future.answer, TrainAnswer | SampleAnswer):
             return JSONResponse(future.answer)
         if PROTOBUF in request.headers.get("accept", ""):
             return Response(await asyncio.to_thread(future.answer.protobuf), media_type=PROTOBUF)

@@ -9,6 +9,7 @@ from typing import Any
 from megascend.batch.losses import Loss
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
+from megascend.sampling.request import SampleRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +103,13 @@ class OptimizerStep(Command):
 
     adam: Adam
     problem: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Respond(Command):
+    """Responses to a prompt."""
+
+    request: SampleRequest
 
 
 @dataclass(frozen=True)

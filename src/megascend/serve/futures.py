@@ -26,6 +26,7 @@ class Future:
         model: that the request is for; None for others.
         kind: of the request, for logs and figures.
         tokens: that it reads.
+        parts: responses, of a request to sample.
         answer_of: makes the answer from what the ranks return.
         then: called with True when it has succeeded, False when it has failed.
         answer: for the client, once it is there.
@@ -38,6 +39,7 @@ class Future:
     kind: str
     made: float
     tokens: int = 0
+    parts: int = 1
     answer_of: Callable[[Any], Any] = field(default=lambda value: {})
     then: Callable[[bool], None] = field(default=lambda succeeded: None)
     answer: Any = None
@@ -116,8 +118,8 @@ class Futures:
         if future.ended is not None:
             return
         future.ended = self._clock()
-        self._tokens[future.tenant] -= future.tokens
-        self._pending[future.model or ""] -= 1
+        _subtract(self._tokens, future.tenant, future.tokens)
+        _subtract(self._pending, future.model or "", 1)
         self._ended.append(future)
         future.then(succeeded)
         future.changed.set()
@@ -134,18 +136,16 @@ class Futures:
                 left.append(future)
         self._ended = left
 
-    def forget_model(self, model: str) -> None:
-        """Drop all answers to a model's requests that were fetched, and its counts."""
-        for future in [f for f in self._ended if f.model == model and f.retrieved is not None]:
-            self._drop(future)
-            self._ended.remove(future)
-        if not self._pending.get(model):
-            self._pending.pop(model, None)
-
     def _drop(self, future: Future) -> None:
         self._by_number.pop(future.number, None)
         if self._by_name.get(future.name) is future:
             del self._by_name[future.name]
+
+
+def _subtract(counts: dict[str, int], key: str, number: int) -> None:
+    counts[key] = counts.get(key, 0) - number
+    if counts[key] <= 0:
+        del counts[key]
 
 
 def _answered(value: Any) -> Any:

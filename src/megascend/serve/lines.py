@@ -6,12 +6,13 @@ The same on every rank: it decides from the commands alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megascend.config import Lora
 from megascend.errors import ConfigError, DataError, MegascendError, ProcessGroupError
 from megascend.lora.queue import AdapterFuture, AdapterQueue
+from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.serve.commands import (
     Command,
     Create,
@@ -21,8 +22,14 @@ from megascend.serve.commands import (
     OptimizerStep,
     Outcome,
     Remove,
+    Respond,
     Save,
 )
+
+SAMPLES_AT_ONCE = 64
+"""Responses that are sampled in one go; steps wait for them."""
+
+Generate = Callable[[Sequence[SampleRequest]], Sequence[SampleResult]]
 
 
 class Backend(Protocol):
@@ -45,10 +52,13 @@ class Lines:
         backend: all ranks' model.
         queue: mixes steps of several models into batches.
         max_pending: most commands of a model in the queue at a time; no more than the queue takes.
+        generate: answers requests to sample; collective.
     """
 
-    def __init__(self, backend: Backend, queue: AdapterQueue, max_pending: int = 64) -> None:
-        self._backend, self._queue, self._max_pending = backend, queue, max_pending
+    def __init__(
+        self, backend: Backend, queue: AdapterQueue, max_pending: int = 64, generate: Generate | None = None
+    ) -> None:
+        self._backend, self._queue, self._max_pending, self._generate = backend, queue, max_pending, generate
         self._waiting: dict[str, deque[Command]] = {}
         self._running: dict[str, deque[tuple[Command, AdapterFuture[Any]]]] = {}
 
@@ -76,6 +86,7 @@ class Lines:
         outcomes: list[Outcome] = []
         for adapter in list(self._waiting):
             outcomes += self._advance(adapter)
+        outcomes += self._sample()
         before = {adapter: len(running) for adapter, running in self._running.items()}
         self._queue.run_once()
         done = [(adapter, pair) for adapter in before for pair in self._take_done(adapter)]
@@ -92,7 +103,7 @@ class Lines:
                 if self._queue.pending(adapter) >= self._max_pending:
                     break
                 self._running.setdefault(adapter, deque()).append((command, self._submit(command)))
-            elif adapter in self._running:
+            elif adapter in self._running or isinstance(command, Respond):
                 break
             else:
                 outcomes.append(self._run(command))
@@ -100,6 +111,26 @@ class Lines:
         if not line:
             del self._waiting[adapter]
         return outcomes
+
+    def _sample(self) -> list[Outcome]:
+        """Answer the first requests to sample of every line, as many as make a batch, all together."""
+        taken: list[Respond] = []
+        for adapter in list(self._waiting):
+            line = self._waiting[adapter]
+            while line and isinstance(first := line[0], Respond) and adapter not in self._running:
+                if taken and sum(each.request.num_samples for each in [*taken, first]) > SAMPLES_AT_ONCE:
+                    break
+                taken.append(first)
+                line.popleft()
+            if not line:
+                del self._waiting[adapter]
+        if not taken:
+            return []
+        if self._generate is None:
+            problem = ConfigError("this server does not sample")
+            return [Outcome(each.number, error=problem) for each in taken]
+        results = self._generate([each.request for each in taken])
+        return [Outcome(each.number, result) for each, result in zip(taken, results, strict=True)]
 
     def _submit(self, command: Command) -> AdapterFuture[Any]:
         if isinstance(command, OptimizerStep):

@@ -44,8 +44,9 @@ def serve(
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
+        generate = sampler(settings, backend).generate
         if backend.rank != 0:
-            work(backend, queue, None, lambda outcomes: None)
+            work(backend, queue, None, lambda outcomes: None, generate)
             return
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
@@ -53,7 +54,7 @@ def serve(
         base = base_model(settings, backend)
         with http_server(settings, keys, base, inbox) as (address, report):
             ready(address)
-            work(backend, queue, inbox, report)
+            work(backend, queue, inbox, report, generate)
 
 
 def make_backend(settings: ServeConfig) -> Any:
@@ -65,12 +66,29 @@ def make_backend(settings: ServeConfig) -> Any:
     targets = allowed_targets(
         linear_layers(tensor_shapes(settings.model)), unembed=settings.unembed and settings.engine != "single"
     )
-    adapters = Adapters(max_count=settings.max_models, max_rank=settings.max_rank, targets=targets)
+    adapters = Adapters(
+        max_count=settings.max_models + settings.max_samplers, max_rank=settings.max_rank, targets=targets
+    )
     values: dict[str, Any] = {"precision": settings.precision, "adapters": adapters, "seed": settings.seed}
     values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}
     if "parallel" in backends.settings_of(settings.engine) or settings.parallel != type(settings.parallel)():
         values["parallel"] = settings.parallel
     return backends.make_backend(settings.engine, model=settings.model, **values)
+
+
+def sampler(settings: ServeConfig, backend: Any) -> Any:
+    """What answers requests to sample. Without a tokenizer beside the weights, texts that end a response are refused."""
+    from megascend.app.generation import stop_tokens
+    from megascend.app.run import load_tokenizer
+    from megascend.errors import CheckpointError
+    from megascend.sampling.sampler import Sampler
+
+    try:
+        tokenizer = load_tokenizer(settings.model)
+    except CheckpointError:
+        return Sampler(backend)
+    ends = sorted(stop_tokens(tokenizer, settings.model, None))
+    return Sampler(backend, decode=lambda tokens: str(tokenizer.decode(list(tokens))), end_tokens=ends)
 
 
 def base_model(settings: ServeConfig, backend: Any) -> BaseModel:

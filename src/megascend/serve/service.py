@@ -237,6 +237,14 @@ class Service:
         """A future that fails in its turn, and nothing with it."""
         return self._failed(model, number, kind, error, spoils=False)
 
+    def put(self, command: Command) -> None:
+        """Give a command to the ranks."""
+        self._inbox.put(command)
+
+    def new_label(self, kind: str) -> str:
+        """A name for a future that nobody can guess."""
+        return f"{kind}:{secrets.token_hex(16)}"
+
     def break_future(self, number: int, error: MegascendError) -> None:
         """End a future that no rank was asked for."""
         future = self.futures.numbered(number)

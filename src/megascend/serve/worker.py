@@ -8,7 +8,7 @@ from megascend.backend import Backend
 from megascend.lora.queue import AdapterQueue
 from megascend.serve.commands import Outcome
 from megascend.serve.inbox import Inbox
-from megascend.serve.lines import Lines
+from megascend.serve.lines import Generate, Lines
 
 
 def work(
@@ -16,15 +16,17 @@ def work(
     queue: AdapterQueue,
     inbox: Inbox | None,
     report: Callable[[list[Outcome]], None],
+    generate: Generate | None = None,
     max_pending: int = 64,
 ) -> None:
     """Run commands until the inbox of rank 0 is closed. Collective.
 
     Args:
         inbox: rank 0's; None on the others.
+        generate: answers requests to sample; collective.
         report: called on every rank with what has ended.
     """
-    lines = Lines(backend, queue, max_pending)
+    lines = Lines(backend, queue, max_pending, generate)
     while True:
         idle = lines.idle
 

@@ -1,0 +1,139 @@
+"""Sampling on behalf of clients: saved adapters are loaded for it, a few at a time, beside those in training."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.errors import ConfigError, DataError, MegascendError
+from megascend.serve.checkpoints import Record
+from megascend.serve.commands import Create, Remove, Respond
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.futures import Future
+from megascend.serve.names import CheckpointPath
+from megascend.serve.requests import integer, text
+from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
+from megascend.serve.service import Service
+from megascend.serve.tenancy import Session
+
+BASE = "base"
+"""Line of commands for the model without an adapter."""
+
+
+@dataclass
+class _Loaded:
+    adapter: str
+    pending: int = 0
+
+
+class Samplers:
+    """Which saved adapters are loaded for sampling.
+
+    Args:
+        service: whose clients ask.
+        most: adapters at a time. One that is not sampled from makes room, that used longest ago first.
+    """
+
+    def __init__(self, service: Service, most: int) -> None:
+        self._service, self._most = service, most
+        self._loaded: OrderedDict[tuple[str, float], _Loaded] = OrderedDict()
+        self._count = 0
+
+    def sample(self, tenant: str, body: Mapping[str, Any]) -> Future:
+        """Responses of the model that a sampling session stands for, or of the one that the request names itself.
+
+        Raises:
+            RequestRefusedError: 404 or 410, there is no such session or checkpoint; 429, too much is pending.
+        """
+        name, session, path = self._whose(tenant, body)
+        number = None if body.get("seq_id") is None else integer(body, "seq_id")
+        if name is not None and number is not None:
+            made = self._service.futures.get(f"{name}:request:{number}", tenant)
+            if made is not None:
+                return made
+        label = f"{name}:request:{number}" if name and number is not None else self._service.new_label("sample")
+        owner = f"{session.name if session else tenant}:samples"
+        if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
+            raise RequestRefusedError("too many of your samples are pending", 429)
+        return self._submit(tenant, label, owner, path, body)
+
+    def _whose(self, tenant: str, body: Mapping[str, Any]) -> tuple[str | None, Session | None, str | None]:
+        if body.get("sampling_session_id") is None:
+            return None, None, None if body.get("model_path") is None else text(body, "model_path")
+        name = text(body, "sampling_session_id")
+        session = self._service.tenancy.session(name.partition(":")[0], tenant)
+        if name not in session.samplers:
+            raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
+        return name, session, session.samplers[name]
+
+    def _submit(self, tenant: str, label: str, owner: str, path: str | None, body: Mapping[str, Any]) -> Future:
+        service = self._service
+        loaded: _Loaded | None = None
+        try:
+            if path is not None:
+                loaded = self._load(tenant, path)
+            request = sample_request_of(body, None if loaded is None else loaded.adapter, service.base.max_length)
+            last_n = None if body.get("prompt_logprobs_last_n") is None else integer(body, "prompt_logprobs_last_n")
+        except (ConfigError, DataError) as error:
+            return self._failed(tenant, label, owner, error)
+        if loaded is not None:
+            loaded.pending += 1
+
+        def then(succeeded: bool) -> None:
+            if loaded is not None:
+                loaded.pending -= 1
+
+        def answer(result: Any) -> SampleAnswer:
+            if result.error is not None:
+                raise ConfigError(result.error)
+            return SampleAnswer(result, last_n)
+
+        tokens = len(request.prompt) + request.num_samples * request.params.max_tokens
+        future = service.futures.make(label, tenant, owner, "sample", answer_of=answer, then=then, tokens=tokens)
+        future.parts = request.num_samples
+        service.put(Respond(future.number, BASE if loaded is None else loaded.adapter, request))
+        return future
+
+    def _failed(self, tenant: str, label: str, owner: str, error: MegascendError) -> Future:
+        future = self._service.futures.make(label, tenant, owner, "sample")
+        self._service.break_future(future.number, error)
+        return future
+
+    def _load(self, tenant: str, text_of_path: str) -> _Loaded:
+        """A saved adapter, loaded now if it is not yet."""
+        record, directory = self._service.checkpoints.find(tenant, CheckpointPath.parse(text_of_path), public=True)
+        key = (str(record.path), record.saved)
+        found = self._loaded.get(key)
+        if found is None:
+            self._make_room()
+            self._count += 1
+            found = self._loaded[key] = _Loaded(f"p{self._count}")
+            self._ask_to_load(tenant, key, found, record, str(directory))
+        self._loaded.move_to_end(key)
+        return found
+
+    def _ask_to_load(self, tenant: str, key: tuple[str, float], found: _Loaded, record: Record, directory: str) -> None:
+        def then(succeeded: bool) -> None:
+            if not succeeded:
+                self._loaded.pop(key, None)
+
+        label = self._service.new_label("load_sampler")
+        future = self._service.futures.make(label, tenant, None, "load_sampler", then=then)
+        self._service.put(Create(future.number, found.adapter, None, directory, False))
+
+    def _make_room(self) -> None:
+        """Remove the adapter that was used longest ago, if there are as many as may be.
+
+        Raises:
+            RequestRefusedError: 429; all are being sampled from.
+        """
+        if len(self._loaded) < self._most:
+            return
+        key = next((key for key, loaded in self._loaded.items() if loaded.pending == 0), None)
+        if key is None:
+            raise RequestRefusedError(f"{self._most} saved models are being sampled from; one more has to wait", 429)
+        gone = self._loaded.pop(key)
+        future = self._service.futures.make(self._service.new_label("unload_sampler"), "", None, "unload_sampler")
+        self._service.put(Remove(future.number, gone.adapter))
