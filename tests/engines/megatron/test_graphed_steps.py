@@ -25,7 +25,7 @@ def make_backend(checkpoint, settings=None, *, strict=False):
         checkpoint,
         precision="fp32",
         optimizer=Adam(lr=1e-4, eps=1e-6),
-        batching=Batching(micro_batch_tokens=120),
+        batching=Batching(micro_batch_tokens=240),
         adapters=Adapters(),
         timeout_s=60,
     )
@@ -44,7 +44,7 @@ def life_of(checkpoint, settings):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
-    rooms = {"roomy": CudaGraphs(max_tokens=512, max_count=64), "tight": CudaGraphs(max_tokens=64, max_count=2)}
+    rooms = {"roomy": CudaGraphs(max_tokens=512, max_count=64), "tight": CudaGraphs(max_tokens=128, max_count=2)}
 
     def lives():
         return {name: life_of(checkpoint, settings) for name, settings in {"plain": None, **rooms}.items()}
@@ -64,7 +64,7 @@ def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
         )
         assert tight.captures <= 2 < tight.captured
         assert tight.dropped
-        assert "micro batches above adapters.cuda_graphs.max_tokens=64 tokens" in tight.eager
+        assert "micro batches above adapters.cuda_graphs.max_tokens=128 tokens" in tight.eager
 
 
 def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
@@ -132,11 +132,11 @@ def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, capl
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
     def reports():
-        backend = make_backend(checkpoint, CudaGraphs(max_tokens=64))
+        backend = make_backend(checkpoint, CudaGraphs(max_tokens=128))
         backend.add_adapter("drops", Lora(rank=2, dropout=0.5))
         backend.add_adapter("keeps", Lora(rank=2))
         losses = []
-        for name, length in (("drops", 9), ("drops", 10), ("keeps", 70), ("keeps", 80), ("keeps", 9)):
+        for name, length in (("drops", 9), ("drops", 10), ("keeps", 170), ("keeps", 180), ("keeps", 9)):
             ids = torch.arange(length + 1) % 90
             losses.append(backend.forward_backward([Sample.causal(ids)], adapter=name).loss)
         report = backend.cuda_graphs
@@ -150,7 +150,7 @@ def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, capl
     assert all(loss > 0 for loss in losses)
     assert report.eager == {
         "adapters with dropout": 2,
-        "micro batches above adapters.cuda_graphs.max_tokens=64 tokens": 2,
+        "micro batches above adapters.cuda_graphs.max_tokens=128 tokens": 2,
     }
     assert (report.first, report.captured, report.replayed) == (1, 0, 0)
     assert left == 0, "a removed adapter leaves no copy of its values"
