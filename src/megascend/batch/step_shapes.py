@@ -12,8 +12,8 @@ StepKind = Literal["cross_entropy", "logprobs", "forward", "hidden"]
 states alone."""
 
 SMALLEST, STEPS_PER_OCTAVE = 128, 4
-"""Before 9.15.1, cuDNN's attention reads memory that is not its own when its backward pass is replayed for a number of keys that is
-no multiple of 128 (release notes of cudnn-frontend 1.16.0): on an H200, 320 tokens ended with an illegal memory access."""
+"""Before 9.15.1, cuDNN's attention reads memory that is not its own when its backward pass is replayed for numbers of keys that are
+not multiples of 128 (release notes of cudnn-frontend 1.16.0). On an H200, 320 tokens ended with an illegal memory access."""
 
 
 @dataclass(frozen=True)
