@@ -12,7 +12,7 @@ StepKind = Literal["cross_entropy", "logprobs", "forward", "hidden"]
 states alone."""
 
 SMALLEST, STEPS_PER_OCTAVE = 128, 4
-"""Before 9.15.1, cuDNN's attention reads memory that is not its own when its backward pass is replayed for numbers of keys that are
+"""Before 9.15.1, cuDNN reads memory that is not its own when a backward pass of attention is replayed for numbers of keys that are
 not multiples of 128 (release notes of cudnn-frontend 1.16.0). On an H200, 320 tokens ended with an illegal memory access."""
 
 
