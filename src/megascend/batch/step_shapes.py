@@ -12,8 +12,8 @@ StepKind = Literal["cross_entropy", "logprobs", "forward", "hidden"]
 states alone."""
 
 SMALLEST, STEPS_PER_OCTAVE = 128, 4
-"""Before 9.15.1, cuDNN reads memory that is not its own when a backward pass of attention is replayed for numbers of keys that are
-not multiples of 128 (release notes of cudnn-frontend 1.16.0). On an H200, 320 tokens ended with an illegal memory access."""
+"""Before 9.15.1, cuDNN reads memory that is not its own when it replays a backward pass of attention whose number of keys is
+not a multiple of 128 (release notes of cudnn-frontend 1.16.0). On an H200, 320 tokens ended with an illegal memory access."""
 
 
 @dataclass(frozen=True)
