@@ -56,9 +56,9 @@ def service(settings: ServeConfig, ranks: int, folder: Path) -> Iterator[str]:
             raise failures[0]
 
 
-def training_job(url: str, model: Path, vocabulary: int = 320, rank: int = 8) -> dict[str, Any]:
+def training_job(url: str, model: Path, vocabulary: int = 320, rank: int = 8, seed: int = 5) -> dict[str, Any]:
     """Data and steps for client_program.py: every loss, weights of both signs and 0, several targets of a position."""
-    chance = random.Random(5)
+    chance = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
         return [chance.randrange(3, vocabulary) for _ in range(count)]

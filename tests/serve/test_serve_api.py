@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
     model = here.alice.model()
     found = here.alice.ask("save_weights", {"model_id": model, "path": name, "seq_id": 1})
     assert found["category"] == "user"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["audit.jsonl"]
     for path in (f"tinker://{model}/weights/{name}", f"tinker://../{model}/weights/a", f"file:///{name}", name):
         assert here.alice.post("weights_info", {"tinker_path": path}).status_code in (400, 404, 422)
     assert "error" not in here.alice.fetch(here.alice.forward_backward(model, 2, 10))
@@ -182,7 +183,7 @@ def test_bad_data_fail_their_own_step(here, changes, why) -> None:
     model, other = here.alice.model(), here.bob.model()
     body = train_body(model, 2, 10, **changes)
     good = here.alice.forward_backward(model, 1, 10)
-    bad = here.alice.post("forward_backward", content=__import__("json").dumps(body)).json()["request_id"]
+    bad = here.alice.post("forward_backward", content=json.dumps(body)).json()["request_id"]
     step = here.alice.optim_step(model, 3)
     others = [here.bob.forward_backward(other, 1, 11), here.bob.optim_step(other, 2)]
     assert "error" not in here.alice.fetch(good)
@@ -255,6 +256,44 @@ def test_garbage_is_refused(here) -> None:
 # --- as time passes ---
 
 
+def test_what_was_saved_is_there_after_a_restart_and_half_a_save_is_not(tmp_path) -> None:
+    with served(tmp_path / "storage") as here:
+        model = here.alice.model()
+        path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    half = next((tmp_path / "storage" / "alice").glob("*/weights")) / "half"  # the server was killed before its record
+    half.mkdir()
+    (half / "adapter_model.safetensors").write_bytes(b"123")
+    with served(tmp_path / "storage") as here:
+        assert here.alice.post("get_info", {"model_id": model}).status_code == 404
+        assert [found["tinker_path"] for found in here.alice.get("checkpoints").json()["checkpoints"]] == [path]
+        session = here.alice.post("create_session", {}).json()["session_id"]
+        load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        assert here.alice.ask("load_weights", load)["type"] == "load_weights"
+        assert here.bob.get("checkpoints").json()["checkpoints"] == []
+
+
+def test_checkpoints_expire(tmp_path) -> None:
+    with served(tmp_path) as here:
+        model = here.alice.model()
+        save = {"model_id": model, "path": "short", "seq_id": 1, "ttl_seconds": 0}
+        path = here.alice.ask("save_weights", save)["path"]
+        assert here.alice.post("weights_info", {"tinker_path": path}).status_code == 404
+        here.tick(601)
+        assert list(tmp_path.glob("alice/*/weights/*")) == []
+
+
+def test_requests_are_noted_but_not_their_keys(tmp_path) -> None:
+    with served(tmp_path) as here:
+        here.alice.model()
+        here.client.post("/api/v1/create_session", json={})
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [(each["tenant"], each["path"].rsplit("/", 1)[-1], each["status"]) for each in lines] == [
+        ("alice", "create_session", 200),
+        ("alice", "create_model", 200),
+    ]
+    assert not any(key in (tmp_path / "audit.jsonl").read_text() for key in KEYS.values())
+
+
 def test_a_silent_session_ends_and_its_models_go(here) -> None:
     model, other = here.alice.model(), here.bob.model()
     here.tick(200)
@@ -276,9 +315,11 @@ def test_answers_are_forgotten_some_time_after_they_were_fetched(here) -> None:
     assert "no longer kept" in here.alice.post("forward_backward", train_body(model, 1, 10)).text
 
 
-def test_a_model_that_is_unloaded_is_gone(here) -> None:
+def test_a_model_that_is_unloaded_is_gone_with_what_still_waits(here) -> None:
     model = here.alice.model()
+    early = [here.alice.forward_backward(model, 2, 10), here.alice.optim_step(model, 4)]
     assert here.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
+    assert [here.alice.fetch(name)["category"] for name in early] == ["user", "user"]
     assert (here.backend.adapters, here.alice.post("get_info", {"model_id": model}).status_code) == ({}, 404)
 
 

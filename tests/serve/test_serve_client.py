@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from serve_ranks import service, training_job, written
+from serve_ranks import KEYS, service, training_job, written
 
 from forked_programs import environment, run_forked
 from megascend.config import Parallel
@@ -38,12 +43,128 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 def test_the_client_trains_as_transformers_peft_and_adamw_do(model, served, tmp_path) -> None:
     url, settings = served
+    compare_with_reference(model, url, settings, tmp_path)
+
+
+LAYOUTS = {
+    "one rank": (1, Parallel()),
+    "PP2": (2, Parallel(pipeline=2)),
+    "DP2": (2, Parallel()),
+    "CP2": (2, Parallel(context=2)),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_does_in_other_layouts(model, tmp_path, layout) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    settings = ServeConfig(
+        model=model, port=0, storage=tmp_path / "storage", precision="fp32", parallel=parallel, platform="cpu"
+    )
+    with service(settings, ranks, tmp_path / "run") as url:
+        compare_with_reference(model, url, settings, tmp_path)
+
+
+OLDER = (
+    sorted(Path(os.environ["MEGASCEND_TINKER_CLIENTS"]).iterdir()) if "MEGASCEND_TINKER_CLIENTS" in os.environ else []
+)
+"""Environments with clients of other versions, as scripts/test_serve.sh makes them."""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    not OLDER, reason="MEGASCEND_TINKER_CLIENTS names no environments (bash scripts/test_serve.sh makes them)"
+)
+@pytest.mark.parametrize("client", OLDER, ids=lambda path: path.name)
+def test_clients_of_other_versions_do_too(model, served, tmp_path, client) -> None:
+    url, settings = served
+
+    def run(job_file: Path, answer: Path) -> subprocess.CompletedProcess[str]:
+        command = [client / "bin" / "python", HERE / "client_program.py", job_file, answer]
+        variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
+
+    assert compare_with_reference(model, url, settings, tmp_path, run)["version"] == client.name
+
+
+@pytest.mark.nightly
+def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
+    """Six clients of ranks 1 to 64 at once, each with a learning rate of its own, then each by itself."""
+    url, _ = served
+    jobs = []
+    for number in range(6):
+        job = training_job(url, model, rank=(1, 4, 8, 16, 48, 64)[number], seed=number)
+        job["key"] = list(KEYS.values())[number % 2]
+        job["steps"] = [
+            {**step, "adam": {**step["adam"], "learning_rate": 1e-3 * (number + 1)}} for step in job["steps"]
+        ]
+        jobs.append(written(tmp_path / f"job-{number}.json", job))
+
+    def answer(number: int, name: str) -> Path:
+        return tmp_path / f"{name}-{number}.json"
+
+    programs = [
+        subprocess.Popen(
+            [sys.executable, HERE / "client_program.py", job, answer(number, "together")], env=environment()
+        )
+        for number, job in enumerate(jobs)
+    ]
+    assert [program.wait(200) for program in programs] == [0] * len(jobs)
+    for number, job in enumerate(jobs):
+        done = run_forked(HERE / "client_program.py", job, answer(number, "alone"), variables=environment())
+        assert done.returncode == 0, done.stderr
+    together, alone = (
+        [json.loads(answer(number, name).read_text())["steps"] for number in range(len(jobs))]
+        for name in ("together", "alone")
+    )
+    for mixed, lone in zip(together, alone, strict=True):
+        for one, other in zip(mixed, lone, strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-6, abs=1e-5)
+            for some, others in zip(one["logprobs"], other["logprobs"], strict=True):
+                assert some == pytest.approx(others, abs=5e-6)
+    figures = httpx.get(f"{url}/metrics").text
+    alone_in_batch = int(re.search(r'megascend_models_in_batch_bucket{le="1"} (\d+)', figures)[1])
+    batches = int(re.search(r"megascend_models_in_batch_count (\d+)", figures)[1])
+    assert alone_in_batch < batches
+
+
+@pytest.mark.nightly
+def test_the_cookbooks_reward_rises() -> None:
+    root = HERE.parents[1]
+    variables = environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", root / "cookbook" / "tinker_rl.sh"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "saved as tinker://" in done.stdout
+
+
+Run = Callable[[Path, Path], "subprocess.CompletedProcess[str]"]
+
+
+def compare_with_reference(
+    model: Path, url: str, settings: ServeConfig, folder: Path, run: Run | None = None
+) -> dict[str, Any]:
+    """Let a client train, and compare with transformers, peft and AdamW; what the client wrote.
+
+    Args:
+        run: the client's program; default: with the client that is installed here.
+    """
     job = training_job(url, model)
-    job_file = written(tmp_path / "job.json", job)
-    done = run_forked(HERE / "client_program.py", job_file, tmp_path / "answer.json", variables=environment())
+    job_file, answer_file = written(folder / "job.json", job), folder / "answer.json"
+    if run is None:
+        done = run_forked(HERE / "client_program.py", job_file, answer_file, variables=environment())
+    else:
+        done = run(job_file, answer_file)
     assert done.returncode == 0, done.stderr
-    answer = json.loads((tmp_path / "answer.json").read_text())
-    check(answer, reference(job_file, answer, settings, tmp_path), job)
+    answer = json.loads(answer_file.read_text())
+    check(answer, reference(job_file, answer, settings, folder), job)
+    return answer
 
 
 def reference(job: Path, answer: dict[str, Any], settings: ServeConfig, folder: Path) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class ServeConfig(Section):
         120, description="a request that does not come for so long fails the step it belongs to"
     )
     answer_s: Seconds = Field(3600, description="how long an answer that nobody fetches is kept")
-    log: Literal["requests", "none"] = Field("requests", description="write an audit log beside the checkpoints")
+    log: Literal["requests", "none"] = Field(
+        "requests", description="requests: note who asked for what in audit.jsonl, in storage"
+    )
     limits: Limits = Limits()
 
 

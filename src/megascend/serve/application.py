@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from megascend.errors import MegascendError
 from megascend.serve import saving
+from megascend.serve.audit import Audit
 from megascend.serve.catalogue import Listing, catalogue_routes
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
@@ -47,6 +48,8 @@ class Api:
     def __init__(self, service: Service, keys: Keys) -> None:
         self.service, self._keys = service, keys
         self._samplers = Samplers(service, service.settings.max_samplers)
+        storage = service.settings.storage
+        self.audit = Audit(storage / "audit.jsonl" if service.settings.log == "requests" else None)
         self._most = service.settings.limits.body_bytes
 
     def routes(self) -> list[Route]:
@@ -85,11 +88,14 @@ class Api:
             if tenant is None:
                 return self.refusal(RequestRefusedError("a valid API key is needed (TINKER_API_KEY)", 401))
             try:
-                return await handler(self, request, tenant)
+                response = await handler(self, request, tenant)
             except RequestRefusedError as error:
-                return self.refusal(error)
+                response = self.refusal(error)
             except MegascendError as error:
-                return self.refusal(RequestRefusedError(str(error), 400))
+                response = self.refusal(RequestRefusedError(str(error), 400))
+            address = request.client.host if request.client is not None else ""
+            self.audit.write(tenant, request.method, request.url.path, response.status_code, address)
+            return response
 
         return answer
 
@@ -282,6 +288,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+            api.audit.close()
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

@@ -57,6 +57,7 @@ class Checkpoints:
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.root, self._clock = root, clock
+        root.mkdir(parents=True, exist_ok=True)
 
     def commit(self, tenant: str, record: Record) -> Record:
         """Make a checkpoint count whose directory is complete; with its size."""
@@ -76,7 +77,7 @@ class Checkpoints:
         """
         owners = [tenant]
         if public:
-            owners += sorted(d.name for d in self.root.iterdir() if d.name != tenant) if self.root.is_dir() else []
+            owners += sorted(d.name for d in self.root.iterdir() if d.is_dir() and d.name != tenant)
         for owner in owners:
             record = self._read(owner, path)
             if record is not None and (owner == tenant or record.public):
@@ -113,7 +114,7 @@ class Checkpoints:
     def remove_expired(self) -> int:
         """Remove what has expired; how many."""
         count = 0
-        for tenant in self.root.iterdir() if self.root.is_dir() else ():
+        for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._all(tenant.name, None, expired=True)):
                 if record.expires is not None and record.expires < self._clock():
                     self._remove(record.path.directory(self.root, tenant.name))

@@ -11,6 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from megascend.serve.body import decompress
 from megascend.serve.errors import RequestRefusedError
 
+TIMEOUT_S = 120.0
+"""How long a client may take to send a body."""
+
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body, opened, at most ``limit`` bytes.
@@ -18,17 +21,24 @@ async def read_body(request: Request, limit: int) -> bytes:
     Raises:
         RequestRefusedError: 413, it is larger; and as :func:`megascend.serve.body.decompress`.
     """
-    parts, size = [], 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
-            parts.append(part)
+        body = await asyncio.wait_for(_read(request, limit), TIMEOUT_S)
     except ClientDisconnect:
         raise RequestRefusedError("the client went away before its body had ended") from None
+    except (TimeoutError, asyncio.TimeoutError):
+        raise RequestRefusedError(f"the body had not ended after {TIMEOUT_S:g} s", 408) from None
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    return await asyncio.to_thread(decompress, b"".join(parts), encoding, limit)
+    return await asyncio.to_thread(decompress, body, encoding, limit)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def read_json(request: Request, limit: int) -> dict[str, Any]:

@@ -34,6 +34,9 @@ from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_o
 from megascend.serve.tenancy import Model, Session, Tenancy
 from megascend.serve.wire import TrainAnswer, TrainRequest
 
+SWEEP_S = 600.0
+"""How often checkpoints whose time is over are looked for."""
+
 
 class Service:
     """Sessions, models and futures of all tenants, above the ranks.
@@ -59,6 +62,7 @@ class Service:
         self.checkpoints = Checkpoints(settings.storage)
         self.figures = Figures()
         self.ready = False
+        self._swept = clock()
 
     # --- models ---
 
@@ -110,6 +114,9 @@ class Service:
         answer = {"model_id": model.name, "type": "unload_model"}
         future = self.futures.make(name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer)
         self._inbox.put(Remove(future.number, model.adapter))
+        while model.order.early:  # what still waits for others fails, too
+            for turn in model.order.give_up():
+                turn()
         self._count_models()
         return future
 
@@ -300,6 +307,9 @@ class Service:
             if model.gap_since is not None and self.clock() - model.gap_since > self.settings.gap_timeout_s:
                 self._skip_missing(model)
         self.futures.forget()
+        if self.clock() - self._swept > SWEEP_S:
+            self._swept = self.clock()
+            self.checkpoints.remove_expired()
 
     def _skip_missing(self, model: Model) -> None:
         """Let those run that wait for requests which have not come; the step that these belonged to fails."""
