@@ -85,7 +85,7 @@ class QueueFullError(MegascendError, RuntimeError):
 
 
 class EngineError(MegascendError, RuntimeError):
-    """An inference engine refused, or failed at, what it was asked for; the message has its name and its answer."""
+    """An inference engine or the sampler refused, or failed at, what it was asked for; the message says which, and why."""
 
 
 class EngineLostError(EngineError, ConnectionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from forked_programs import run_forked
 from megascend import Adapters, Batching, Lora, Parallel
+from megascend.errors import EngineError
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.testing import run_distributed
 from megascend.testing.lora_parity import write_adapter
@@ -105,6 +107,26 @@ def stopped(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
         small = Sampler(backend, cache_tokens=20).generate([stopping[0], replace(plain[0], prompt=[9] * 14)])
         given_up = sampler.generate(plain, cancelled)
     return tokens, by_stops, by_end, no_text, small, given_up, len(asked)
+
+
+def in_trouble(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
+    """What a call returns where one adapter is not a number, and what is raised where a function of the caller raises."""
+    from megascend.sampling.sampler import Sampler
+
+    with make_backend(checkpoint, parallel) as backend:
+        for name, path in adapters.items():
+            backend.load_adapter(name, path)
+        backend.adapters["a"].values.detach().fill_(math.nan)
+        results = Sampler(backend).generate(REQUESTS)
+        errors = []
+        for functions, cancelled in (({"decode": lambda tokens: 1 / 0}, None), ({}, lambda: {}["nothing"])):
+            stop = ("never",) if functions else ()
+            request = SampleRequest([40], replace(GREEDY, stop=stop))
+            with pytest.raises(EngineError) as caught:
+                Sampler(backend, **functions).generate([request], cancelled)
+            errors.append(str(caught.value))
+        again = Sampler(backend).generate(REQUESTS[2:3])
+    return results, errors, again
 
 
 def sampled(
@@ -221,10 +243,11 @@ def test_a_seed_gives_the_same_again_whatever_is_beside_it(alone) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, alone) -> None:
     ranks, parallel = LAYOUTS[layout]
-    found = run_distributed(sampled, ranks, checkpoint, adapters, parallel, [REQUESTS], init=False)
-    ((results,), *others) = found
-    assert others == [[results]] * (ranks - 1)
+    found = run_distributed(sampled, ranks, checkpoint, adapters, parallel, [REQUESTS, REQUESTS[2:3]], init=False)
+    results, few = found[0]  # the second time fewer rows than there may be ranks
+    assert found[1:] == [found[0]] * (ranks - 1)
     same(results, alone[0])
+    same(few, alone[0][2:3])
     for request, result, expected in zip(REQUESTS, results, alone[0], strict=True):
         for name in ("prompt_logprobs", "topk_prompt_logprobs"):
             assert (getattr(result, name) is None) == (getattr(expected, name) is None)
@@ -271,3 +294,13 @@ def test_responses_end_by_stops_and_when_nobody_waits_for_them(checkpoint, adapt
     reasons = [of.samples[0].stop_reason for of in given_up]
     assert reasons == ["length", "cancelled", "length"]
     assert [of.samples[0].tokens for of in given_up] == [tokens[0], tokens[1][:4], tokens[2]]
+
+
+def test_trouble_stays_where_it_is_and_all_ranks_hear_of_it(checkpoint, adapters, alone) -> None:
+    ranks = run_distributed(in_trouble, 2, checkpoint, adapters, Parallel(), init=False)
+    results, errors, again = ranks[0]
+    assert repr(ranks[1]) == repr(ranks[0])
+    assert results[0].error == "the model's logits are not finite (after 0 tokens)"
+    same(results[1:], alone[0][1:])
+    assert errors == ["sampling: rank 0: ZeroDivisionError: division by zero", "sampling: rank 0: KeyError: 'nothing'"]
+    same(again, alone[0][2:3])

@@ -18,6 +18,8 @@ class Row:
         of: number of its request.
         sample: number among the request's responses.
         seed: of the request.
+        reason: why the row has ended; None: it has not.
+        problem: why it cannot go on.
     """
 
     number: int
@@ -29,6 +31,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
     reason: StopReason | None = None
+    problem: str | None = None
 
     def __post_init__(self) -> None:
         if not self.request.params.max_tokens:
@@ -61,6 +64,10 @@ class Row:
             self.reason = "stop"
         elif len(self.tokens) >= self.request.params.max_tokens:
             self.reason = "length"
+
+    def fail(self, problem: str) -> None:
+        """End without a response."""
+        self.reason, self.problem = "cancelled", f"{problem} (after {len(self.tokens)} tokens)"
 
     def sequence(self) -> SampledSequence:
         """The finished response."""

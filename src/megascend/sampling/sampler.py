@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 from megascend.backend import Backend
 from megascend.distributed.objects import gather_objects
 from megascend.engines.base import CachingEngine
+from megascend.errors import EngineError
 from megascend.sampling.cached import Cached
 from megascend.sampling.choice import choose, top_logprobs
 from megascend.sampling.decoder import Decoder
@@ -36,6 +38,23 @@ class _Token:
     logprob: float
     top: TopLogprobs
     stopped: bool
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells all others after a pass.
+
+    Attributes:
+        tokens: by the row's number.
+        failed: numbers of rows without a next token.
+        gone: requests that nobody waits for any more.
+        problem: why sampling cannot go on.
+    """
+
+    tokens: dict[int, _Token]
+    failed: tuple[int, ...]
+    gone: frozenset[int]
+    problem: str | None = None
 
 
 class Sampler:
@@ -83,17 +102,18 @@ class Sampler:
 
         Raises:
             OutOfStepError: on every rank: they were given different requests, or are in different calls.
+            EngineError: on every rank: ``decode`` or ``cancelled`` raised on one.
         """
         with self._groups.monitor.phase("sample"):
             errors, seeds = self._agree(requests)
             accepted = [(of, request) for of, request in enumerate(requests) if errors[of] is None]
             prompts = score_prompts(self._backend, self._step, accepted)
             rows = rows_of(accepted, seeds)
-            ask = cancelled or (lambda: ())
+            ask, gone = cancelled or (lambda: ()), set[int]()
             most = min(self._max_rows, self._engine.batching.budget)
             apart = not getattr(self._engine, "mixes_adapters", True)
             for batch in batches(rows, self._cache_tokens, most, apart=apart):
-                self._sample(batch, ask)
+                self._sample(batch, ask, gone)
         answers: dict[int, list[Row]] = {of: [] for of, _ in accepted}
         for row in rows:
             answers[row.of].append(row)
@@ -123,9 +143,10 @@ class Sampler:
         engine = self._engine
         if self._decode is None and any(isinstance(stop, str) for stop in request.params.stop):
             return "stop: there is no tokenizer for texts; name token ids"
+        budget = engine.batching.budget
         limits = [
             (engine.max_length, "the model's context, or batching.max_length"),
-            (engine.batching.budget, "batching.micro_batch_tokens"),
+            (budget - budget % engine.layout.padded_length(1), "batching.micro_batch_tokens"),
             (self._cache_tokens, "the sampler's cache_tokens"),
         ]
         limit, setting = min(limits, key=lambda each: each[0])
@@ -133,40 +154,58 @@ class Sampler:
 
     # --- one batch ---
 
-    def _sample(self, batch: Sequence[Row], cancelled: Cancelled) -> None:
-        """Sample all rows of a batch to their ends, in place."""
+    def _sample(self, batch: Sequence[Row], cancelled: Cancelled, gone: set[int]) -> None:
+        """Sample all rows of a batch to their ends, in place.
+
+        Args:
+            gone: requests that have been cancelled so far, to which it adds.
+        """
         mine = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
         by_number = {row.number: row for row in batch}
+        _give_up(batch, gone)
         with self._decoder(batch) as decoder:
             while any(row.reason is None for row in batch):
                 open_rows = [row for row in mine if row.reason is None]
-                logits = decoder.logits(open_rows)
-                chosen: dict[int, _Token] = {}
-                if logits is not None and self._chooses:
-                    chosen = self._choose(open_rows, logits)
-                given_up = set(cancelled()) if self._groups.rank == 0 else set()
-                for tokens, numbers in gather_objects((chosen, given_up), "world", self._groups, "the next tokens"):
-                    for number, next_token in tokens.items():
-                        by_number[number].add(
-                            next_token.token, next_token.logprob, next_token.top, stopped=next_token.stopped
-                        )
-                    given_up |= numbers
-                for row in batch:
-                    if row.reason is None and row.of in given_up:
-                        row.reason = "cancelled"
+                told = self._tell(open_rows, decoder.logits(open_rows), cancelled)
+                for found in gather_objects(told, "world", self._groups, "the next tokens"):
+                    if found.problem is not None:
+                        raise EngineError(f"sampling: {found.problem}")
+                    for number, token in found.tokens.items():
+                        by_number[number].add(token.token, token.logprob, token.top, stopped=token.stopped)
+                    for number in found.failed:
+                        by_number[number].fail("the model's logits are not finite")
+                    gone |= found.gone
+                _give_up(batch, gone)
+
+    def _tell(self, rows: Sequence[Row], logits: Tensor | None, cancelled: Cancelled) -> _Told:
+        """What this rank tells all others after a pass. Never raises: the others wait for it."""
+        try:
+            gone = frozenset(cancelled()) if self._groups.rank == 0 else frozenset()
+            if logits is None or not self._chooses:
+                return _Told({}, (), gone)
+            finite = logits.isfinite().all(-1).tolist()
+            failed = tuple(row.number for row, fine in zip(rows, finite, strict=True) if not fine)
+            return _Told(self._choose(rows, logits, finite), failed, gone)
+        except Exception as error:
+            logging.getLogger(__name__).exception("sampling failed on rank %d", self._groups.rank)
+            return _Told({}, (), frozenset(), f"rank {self._groups.rank}: {type(error).__name__}: {error}")
 
     def _decoder(self, batch: Sequence[Row]) -> Decoder:
         if self.why_no_cache is not None:
             return Recomputed(self._step)
         return Cached(self._step, cast(CachingEngine, self._engine), batch)
 
-    def _choose(self, rows: Sequence[Row], logits: Tensor) -> dict[int, _Token]:
-        """The next token of every row, by its number."""
+    def _choose(self, rows: Sequence[Row], logits: Tensor, finite: Sequence[bool]) -> dict[int, _Token]:
+        """The next token of every row whose logits are finite, by its number."""
+        if self._engine.device.type == "cuda":  # where fp64 is fast; they come by way of the host
+            logits = logits.to(self._engine.device)
         found = choose(logits, [row.draw for row in rows])
-        most = max(row.request.topk_logprobs for row in rows)
+        most = max((row.request.topk_logprobs for row in rows), default=0)
         ids, values = top_logprobs(logits, most) if most else (None, None)
         chosen = {}
         for place, (row, token, logprob) in enumerate(zip(rows, found.tokens, found.logprobs, strict=True)):
+            if not finite[place]:
+                continue
             top: TopLogprobs = ()
             if ids is not None and values is not None and (k := row.request.topk_logprobs):
                 top = tuple(zip(ids[place, :k].tolist(), values[place, :k].tolist(), strict=True))
@@ -175,8 +214,16 @@ class Sampler:
         return chosen
 
 
+def _give_up(batch: Sequence[Row], gone: Collection[int]) -> None:
+    """End rows of requests that are cancelled."""
+    for row in batch:
+        if row.reason is None and row.of in gone:
+            row.reason = "cancelled"
+
+
 def _result(error: str | None, rows: Sequence[Row], scores: PromptScores | None) -> SampleResult:
-    if error is not None:
-        return SampleResult(error=error)
+    problem = error or next((row.problem for row in rows if row.problem is not None), None)
+    if problem is not None:
+        return SampleResult(error=problem)
     found = scores or PromptScores()
     return SampleResult(tuple(row.sequence() for row in rows), found.logprobs, found.top)
