@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -101,6 +103,30 @@ def test_a_run_that_failed_in_step_1_may_be_tried_again(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="holds an earlier run"):
         check_start(tmp_path, False, None, Launch())
+
+
+def test_a_directory_that_another_run_writes_to_is_refused(tmp_path: Path) -> None:
+    output = add_run(tmp_path, 4)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        start = {"event": "start", "time": time.time() + 1, "pid": other.pid, "host": socket.gethostname()}
+        events = output / "events.jsonl"
+        events.write_text(json.dumps(start) + "\n")
+        message = f"is being written by another run, process {other.pid} on {socket.gethostname()}: stop it first"
+        for overwrite, resume in ((True, None), (False, "auto")):
+            with pytest.raises(ConfigError, match=message):
+                check_start(output, overwrite, resume, Launch())
+        for allowed in (
+            [start, {"event": "finished", "step": 8}],
+            [start | {"host": "another"}],  # which cannot be told from here
+            [start | {"time": 0}],  # its number belongs to somebody else now
+            [start | {"pid": os.getpid()}],
+        ):
+            events.write_text("".join(json.dumps(event) + "\n" for event in allowed))
+            check_start(output, True, None, Launch())
+        events.write_text(json.dumps(start) + "\n")
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+        check_start(output, True, None, Launch())
 
 
 def test_errors_alone_are_no_run(tmp_path: Path) -> None:

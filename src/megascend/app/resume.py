@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
+from megascend.app.liveness import process_lives
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig, renamed_keys
@@ -56,8 +56,8 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
     """Refuse early, on every rank, what :func:`decide` would refuse for certain.
 
     Raises:
-        ConfigError: the directory holds a run that is neither to be resumed nor overwritten, or is to be both; or it cannot be
-            written to, as rank 0 sees it.
+        ConfigError: the directory holds a run that is neither to be resumed nor overwritten, or is to be both, or has not ended;
+            or it cannot be written to, as rank 0 sees it.
         CheckpointError: there is nothing at ``resume``.
     """
     if overwrite and resume is not None:
@@ -85,7 +85,7 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
     A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
 
     Raises:
-        ConfigError: there is an earlier run that is neither to be resumed nor overwritten.
+        ConfigError: there is an earlier run that is neither to be resumed nor overwritten, or has not ended.
         CheckpointError: there is no checkpoint at ``resume``.
     """
     own = tuple(Retention(output / CHECKPOINTS).candidates())
@@ -94,6 +94,8 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
             return Start(own, said=f"attempt {launch.attempt}: resuming from the last checkpoint")
         if resume is None or str(resume) == "auto":
             return Start(clear=RESULTS, said=f"attempt {launch.attempt}: no checkpoint yet, starting again at step 1")
+    elif overwrite or resume is not None:
+        refuse_running(output)
     if resume is None:
         if not overwrite:
             refuse_earlier_run(output)
@@ -154,24 +156,30 @@ def failed_in_step_1(output: Path) -> bool:
     since = starts[-1].get("time")
     if not isinstance(since, (int, float)):
         return False
+    return error_since(output, since) or process_lives(starts[-1].get("host"), starts[-1].get("pid"), since) is False
+
+
+def refuse_running(output: Path) -> None:
+    """Raise ConfigError if a run of another process is at work in a directory, as far as can be told on this machine."""
+    events = read_lines(output / EVENTS)[0]
+    starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
+    if not starts:
+        return
+    start, later = events[starts[-1]], events[starts[-1] + 1 :]
+    host, pid, since = (start.get(name) for name in ("host", "pid", "time"))
+    if pid == os.getpid() or any(event.get("event") in ("finished", "stopped") for event in later):
+        return
+    if process_lives(host, pid, since) and not error_since(output, since):
+        raise ConfigError(
+            f"output: {output} is being written by another run, process {pid} on {host}: stop it first, or choose another with "
+            "--set output=PATH"
+        )
+
+
+def error_since(output: Path, since: Any) -> bool:
+    """Whether a rank of the run in ``output`` has left an error at ``since`` or later."""
     errors = [error for path in (output / ERRORS).glob("*.json") for error in read_lines(path)[0]]
-    recorded = any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
-    return recorded or is_gone(starts[-1])
-
-
-def is_gone(start: dict[str, Any]) -> bool:
-    """True if the process that wrote a ``start`` event was one of this host and has ended."""
-    import psutil
-
-    pid, host = start.get("pid"), start.get("host")
-    if not isinstance(pid, int) or host != socket.gethostname():
-        return False
-    try:
-        return psutil.Process(pid).create_time() > start["time"]
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.Error:
-        return False
+    return any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
 
 
 def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import textwrap
 import time
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from megascend.app.liveness import process_lives
 from megascend.app.resume import failed_in_step_1
 from megascend.cli.run_report import Attempt, RankError, RunReport
 
@@ -303,15 +303,9 @@ def without_options(words: list[str]) -> list[str]:
 
 def still_running(attempt: Attempt) -> bool:
     """True if rank 0's process is alive on this machine."""
-    if attempt.outcome != "no end" or attempt.process is None or attempt.process[0] != socket.gethostname():
+    if attempt.outcome != "no end" or attempt.process is None:
         return False
-    import psutil
-
-    try:
-        process = psutil.Process(attempt.process[1])
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= (attempt.started or 0.0) + 1.0
-    except psutil.Error:
-        return False
+    return process_lives(*attempt.process, attempt.started or 0.0) is True
 
 
 def _where(report: RunReport) -> str:
