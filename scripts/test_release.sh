@@ -77,6 +77,8 @@ train_with() {
     cd "$work"
     unset PYTHONPATH
     export OMP_NUM_THREADS=1 PATH="$venv/bin:$PATH" WANDB_MODE=offline SWANLAB_MODE=offline
+    mkdir trackio mlflow
+    export TRACKIO_DIR=$work/trackio MLFLOW_TRACKING_URI=sqlite:///$work/mlflow/runs.db
     [ "$(megascend --version)" = "megascend $version" ] || { echo "not version $version: $(megascend --version)"; exit 1; }
     megascend new-model model > /dev/null
     printf '%s\n' '{"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]}' > chat.jsonl
@@ -102,7 +104,8 @@ assert Path("out/metrics.png").exists() == ("plot: true" in sys.argv)
 for line in sys.argv:
     if line.startswith("trackers: "):
         name = line.removeprefix("trackers: [").removesuffix("]")
-        folder = Path("out/tensorboard") if name == "tensorboard" else Path("out/trackers") / name
+        folders = {"tensorboard": "out/tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
+        folder = Path(folders.get(name, f"out/trackers/{name}"))
         assert any(path.is_file() and path.stat().st_size for path in folder.rglob("*")), f"{name} left nothing"
 PYTHON
   )
