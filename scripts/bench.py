@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -136,6 +137,11 @@ def store(rows: Sequence[Row], path: Path, device: str, scale: str, versions: di
     print(f"stored: {path}")
 
 
+def end_on_sigterm() -> None:
+    """End by an exception, so that the line which is running, in a session of its own, is ended too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
@@ -191,4 +197,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main())

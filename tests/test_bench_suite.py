@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -164,17 +165,44 @@ def test_a_line_that_fails_is_told_and_the_others_run(
     assert "the stored ratios are of Test 1, this is Test 2" in capsys.readouterr().out
 
 
-def test_nothing_of_a_line_is_left_after_its_deadline(tmp_path: Path) -> None:
-    child = tmp_path / "pid"
-    body = f"import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen({str(child)!r}, 'w').write(str(child.pid))\n"
-    line = script(tmp_path, "parent", body + "time.sleep(600)")
-    outcome = running.run([line.script], tmp_path / "result.json", tmp_path / "log", 2.0)
-    assert outcome.figures is None
-    pid = int(child.read_text())
-    deadline = time.monotonic() + 20
+def parent(folder: Path, child: Path) -> lines.Line:
+    """A line whose program starts another one, writes that one's process id to ``child``, and waits."""
+    body = "import subprocess\nstarted = subprocess.Popen(['sleep', '600'])\n"
+    body += f"open({str(child)!r} + '.new', 'w').write(str(started.pid))\n"
+    return script(folder, "parent", body + f"os.rename({str(child)!r} + '.new', {str(child)!r})\ntime.sleep(600)")
+
+
+def ended(pid: int, within_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + within_s
     while running_process(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running_process(pid)
+    return not running_process(pid)
+
+
+def test_nothing_of_a_line_is_left_after_its_deadline(tmp_path: Path) -> None:
+    line = parent(tmp_path, tmp_path / "pid")
+    outcome = running.run([line.script], tmp_path / "result.json", tmp_path / "log", 2.0)
+    assert outcome.figures is None
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_sigterm_ends_the_line_that_is_running(tmp_path: Path) -> None:
+    line, child = parent(tmp_path, tmp_path / "pid"), tmp_path / "pid"
+    program = (
+        "import sys; from pathlib import Path; import bench; from bench_suite import running; bench.end_on_sigterm(); "
+    )
+    program += f"running.run([{line.script!r}], Path('result.json'), Path('log'), 300.0)"
+    path = os.pathsep.join([str(SCRIPTS), *filter(None, sys.path)])
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+    try:
+        deadline = time.monotonic() + 60
+        while not child.is_file() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+    assert ended(int(child.read_text()))
 
 
 def running_process(pid: int) -> bool:
