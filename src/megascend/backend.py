@@ -180,7 +180,10 @@ class Backend:
         return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, logprobs)
 
     def optimizer_step(
-        self, adapters: str | Sequence[str] | None = None, adam: Mapping[str, Adam] | None = None
+        self,
+        adapters: str | Sequence[str] | None = None,
+        adam: Mapping[str, Adam] | None = None,
+        lr: float | None = None,
     ) -> StepResult:
         """Reduce and clip the accumulated gradients, update what is trained, and clear the gradients.
 
@@ -191,9 +194,11 @@ class Backend:
             adapters: which adapters; default: all that have accumulated gradients.
             adam: by adapter, settings for this step alone, in place of the backend's own and its schedule: learning rate, betas,
                 eps, weight decay, ``max_grad_norm``. Its other settings have no effect.
+            lr: learning rate of this step alone, in place of the schedule's; for programs with a scheduler of their own.
 
         Raises:
-            ConfigError: a named adapter does not exist, none has accumulated gradients, or ``adam`` names one that makes no step.
+            ConfigError: a named adapter does not exist, none has accumulated gradients, ``adam`` names one that makes no step, or
+                both ``adam`` and ``lr`` are given.
         """
         trainable = self.engine.trainable
         named = "" if adapters is None else repr([adapters] if isinstance(adapters, str) else list(adapters))
@@ -204,11 +209,13 @@ class Backend:
             idle = [name for name in settings if name not in chosen]
             if idle:
                 raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}; the step is for {chosen}")
+            if settings and lr is not None:
+                raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
             return chosen
 
-        call = f"optimizer_step({named}{f', adam={settings}' if settings else ''}){trainable.describe()}"
-        chosen = self._together(call, choose)
-        result = self._adapters().step(chosen, settings) if settings else trainable.step(chosen)
+        own = f", adam={settings}" if settings else "" if lr is None else f", lr={lr!r}"
+        chosen = self._together(f"optimizer_step({named}{own}){trainable.describe()}", choose)
+        result = self._adapters().step(chosen, settings) if settings else trainable.step(chosen, lr=lr)
         self.groups.monitor.step = self.step_count + 1
         return result
 
@@ -233,13 +240,19 @@ class Backend:
         agree(call, self.groups)
         return found
 
-    def discard_gradients(self, adapters: str | Sequence[str]) -> None:
-        """Drop what these adapters have accumulated since their last step. Local: every rank calls it.
+    def discard_gradients(self, adapters: str | Sequence[str] | None = None) -> None:
+        """Drop what has been accumulated since the last step. Local: every rank calls it.
+
+        Args:
+            adapters: which ones' gradients; default: all that there are, or the model's own.
 
         Raises:
             ConfigError: one does not exist.
         """
-        self._adapters().discard(adapters)
+        if adapters is not None:
+            self._adapters().discard(adapters)
+        elif found := self.engine.trainable.with_gradients():
+            self._adapters().discard(found) if self.engine.trainable.frozen else self.engine.trainable.abandon()
 
     def forward(
         self,

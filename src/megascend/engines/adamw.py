@@ -62,9 +62,9 @@ class MainAdamW:
         return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
 
     @torch.no_grad()
-    def step(self, number: int, reduced: bool) -> StepResult:
+    def step(self, number: int, reduced: bool, lr: float | None = None) -> StepResult:
         """Update all parameters, unless a gradient is not finite; then clear the gradients. Waits for the device once."""
-        lr = learning_rate(self._schedule, self._adam.lr, number)
+        lr = learning_rate(self._schedule, self._adam.lr, number) if lr is None else lr
         grads, scale = self.gradients(), self.loss_scale
         norm = self.norm(grads) / scale
         finite = math.isfinite(norm)

@@ -120,8 +120,12 @@ class Trainable(Protocol):
         """
         ...
 
-    def step(self, names: Sequence[str]) -> StepResult:
-        """Reduce, clip and update, on all ranks or on none; then clear the gradients. Collective."""
+    def step(self, names: Sequence[str], *, lr: float | None = None) -> StepResult:
+        """Reduce, clip and update, on all ranks or on none; then clear the gradients. Collective.
+
+        Args:
+            lr: learning rate of this step alone, in place of the schedule's.
+        """
         ...
 
     def with_gradients(self) -> list[str]:
@@ -150,7 +154,9 @@ class Trainable(Protocol):
 class AdapterTrainable(Trainable, Protocol):
     """Adapters on a frozen model."""
 
-    def step(self, names: Sequence[str], adam: Mapping[str, Adam] | None = None) -> StepResult:
+    def step(
+        self, names: Sequence[str], adam: Mapping[str, Adam] | None = None, *, lr: float | None = None
+    ) -> StepResult:
         """As :meth:`Trainable.step`.
 
         Args:

@@ -19,12 +19,13 @@ class ModelOptimizer(Protocol):
 
     skipped_in_a_row: int
 
-    def step(self, number: int, reduced: bool) -> StepResult:
+    def step(self, number: int, reduced: bool, lr: float | None = None) -> StepResult:
         """Update all parameters, or none; then clear the gradients. Collective.
 
         Args:
             number: steps done before, by which the schedule goes.
             reduced: the gradients have been summed over data parallel ranks already.
+            lr: learning rate of this step, in place of the schedule's.
         """
         ...
 
@@ -106,9 +107,9 @@ class FullModel:
             raise ConfigError("optimizer_step(adapters=...): this backend trains the model itself")
         return [""]
 
-    def step(self, names: Sequence[str]) -> StepResult:
+    def step(self, names: Sequence[str], *, lr: float | None = None) -> StepResult:
         reduced, self._accumulated = self._accumulated and self._reduces, False
-        result = self._optimizer.step(self.step_count, reduced)
+        result = self._optimizer.step(self.step_count, reduced, lr)
         self.step_count += 1
         return result
 

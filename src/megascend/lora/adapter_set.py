@@ -90,8 +90,13 @@ class AdapterSet:
             raise ConfigError(f"optimizer_step: {which} has gradients; call forward_backward first")
         return [adapter.name for adapter in chosen]
 
-    def step(self, names: Sequence[str], adam: Mapping[str, Adam] | None = None) -> StepResult:
-        result = StepResult.of(self.optimizer.step(self.named(names), adam or {}))
+    def step(
+        self, names: Sequence[str], adam: Mapping[str, Adam] | None = None, *, lr: float | None = None
+    ) -> StepResult:
+        chosen = self.named(names)
+        if lr is not None:
+            adam = {adapter.name: adapter.adam.model_copy(update={"lr": lr}) for adapter in chosen}
+        result = StepResult.of(self.optimizer.step(chosen, adam or {}))
         self.step_count += 1
         return result
 

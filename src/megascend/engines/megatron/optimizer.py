@@ -68,20 +68,20 @@ class Optimizer:
         """``loss`` times the fp16 loss scale (1 for other precisions)."""
         return self.megatron.scale_loss(loss)
 
-    def step(self, number: int, reduced: bool) -> StepResult:
+    def step(self, number: int, reduced: bool, lr: float | None = None) -> StepResult:
         """Reduce the gradients, then update the parameters, unless any rank's gradients are not finite.
 
         Args:
             number: steps done before, by which the schedule goes.
             reduced: the schedule has started the reduction already (``overlap_grad_reduce``).
+            lr: learning rate of this step, in place of the schedule's.
         """
         if not reduced:
             self._groups.monitor.call("grad reduce", finalize_model_grads, self._chunks)
         with self._groups.monitor.phase("update"):
-            return self._update(number)
+            return self._update(learning_rate(self._schedule, self._adam.lr, number) if lr is None else lr)
 
-    def _update(self, number: int) -> StepResult:
-        lr = learning_rate(self._schedule, self._adam.lr, number)
+    def _update(self, lr: float) -> StepResult:
         self._set_hyperparameters(lr)
         loss_scale = float(self.megatron.get_loss_scale()) if self._scales_loss else 1.0
         overflow = bool(self.megatron.prepare_grads())

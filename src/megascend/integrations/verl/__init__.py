@@ -1,0 +1,1 @@
+"""verl's training engine ``megascend``, the plugin that registers it, and a CPU platform for verl."""

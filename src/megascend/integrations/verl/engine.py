@@ -1,0 +1,300 @@
+"""verl's ``BaseEngine`` on megascend's Megatron backend, registered for ``engine=megatron`` and the vendor ``megascend``.
+
+verl imports it through :mod:`megascend.integrations.verl.plugin`. docs/integrations/verl.md tells how to choose it, what becomes
+of verl's settings, and what is not there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+
+from megascend.backends import MegatronBackend
+from megascend.config import Adapters, Batching
+from megascend.errors import ConfigError
+from megascend.huggingface.info import inspect_checkpoint
+from megascend.integrations.verl import batches, checkpoints
+from megascend.integrations.verl.plugin import VENDOR
+from megascend.integrations.verl.rates import Rates
+from megascend.integrations.verl.settings import translate
+from megascend.topology.topology import plan
+
+log = logging.getLogger(__name__)
+
+ADAPTER = "verl"
+"""Name of the one adapter that a run with LoRA trains."""
+
+
+@EngineRegistry.register("language_model", "megatron", device=["cpu", "cuda", "npu"], vendor=VENDOR)
+class MegascendEngine(BaseEngine):
+    """A language model that verl trains, on all ranks of the default process group.
+
+    Args:
+        model_config, engine_config, optimizer_config, checkpoint_config: verl's; what megascend does not have is refused here.
+
+    Raises:
+        ConfigError: settings that megascend does not have, each by its name, or a layout that cannot work.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        super().__init__()
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.settings = translate(
+            _values(model_config),
+            _values(engine_config),
+            _values(optimizer_config),
+            _values(checkpoint_config),
+            get_device_name(),
+        )
+        self._model_dir = Path(model_config.local_path)
+        self._topology = plan(self.settings.parallel, dist.get_world_size(), inspect_checkpoint(self._model_dir).shape)
+        self._place = self._topology.coordinates(dist.get_rank())
+        self._backend: MegatronBackend | None = None
+        self._rates: Rates | None = None
+        self._kept = checkpoints.Kept()
+        self._adapter_on = True
+        self.mode: str | None = None
+
+    # --- construction ---
+
+    def initialize(self) -> None:
+        """Read the model, and make its optimizer and scheduler. A second call starts from the model in its directory again."""
+        if self._backend is not None:
+            self._backend.close()
+        settings = self.settings
+        if settings.lora is not None:
+            adapters = Adapters(max_count=1, max_rank=settings.lora.rank, targets=settings.lora.targets)
+        else:
+            adapters = Adapters(max_count=1, max_rank=1) if settings.forward_only else None  # frozen: no optimizer
+        self._backend = MegatronBackend(
+            self._model_dir,
+            parallel=settings.parallel,
+            precision=settings.precision,
+            optimizer=settings.adam,
+            recompute=settings.recompute,
+            moe=settings.moe,
+            batching=Batching(packing=settings.packing),
+            adapters=adapters,
+            seed=settings.seed,
+        )
+        if settings.lora is not None and settings.adapter_path:
+            self._backend.load_adapter(ADAPTER, settings.adapter_path, settings.lora, optimizer=False)
+        elif settings.lora is not None:
+            self._backend.add_adapter(ADAPTER, settings.lora)
+        self._rates = None if settings.forward_only else Rates(self.optimizer_config)
+        if self._backend.rank == 0:
+            print(f"verl's engine is megascend: {self._topology}, {settings.precision}", flush=True)
+
+    @property
+    def backend(self) -> MegatronBackend:
+        """What trains.
+
+        Raises:
+            ConfigError: :meth:`initialize` has not been called.
+        """
+        if self._backend is None:
+            raise ConfigError("verl's engine has no model yet: initialize() comes first")
+        return self._backend
+
+    # --- ranks ---
+
+    def get_data_parallel_rank(self) -> int:
+        return self._place.data
+
+    def get_data_parallel_size(self) -> int:
+        return self._topology.data
+
+    def get_data_parallel_group(self) -> Any:
+        return self.backend.groups.device_group("dp")
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        place = self._place
+        return place.tensor == 0 and place.context == 0 and place.pipeline == self._topology.pipeline - 1
+
+    # --- modes and places ---
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return bool(self.engine_config.param_offload)
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return bool(self.engine_config.optimizer_offload)
+
+    def train_mode(self, **kwargs: Any) -> BaseEngineCtx:
+        return _TrainMode(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> BaseEngineCtx:
+        return BaseEngineCtx(self, "eval", **kwargs)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Nothing moves on a CPU, which is host and device in one.
+
+        Raises:
+            ConfigError: on cuda and npu, something is to go to the host.
+        """
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        if device != get_device_name() and (model or optimizer or grad):
+            raise ConfigError(
+                f"verl asks for the model or the optimizer on {device}; with megascend they stay on {get_device_name()}: place "
+                "trainer and rollout on devices of their own"
+            )
+
+    # --- a step ---
+
+    def optimizer_zero_grad(self) -> None:
+        self.backend.discard_gradients()
+
+    def optimizer_step(self) -> float:
+        """The norm of the gradients before clipping; not finite if the step was skipped for that."""
+        if self._rates is None:
+            raise ConfigError("optimizer_step of an engine with forward_only=True")
+        result = self.backend.optimizer_step(lr=self._rates.now)
+        if result.skipped:
+            log.warning(
+                "megascend: gradients are not finite, the step is skipped (%d in a row)", result.skipped_in_a_row
+            )
+        return result.grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        if self._rates is None:
+            raise ConfigError("lr_scheduler_step of an engine with forward_only=True")
+        return self._rates.advance()
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """verl's loss and outputs of this data parallel rank's sequences; nothing on ranks before the last pipeline stage."""
+        batches.check(data)
+        backend, topology = self.backend, self._topology
+        self._tell(data)
+        budget = batches.token_budget(data, topology.context)
+        backend.set_micro_batch_tokens(int(-backend.smallest(-budget)[0]))
+        entropy = bool(tensordict_utils.get(data, "calculate_entropy", default=False))
+        adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
+        found = batches.samples(data, adapter)
+        if loss_function is None and not forward_only:
+            raise ConfigError("forward_backward_batch: a backward pass needs a loss_function")
+        loss = None
+        if loss_function is not None:
+            loss = batches.BatchLoss(
+                data,
+                loss_function,
+                self.get_data_parallel_group(),
+                backend.groups.device,
+                topology.context,
+                topology.data,
+            )
+        collected = batches.Collected() if loss is None else loss.collected
+        if forward_only:
+            scores = backend.forward(found, entropy=entropy)
+            outputs = {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
+            outputs = {name: [each.to(backend.groups.device) for each in of] for name, of in outputs.items()}
+            if loss is not None:
+                loss.of_whole(outputs)
+            else:
+                collected.losses.append(1.0)  # as verl's engines have it
+                collected.add(range(len(found)), outputs)
+        else:
+            assert loss is not None
+            backend.forward_backward(found, loss.as_loss(entropy))
+        return collected.as_verl() if self._place.pipeline == topology.pipeline - 1 else {}
+
+    def _tell(self, data: TensorDict) -> None:
+        """Write into the batch what verl's losses expect of an engine."""
+        mask = data["loss_mask"]
+        tokens = (mask.values() if mask.is_nested else mask).sum().to(self.backend.groups.device)
+        dist.all_reduce(tokens, group=self.get_data_parallel_group())
+        tensordict_utils.assign_non_tensor(
+            data,
+            sp_size=self._topology.context,
+            batch_num_tokens=tokens.item(),
+            dp_size=self._topology.data,
+        )
+
+    # --- weights ---
+
+    def get_per_tensor_param(
+        self, base_sync_done: bool = False, **_: Any
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        """Hugging Face names and whole tensors, one at a time, on every rank; all ranks iterate to the end.
+
+        With LoRA and ``merge`` the adapter is in them; otherwise the model alone comes first, and once ``base_sync_done`` the
+        adapter alone, under peft's names.
+        """
+        lora = self.settings.lora
+        if lora is None:
+            return self.backend.named_weights(), None
+        if self.settings.merge:
+            return self.backend.named_weights(ADAPTER), None
+        from verl.utils.megatron_peft_utils import build_peft_config_for_vllm
+
+        config = build_peft_config_for_vllm(self.model_config.lora)
+        return self.backend.named_weights(ADAPTER if base_sync_done else None, alone=base_sync_done), config
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The frozen model alone in the block; it is the reference of a run with LoRA."""
+        before, self._adapter_on = self._adapter_on, False
+        try:
+            yield
+        finally:
+            self._adapter_on = before
+
+    # --- checkpoints ---
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None,
+        **_: Any,
+    ) -> None:  # fmt: skip
+        """Model, optimizer, schedule and random state to ``local_path/megascend``, an ``hf_model`` beside it."""
+        _refuse_remote(hdfs_path)
+        backend, directory = self.backend, Path(local_path)
+        backend.from_rank_0(lambda: directory.mkdir(parents=True, exist_ok=True))
+        progress = {"global_step": global_step, "scheduler_steps": self._rates.steps if self._rates else 0}
+        backend.save(directory / checkpoints.STATE, progress=progress, wait=not self.settings.async_save)
+        if self.settings.hf_model:
+            adapter = ADAPTER if self.settings.lora is not None else None
+            backend.export_hf(directory / checkpoints.HF_MODEL, adapter)
+        surplus = self._kept.add(directory, max_ckpt_to_keep)
+        backend.from_rank_0(lambda: checkpoints.delete(surplus))
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+    ) -> None:
+        """Resume from :meth:`save_checkpoint`'s directory, under any layout. A local directory is never deleted."""
+        _refuse_remote(hdfs_path)
+        progress = self.backend.load(Path(local_path) / checkpoints.STATE)
+        if not self.settings.forward_only:
+            self._rates = Rates(self.optimizer_config)
+            if progress["scheduler_steps"]:
+                self._rates.advance(progress["scheduler_steps"])
+
+
+class _TrainMode(BaseEngineCtx):
+    """Gradients do not outlast the block."""
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if self.zero_grad_on_exit or exc_type is not None:
+            self.engine.optimizer_zero_grad()
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+
+def _refuse_remote(path: str | None) -> None:
+    if path is not None:
+        raise ConfigError(f"hdfs_path={path!r}: checkpoints are written to, and read from, local directories")
+
+
+def _values(config: Any) -> Mapping[str, Any]:
+    return {} if config is None else {name: config[name] for name in config}

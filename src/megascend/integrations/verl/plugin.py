@@ -1,0 +1,46 @@
+"""What verl loads from the entry point ``verl.plugins`` while it is imported: nothing, unless megascend's engine was asked for.
+
+With ``VERL_ENGINE_VENDOR=megascend`` the process is bootstrapped here, before verl imports Megatron-Core, and the engine is
+registered when verl's registry exists. With ``VERL_PLATFORM=cpu`` verl gets a CPU platform, too. verl hides what a plugin
+raises, in a message at debug level, and would then train with its own engine; so a failure ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+VENDOR = "megascend"
+
+
+def asked_for() -> bool:
+    """Whether this process is to train with megascend."""
+    return os.environ.get("VERL_ENGINE_VENDOR", "") == VENDOR
+
+
+def install() -> None:
+    """Prepare the process, and register what verl looks up by name. Once."""
+    import megascend
+    from megascend.integrations.verl.after_import import after_import
+
+    on_cpu = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    if on_cpu:
+        from megascend.integrations.verl.cpu_platform import register
+
+        register()
+    megascend.bootstrap("cpu" if on_cpu else "auto", engine="megatron")
+    after_import("verl.workers.engine", _register_engine)
+
+
+def _register_engine() -> None:
+    import megascend.integrations.verl.engine  # noqa: F401  registers itself
+
+
+if asked_for():
+    try:
+        install()
+    except Exception as error:
+        traceback.print_exc()
+        print(f"VERL_ENGINE_VENDOR={VENDOR}: the engine cannot be had: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error

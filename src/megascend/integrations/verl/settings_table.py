@@ -1,0 +1,286 @@
+"""What becomes of each of verl's settings: a table of rules, pure. Of verl 0.9.1.
+
+Every field of verl's dataclasses, and every key of its free dictionaries that is known, has one rule. What has none is refused,
+so that a setting of a newer verl is not passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one setting.
+
+    Attributes:
+        why: where it goes, why it has no effect, or why it is refused.
+        only: the values that are allowed; None: all of them.
+    """
+
+    why: str
+    only: tuple[Any, ...] | None = None
+
+
+def mapped(to: str) -> Rule:
+    """Its value goes to megascend's setting ``to``."""
+    return Rule(to)
+
+
+def no_effect(why: str) -> Rule:
+    """Any value is taken, and changes nothing here."""
+    return Rule(why)
+
+
+def only(*values: Any, why: str) -> Rule:
+    """Refused unless it is one of ``values``."""
+    return Rule(why, values)
+
+
+OWN = no_effect("verl reads it itself")
+SHAPE = "verl's names of Hydra"
+BY_BATCH = mapped("token budget of a micro batch, read from each batch, into which verl writes it")
+MUON = no_effect("of Muon, which optimizer: adam does not run")
+CHOSEN = no_effect("megascend chooses what the platform has")
+
+ENGINE: dict[str, Rule] = {
+    "_target_": no_effect(SHAPE),
+    "strategy": only("megatron", why="the engine is registered for it"),
+    "param_offload": mapped("refused on cuda and npu; on a CPU the device is the host"),
+    "optimizer_offload": mapped("refused on cuda and npu; on a CPU the device is the host"),
+    "forward_only": mapped("a frozen model without an optimizer"),
+    "dtype": mapped("precision"),
+    "use_dynamic_bsz": BY_BATCH,
+    "max_token_len_per_gpu": BY_BATCH,
+    "micro_batch_size_per_gpu": BY_BATCH,
+    "infer_max_token_len_per_gpu": BY_BATCH,
+    "infer_micro_batch_size_per_gpu": BY_BATCH,
+    "use_fused_kernels": no_effect("projection and softmax are always computed chunk by chunk, without whole logits"),
+    "use_remove_padding": mapped("batching.packing"),
+    "seed": mapped("seed"),
+    "full_determinism": only(False, why="torch's deterministic algorithms are not switched on"),
+    "router_replay": mapped("refused unless its mode is disabled"),
+    "tensor_model_parallel_size": mapped("parallel.tensor"),
+    "expert_model_parallel_size": mapped("parallel.expert"),
+    "expert_tensor_parallel_size": mapped("parallel.expert_tensor"),
+    "pipeline_model_parallel_size": mapped("parallel.pipeline"),
+    "virtual_pipeline_model_parallel_size": mapped("parallel.virtual_pipeline"),
+    "context_parallel_size": mapped("parallel.context"),
+    "dynamic_context_parallel": only(False, why="context parallel groups have one size"),
+    "max_seqlen_per_dp_cp_rank": only(None, why="of dynamic_context_parallel"),
+    "entropy_from_logits_with_chunking": no_effect("entropies are always computed chunk by chunk"),
+    "entropy_from_logits_chunk_size": no_effect("entropies are always computed chunk by chunk"),
+    "sequence_parallel": mapped("parallel.sequence"),
+    "use_distributed_optimizer": mapped("optimizer.distributed"),
+    "pad_bshd_to_minibatch_max": no_effect(
+        "of a layout that is not used: micro batches are padded to their own longest"
+    ),
+    "pad_to_length": only(False, why="packed micro batches are not rounded up"),
+    "pad_to_length_bucket": no_effect("of pad_to_length"),
+    "use_dist_checkpointing": only(False, why="the model is read from its Hugging Face directory"),
+    "dist_checkpointing_path": only(None, "", why="of use_dist_checkpointing"),
+    "dist_checkpointing_prefix": only("", None, why="of use_dist_checkpointing"),
+    "dist_ckpt_optim_fully_reshardable": no_effect("megascend's checkpoints can always be loaded in another layout"),
+    "distrib_optim_fully_reshardable_mem_efficient": no_effect("of dist_ckpt_optim_fully_reshardable"),
+    "override_ddp_config": mapped("key by key"),
+    "override_transformer_config": mapped("key by key"),
+    "override_mcore_model_config": only({}, why="the model is mcore-bridge's own for its config.json"),
+    "use_mbridge": only(True, why="the model is always read from its Hugging Face directory"),
+    "vanilla_mbridge": only(False, why="the bridge is mcore-bridge"),
+    "use_megatron_fsdp": only(False, why="Megatron-FSDP is not supported"),
+    "qat": mapped("refused unless it is off"),
+}
+
+DDP: dict[str, Rule] = {
+    "overlap_grad_reduce": mapped("optimizer.overlap_grad_reduce"),
+    "overlap_param_gather": mapped("optimizer.overlap_param_gather"),
+    "grad_reduce_in_fp32": only(True, why="gradients are always reduced in fp32"),
+}
+
+TRANSFORMER: dict[str, Rule] = {
+    "params_dtype": mapped("precision, over engine.dtype, which has no name for fp32"),
+    "recompute_granularity": mapped("recompute.granularity"),
+    "recompute_modules": mapped("recompute.modules"),
+    "recompute_method": only(None, "uniform", why="recompute.layers are blocks of one size"),
+    "recompute_num_layers": mapped("recompute.layers"),
+    "attention_backend": only(None, "auto", "flash", "fused", why="megascend chooses among the fast ones"),
+    "moe_aux_loss_coeff": mapped("moe.aux_loss_coefficient, by Megatron's formula"),
+    "moe_router_load_balancing_type": only("none", "aux_loss", None, why="no other formula is supported"),
+    "moe_router_bias_update_rate": mapped("moe.bias_update_rate"),
+    "moe_permute_fusion": CHOSEN,
+    "moe_grouped_gemm": CHOSEN,
+    "moe_token_dispatcher_type": only("alltoall", None, why="experts are dispatched by all-to-all"),
+    "apply_rope_fusion": CHOSEN,
+    "masked_softmax_fusion": CHOSEN,
+    "bias_activation_fusion": CHOSEN,
+    "bias_dropout_fusion": CHOSEN,
+    "gradient_accumulation_fusion": CHOSEN,
+    "deallocate_pipeline_outputs": CHOSEN,
+    "persist_layer_norm": CHOSEN,
+}
+
+ROUTER_REPLAY: dict[str, Rule] = {
+    "_target_": no_effect(SHAPE),
+    "mode": only("disabled", why="router replay is not supported"),
+    "record_file": only(None, why="router replay is not supported"),
+    "replay_file": only(None, why="router replay is not supported"),
+}
+
+QAT: dict[str, Rule] = {
+    "_target_": no_effect(SHAPE),
+    "enable": only(False, why="quantisation-aware training is not supported"),
+    **{
+        name: no_effect("of qat.enable")
+        for name in ("mode", "group_size", "ignore_patterns", "activation_observer", "quantization_config_path")
+    },
+}
+
+_FP32 = only("fp32", "float32", "32", why="gradients and moments are fp32")
+
+OPTIMIZER: dict[str, Rule] = {
+    "_target_": no_effect(SHAPE),
+    "optimizer": only("adam", why="the optimizer is AdamW"),
+    "lr": mapped("optimizer.lr"),
+    "betas": mapped("optimizer.betas"),
+    "weight_decay": mapped("optimizer.weight_decay"),
+    "clip_grad": mapped("optimizer.max_grad_norm"),
+    "grad_clip": no_effect("verl writes it into clip_grad"),
+    **{
+        name: mapped("verl's own scheduler, whose rate each step is given")
+        for name in (
+            "lr_warmup_steps_ratio",
+            "total_training_steps",
+            "lr_warmup_steps",
+            "lr_warmup_init",
+            "lr_decay_steps",
+            "lr_decay_style",
+            "min_lr",
+            "lr_wsd_decay_style",
+            "lr_wsd_decay_steps",
+        )
+    },
+    "weight_decay_incr_style": only("constant", why="weight decay stays as it is"),
+    "use_checkpoint_opt_param_scheduler": only(False, why="a resumed run takes its schedule from its settings"),
+    "use_precision_aware_optimizer": only(False, why="gradients and moments are fp32"),
+    "main_grads_dtype": _FP32,
+    "exp_avg_dtype": _FP32,
+    "exp_avg_sq_dtype": _FP32,
+    "use_layer_wise_distributed_optimizer": MUON,
+    "use_layer_wise_param_layout": MUON,
+    "muon_momentum": MUON,
+    "muon_nesterov": MUON,
+    "muon_split_qkv": MUON,
+    "muon_scale_mode": MUON,
+    "muon_coefficient_type": MUON,
+    "muon_num_ns_steps": MUON,
+    "muon_tp_mode": MUON,
+    "muon_fp32_matmul_prec": MUON,
+    "muon_extra_scale_factor": MUON,
+    "muon_scalar_optimizer": MUON,
+    "muon_match_adamw_update_rms": MUON,
+    "override_optimizer_config": mapped("key by key"),
+}
+
+OVERRIDE_OPTIMIZER: dict[str, Rule] = {"adam_eps": mapped("optimizer.eps")}
+
+_PEFT_OF_FSDP = "of verl's FSDP engines; below engine=megatron it is model.lora"
+
+MODEL: dict[str, Rule] = {
+    "_target_": no_effect(SHAPE),
+    "path": mapped("model, by verl's local copy of it"),
+    "local_path": mapped("model"),
+    "hf_config_path": mapped("refused unless it is model.path"),
+    "local_hf_config_path": OWN,
+    "tokenizer_path": OWN,
+    "local_tokenizer_path": OWN,
+    "model_type": only("language_model", why="value models (critics, reward models) are not supported"),
+    "load_tokenizer": OWN,
+    "hf_config": OWN,
+    "generation_config": OWN,
+    "tokenizer": OWN,
+    "processor": OWN,
+    "use_shm": OWN,
+    "trust_remote_code": only(False, why="no code of a checkpoint is run"),
+    "custom_chat_template": OWN,
+    "external_lib": OWN,
+    "override_config": mapped("refused but for attn_implementation, which is verl's FSDP engines'"),
+    "enable_gradient_checkpointing": no_effect(
+        "verl's Megatron engine does not read it either: engine.override_transformer_config.recompute_granularity"
+    ),
+    "enable_activation_offload": only(False, why="activations stay on the device"),
+    "use_remove_padding": no_effect("verl writes it into engine.use_remove_padding"),
+    "lora_rank": only(0, why=_PEFT_OF_FSDP),
+    "lora_alpha": no_effect("of lora_rank"),
+    "target_modules": no_effect("of lora_rank"),
+    "target_parameters": only(None, why=_PEFT_OF_FSDP),
+    "exclude_modules": only(None, why=_PEFT_OF_FSDP),
+    "lora": mapped("key by key"),
+    "lora_adapter_path": only(None, why="use model.lora.adapter_path"),
+    "use_liger": only(False, why="of verl's FSDP engines"),
+    "use_fused_kernels": no_effect("verl writes it into engine.use_fused_kernels"),
+    "fused_kernel_options": no_effect("of use_fused_kernels"),
+    "tiled_mlp": mapped("refused unless it is off"),
+    "architectures": OWN,
+    "share_embeddings_and_output_weights": OWN,
+    "mtp": mapped("refused unless it is off"),
+}
+
+TILED_MLP: dict[str, Rule] = {
+    "enabled": only(False, why="MLPs are not tiled"),
+    "num_shards": no_effect("of tiled_mlp.enabled"),
+}
+
+MTP: dict[str, Rule] = {
+    "_target_": no_effect(SHAPE),
+    "enable": only(False, why="multi-token prediction is not supported"),
+    "enable_train": only(False, why="multi-token prediction is not supported"),
+    "enable_rollout": OWN,
+    **{
+        name: no_effect("of mtp.enable")
+        for name in (
+            "detach_encoder",
+            "mtp_loss_scaling_factor",
+            "speculative_algorithm",
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_num_draft_tokens",
+            "method",
+            "num_speculative_tokens",
+        )
+    },
+}
+
+OVERRIDE_MODEL: dict[str, Rule] = {
+    "attn_implementation": no_effect("of verl's FSDP engines"),
+    "model_config": only({}, why="the model is mcore-bridge's own for its config.json"),
+}
+
+LORA: dict[str, Rule] = {
+    "type": only("lora", "canonical_lora", why="adapters are peft's LoRA: q, k and v have an A each"),
+    "rank": mapped("lora.rank"),
+    "alpha": mapped("lora.alpha"),
+    "dropout": mapped("lora.dropout"),
+    "target_modules": mapped("lora.targets, by their Hugging Face names"),
+    "merge": mapped("whether a weight sync sends W + scaling * B A, or the adapter alone"),
+    "exclude_modules": only([], None, why="name the layers in target_modules"),
+    "dropout_position": only("pre", why="dropout is of the layer's input on its way to A"),
+    "lora_A_init_method": no_effect("A starts as peft's does (Kaiming, uniform)"),
+    "lora_B_init_method": only("zero", why="an adapter starts without effect"),
+    "a2a_experimental": only(False, why="not supported"),
+    "dtype": only(None, "float32", "fp32", why="adapters are fp32"),
+    "adapter_path": mapped("load_adapter"),
+    "freeze_vision_model": OWN,
+    "freeze_vision_projection": OWN,
+    "freeze_language_model": only(True, why="the model under adapters is frozen"),
+}
+
+CHECKPOINT: dict[str, Rule] = {
+    "_target_": no_effect(SHAPE),
+    "save_contents": mapped("model, optimizer and extra are one checkpoint; hf_model is an export beside it"),
+    "load_contents": mapped("a checkpoint is loaded whole"),
+    "async_save": mapped("whether save waits"),
+    "strict": only(True, why="a weight that is missing, or that nothing reads, is an error"),
+    "save_lora_only": no_effect("with LoRA a checkpoint never holds the frozen model"),
+    "mbridge_config": only({}, why="of verl's bridges"),
+}

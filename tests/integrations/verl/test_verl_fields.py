@@ -1,0 +1,69 @@
+"""Every setting of the installed verl has a rule, and its shipped defaults are accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megascend.integrations.verl import settings_table as table
+from megascend.integrations.verl.settings import translate
+
+verl = pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+pytestmark = pytest.mark.nightly
+
+
+def classes() -> list[tuple[Any, dict[str, Any]]]:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import (
+        EngineRouterReplayConfig,
+        HFModelConfig,
+        McoreEngineConfig,
+        McoreOptimizerConfig,
+        QATEngineConfig,
+    )
+    from verl.workers.config.checkpoint import McoreCheckpointConfig
+    from verl.workers.config.model import MtpConfig
+
+    return [
+        (McoreEngineConfig, table.ENGINE),
+        (McoreOptimizerConfig, table.OPTIMIZER),
+        (HFModelConfig, table.MODEL),
+        (CheckpointConfig, table.CHECKPOINT),
+        (McoreCheckpointConfig, table.CHECKPOINT),
+        (EngineRouterReplayConfig, table.ROUTER_REPLAY),
+        (QATEngineConfig, table.QAT),
+        (MtpConfig, table.MTP),
+    ]
+
+
+def test_every_field_has_a_rule() -> None:
+    for of, rules in classes():
+        missing = [field.name for field in dataclasses.fields(of) if field.name not in rules]
+        assert not missing, f"{of.__name__}: no rule in settings_table.py for {missing}"
+
+
+def test_every_rule_is_of_a_field() -> None:
+    """But for attributes that verl sets later."""
+    later = {"share_embeddings_and_output_weights"}
+    known: dict[int, set[str]] = {}
+    for of, rules in classes():
+        known.setdefault(id(rules), set()).update(field.name for field in dataclasses.fields(of))
+    for _, rules in classes():
+        assert not set(rules) - known[id(rules)] - {"_target_"} - later
+
+
+@pytest.mark.parametrize(("config", "changes"), [
+    ("engine", {}), ("optim", {}), ("model", {"path": "/m"}),
+])  # fmt: skip
+def test_the_shipped_defaults_are_accepted(config: str, changes: dict[str, Any]) -> None:
+    from importlib.resources import files
+
+    from omegaconf import OmegaConf
+
+    name = "hf_model" if config == "model" else "megatron"
+    shipped = OmegaConf.load(str(files("verl") / "trainer" / "config" / config / f"{name}.yaml"))
+    values: Any = OmegaConf.to_container(shipped) | changes  # type: ignore[operator]
+    given: dict[str, Any] = {"model": {"path": "/m"}, "engine": {}, "optim": {}} | {config: values}
+    translate(given["model"], given["engine"], given["optim"], {}, "cpu")
