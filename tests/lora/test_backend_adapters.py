@@ -378,6 +378,15 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
         backend.forward_backward(backend.shard(samples))
         with pytest.raises(ConfigError, match=r"adam has settings for 'b'; the step is for \['a'\]"):
             backend.optimizer_step("a", adam={"b": other})
+        with pytest.raises(ConfigError, match="adam has a learning rate already"):
+            backend.optimizer_step("a", adam={"a": other}, lr=0.5)
+        before = backend.adapters["a"].values.detach().clone()
+        assert backend.optimizer_step(lr=0.0).lr == 0.0  # which leaves the values alone: the learning rate of this step
+        assert torch.equal(backend.adapters["a"].values, before)
+        backend.forward_backward(backend.shard(samples))
+        backend.discard_gradients()
+        with pytest.raises(ConfigError, match="no adapter has gradients"):
+            backend.optimizer_step()
 
     run_distributed(on_rank, 2, init=False)
 

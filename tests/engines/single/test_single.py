@@ -94,10 +94,15 @@ def test_every_built_in_loss_equals_megatrons(parity_folder, tmp_path):
 
         batching = Batching(micro_batch_tokens=200)
         with MegatronBackend(checkpoint, precision="fp32", optimizer=Adam(lr=0.0), batching=batching) as backend:
-            return {
+            found = {
                 loss: (backend.forward_backward(every_field(), loss).loss, backend.optimizer_step().grad_norm)
                 for loss in BUILT_IN
             }
+            backend.forward_backward(every_field())
+            backend.discard_gradients()
+            step = backend.optimizer_step(lr=0.25)  # in place of the schedule's 0
+            assert (step.grad_norm, step.lr) == (0.0, 0.25)
+            return found
 
     (theirs,) = run_distributed(on_rank, 1, init=False)
     assert len(mine) >= 4

@@ -167,6 +167,10 @@ def overflow(checkpoint: str) -> tuple[Any, bool]:
     next(iter(backend.engine.model.parameters())).main_grad.view(-1)[0] = float("inf")
     step = backend.optimizer_step()
     after = bits(backend)
+    backend.forward_backward(samples)
+    backend.discard_gradients()
+    dropped = backend.optimizer_step(lr=0.25)  # in place of the schedule's
+    assert (dropped.grad_norm, dropped.lr) == (0.0, 0.25)
     backend.close()
     return step, all(after[name] == value for name, value in before.items())
 

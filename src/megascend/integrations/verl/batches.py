@@ -76,7 +76,7 @@ def token_budget(data: TensorDict, context_parallel: int) -> int:
 
     Without dynamic batch sizes it is their number of sequences times the longest one's length: as many short ones fit in.
     """
-    longest = int(data["input_ids"].offsets().diff().max())
+    longest = max(_lengths(data))
     if tensordict_utils.get(data, "use_dynamic_bsz", default=True):
         each = tensordict_utils.get(data, "max_token_len_per_gpu")
         if each is None:
@@ -86,6 +86,11 @@ def token_budget(data: TensorDict, context_parallel: int) -> int:
     if rows is None:
         raise DataError("verl's batch has use_dynamic_bsz=False and no micro_batch_size_per_gpu")
     return int(rows) * longest
+
+
+def _lengths(data: TensorDict) -> list[int]:
+    ids: Any = data["input_ids"]  # jagged
+    return ids.offsets().diff().tolist()
 
 
 @dataclass
@@ -132,7 +137,7 @@ class BatchLoss:
     ) -> None:  # fmt: skip
         self._data, self._function, self._group, self._device = data, function, group, device
         self._context, self._parallel = context_parallel, data_parallel
-        self._lengths = data["input_ids"].offsets().diff().tolist()
+        self._lengths = _lengths(data)
         self.collected = Collected()
 
     def as_loss(self, entropy: bool) -> Loss:

@@ -1,0 +1,135 @@
+"""verl's SFT trainer, unmodified, on megascend's engine: equal to plain transformers in every layout; killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+
+from verl_runs import DEADLINE_S, environment, logged, python, sft_command, write_data
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
+
+TOLERANCE = 1e-5
+MOE = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, data, and what transformers makes of both."""
+    found = tmp_path_factory.mktemp("verl")
+    write_data(found)
+    for arch in ("qwen3", MOE):
+        size = ["--hidden", "64", "--layers", "2"]
+        made = python(["-m", "megascend", "new-model", arch, "--arch", arch, *size], found, VERL_ENGINE_VENDOR="")
+        assert made.returncode == 0, made.stderr
+        arguments = [str(found / arch), "train.parquet", "val.parquet", "2", "8", "1e-2", f"{arch}.json"]
+        done = python([str(HERE / "reference_sft.py"), *arguments], found, VERL_ENGINE_VENDOR="")
+        assert done.returncode == 0, done.stderr[-4000:]
+    return found
+
+
+def reference(folder: Path, model: str) -> dict[str, Any]:
+    return json.loads((folder / f"{model}.json").read_text())
+
+
+LAYOUTS = {
+    "one rank": ("qwen3", 1, []),
+    "DP2": ("qwen3", 2, []),
+    "DP2, sequences counted": ("qwen3", 2, ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2"]),
+    "TP2": ("qwen3", 2, ["engine.tensor_model_parallel_size=2"]),
+    "PP2": ("qwen3", 2, ["engine.pipeline_model_parallel_size=2"]),
+    "CP2": ("qwen3", 2, ["engine.context_parallel_size=2"]),
+    "MoE, EP2": (MOE, 2, ["engine.expert_model_parallel_size=2"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_norms_are_those_of_transformers(folder: Path, layout: str) -> None:
+    model, ranks, settings = LAYOUTS[layout]
+    name = f"run {layout}".replace(" ", "-").replace(",", "")
+    log = folder / f"{name}.jsonl"
+    command = sft_command(folder, model, name, ranks, *settings)
+    done = python(command, folder, VERL_FILE_LOGGER_PATH=str(log))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "verl's engine is megascend" in done.stdout
+    found, expected = logged(log), reference(folder, model)
+    assert sorted(found["steps"]) == [1, 2, 3, 4, 5, 6]
+    for step, (loss, norm) in enumerate(expected["steps"], 1):
+        assert found["steps"][step][0] == pytest.approx(loss, abs=TOLERANCE)
+        assert found["steps"][step][1] == pytest.approx(norm, rel=1e-4)
+    assert found["validation"][6] == pytest.approx(expected["validation"], abs=TOLERANCE)
+    assert (folder / name / "global_step_6" / "megascend").is_dir()
+
+
+@pytest.fixture
+def killed(folder: Path) -> Path:
+    """A run of two ranks that was killed after its checkpoint of step 4."""
+    name = "killed"
+    log = folder / "killed.jsonl"
+    command = sft_command(folder, "qwen3", name, 2, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment(VERL_FILE_LOGGER_PATH=str(log)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + DEADLINE_S
+        while not (tracker.exists() and tracker.read_text() == "4"):
+            assert process.poll() is None, "the run ended before its checkpoint"
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return folder / name
+
+
+def test_a_killed_run_resumes_with_the_same_losses(folder: Path, killed: Path) -> None:
+    """And of its checkpoints one is kept, as trainer.max_ckpt_to_keep asks; an export is beside the last."""
+    log = folder / "resumed.jsonl"
+    settings = ["checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
+    done = python(sft_command(folder, "qwen3", "killed", 2, *settings), folder, VERL_FILE_LOGGER_PATH=str(log))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found, expected = logged(log), reference(folder, "qwen3")
+    assert sorted(found["steps"]) == [5, 6]
+    for step in (5, 6):
+        assert found["steps"][step][0] == pytest.approx(expected["steps"][step - 1][0], abs=TOLERANCE)
+    assert found["validation"][6] == pytest.approx(expected["validation"], abs=TOLERANCE)
+    assert not (killed / "global_step_2").exists()
+    assert (killed / "global_step_6" / "huggingface" / "model.safetensors").exists() or list(
+        (killed / "global_step_6" / "huggingface").glob("*.safetensors")
+    )
+
+
+def test_a_setting_that_megascend_does_not_have_ends_the_run_by_name(folder: Path) -> None:
+    done = python(sft_command(folder, "qwen3", "refused", 1, "engine.router_replay.mode=R2"), folder)
+    assert done.returncode != 0
+    assert "engine.router_replay.mode='R2': router replay is not supported" in done.stderr
+
+
+def test_verl_does_not_carry_on_without_the_engine(folder: Path) -> None:
+    """Here because Megatron-Core was imported too early; verl itself would only log it at debug level."""
+    done = python(["-c", "import megatron.core, verl; print('carried on')"], folder)
+    assert done.returncode == 1
+    assert "carried on" not in done.stdout
+    assert "VERL_ENGINE_VENDOR=megascend: the engine cannot be had" in done.stderr
+
+
+def test_without_the_vendor_nothing_is_prepared(folder: Path) -> None:
+    program = "import sys, verl; print('megascend.bootstrap.runtime' in sys.modules, 'megatron.core' in sys.modules)"
+    done = python(["-c", program], folder, VERL_ENGINE_VENDOR="", VERL_PLATFORM="")
+    assert done.stdout.splitlines()[-1] == "False False", done.stderr[-2000:]
