@@ -24,9 +24,9 @@ from megascend.config import Adapters, Batching
 from megascend.errors import ConfigError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.integrations.verl import batches, checkpoints
-from megascend.integrations.verl.plugin import VENDOR
 from megascend.integrations.verl.rates import Rates
 from megascend.integrations.verl.settings import translate
+from megascend.integrations.verl.settings_table import VENDOR
 from megascend.topology.topology import plan
 
 log = logging.getLogger(__name__)

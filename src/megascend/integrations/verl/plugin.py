@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 
-VENDOR = "megascend"
+from megascend.integrations.verl.settings_table import VENDOR
 
 
 def asked_for() -> bool:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+VENDOR = "megascend"
+"""The value of ``VERL_ENGINE_VENDOR`` that asks for megascend's engine."""
+
 
 @dataclass(frozen=True)
 class Rule:
