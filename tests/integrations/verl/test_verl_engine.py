@@ -1,0 +1,105 @@
+"""What verl's SFT trainer does not call: LoRA, entropy, a policy loss, weights, the adapter off, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+
+from verl_runs import python
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.nightly
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """engine_calls.py's report, and transformers' scores of the same sequences."""
+    found = tmp_path_factory.mktemp("engine")
+    made = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], found)
+    assert made.returncode == 0, made.stderr
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
+    done = python([str(HERE / "engine_calls.py"), str(found / "model"), "calls.json"], found, **meeting)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (found / "ids.json").write_text(json.dumps(json.loads((found / "calls.json").read_text())["ids"]))
+    arguments = ["model", "ids.json", "scores.json"]
+    done = python([str(HERE / "reference_scores.py"), *arguments], found, VERL_ENGINE_VENDOR="")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "calls.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def scores(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "scores.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["log_probs", "entropy"])
+def test_scores_are_those_of_transformers_at_verls_places(
+    calls: dict[str, Any], scores: dict[str, Any], name: str
+) -> None:
+    for found, expected in zip(calls["before"][name], scores[name], strict=True):
+        assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_policy_loss_with_entropy_is_verls_number(calls: dict[str, Any], scores: dict[str, Any]) -> None:
+    """In two micro batches, which have all four sequences."""
+    total, tokens = 0.0, 0
+    for logprobs, entropy, mask in zip(scores["log_probs"], scores["entropy"], calls["masks"], strict=True):
+        for place, trained in enumerate(mask[1:]):
+            total -= trained * (logprobs[place] - 0.1 * entropy[place])
+        tokens += sum(mask)
+    assert (calls["micro batches"], calls["seen"]) == (2, 4)
+    assert calls["losses"][0] == pytest.approx(total / tokens, abs=TOLERANCE)
+
+
+def test_the_learning_rate_is_that_of_verls_scheduler(calls: dict[str, Any]) -> None:
+    """It warms up from 0: the first step changes nothing, and a loaded checkpoint goes on where it was."""
+    assert calls["rates"] == pytest.approx([0.0025, 0.005, 0.0075])
+    assert calls["next rate"] == pytest.approx(0.01)
+    assert calls["losses"][1] == calls["losses"][0]
+    assert calls["losses"][2] < calls["losses"][1]
+
+
+def test_the_adapter_is_trained_switched_off_and_resumed(calls: dict[str, Any]) -> None:
+    assert calls["moved"] > 0.01
+    assert calls["base"] == 0.0
+    assert calls["fresh"] == 0.0
+    assert calls["loaded"] == 0.0
+
+
+def test_weights_have_hugging_faces_names_and_values(folder: Path, calls: dict[str, Any]) -> None:
+    from safetensors.torch import load_file
+
+    files = [load_file(path) for path in (folder / "model").glob("*.safetensors")]
+    expected = {name: float(tensor.double().sum()) for tensors in files for name, tensor in tensors.items()}
+    assert calls["weights"] == expected
+
+
+def test_the_adapter_alone_is_pefts(calls: dict[str, Any]) -> None:
+    layers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"]
+    expected = {
+        f"base_model.model.model.layers.{layer}.{name}.lora_{factor}.weight"
+        for layer in range(2)
+        for name in layers
+        for factor in "AB"
+    }
+    assert set(calls["adapter"]) == expected
+    assert calls["adapter"]["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] == [4, 64]
+    assert (calls["config"]["r"], calls["config"]["lora_alpha"]) == ("4", "8")
+
+
+def test_what_a_batch_asks_for_and_megascend_does_not_have_is_named(calls: dict[str, Any]) -> None:
+    for name in ("temperature", "calculate_sum_pi_squared", "enable_routing_replay"):
+        assert f"{name}=" in calls["errors"][name]
