@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megascend.app import disk_room
 from megascend.app.disk_room import disk_needed, disk_warning, in_words
-from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
 
 CHECKPOINT, FP32, BF16 = 14, 4, 2
@@ -33,7 +33,8 @@ def test_what_a_run_writes(settings: dict, bytes_of_a_parameter: int) -> None:
 def test_what_is_missing_is_said_and_what_an_earlier_run_left_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = write_checkpoint(tmp_path / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
+    count = 1000
+    monkeypatch.setattr(disk_room, "inspect_checkpoint", lambda path: SimpleNamespace(parameter_count=count))
     config = RunConfig.model_validate(
         {"model": tmp_path / "model", "output": tmp_path / "new" / "out", "data": {"path": "d"}}
     )
