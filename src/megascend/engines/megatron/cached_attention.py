@@ -43,6 +43,8 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
             core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
             if not isinstance(core, te.TEDotProductAttention):
                 return f"a layer whose attention is {type(core or layer).__name__}"
+            if getattr(config, "window_size", None) is not None and not hasattr(core, "window_size"):
+                return f"attention in a window that {type(core).__name__} does not tell"
     return None
 
 
