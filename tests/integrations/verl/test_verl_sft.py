@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
@@ -84,7 +83,6 @@ def killed(folder: Path) -> Path:
         env=environment(VERL_FILE_LOGGER_PATH=str(log)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     try:
         tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + DEADLINE_S
@@ -93,8 +91,11 @@ def killed(folder: Path) -> Path:
             assert time.monotonic() < end
             time.sleep(0.02)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        launcher = psutil.Process(process.pid)
+        for each in [*launcher.children(recursive=True), launcher]:  # torchrun gives each rank a session of its own
+            each.kill()
         process.wait()
+    assert tracker.read_text() == "4", "the run was faster than the kill"
     return folder / name
 
 
