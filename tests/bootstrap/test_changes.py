@@ -42,6 +42,10 @@ FINE = (
             # Functions, modules and packages that have just been made here.
             "_CallablePackage.__call__.__doc__",
             "sys.modules[__name__].__class__",
+            # The specification of a module that is being imported, and the module's loader, which is put back.
+            "spec.loader",
+            "module.__spec__.loader",
+            "module.__loader__",
             "function.__name__",
             "function.__qualname__",
             "function.__megascend__",
