@@ -71,6 +71,11 @@ FINE = (
             "backend.on_micro_batch",
             "monitor.on_phase",
             "parameter.main_grad",  # of the single engine's own model
+            "message.token_ids",  # an answer of megascend serve
+            "message.logprobs",
+            "message.k",
+            "message.length",
+            "server.should_exit",  # uvicorn's, which megascend serve has made
         ],
         "made here",
     )
