@@ -422,6 +422,7 @@ COMMANDS = {
     "megascend export": "tests/cli/test_cli_train_lora.py",
     "megascend doctor --run": "tests/cli/test_cli_doctor_run.py",
     "megascend doctor": "tests/cli/test_cli_doctor.py",
+    "megascend serve --demo": "tests/serve/test_serve_page.py",
     "megascend serve": "tests/serve/test_serve_client.py",
     "export TINKER_BASE_URL": "a line that megascend serve prints",
     "megascend simnpu": "tests/cli/test_cli_simnpu.py",

@@ -29,6 +29,9 @@ def serve_command(
     tensor: Annotated[int | None, typer.Option("--tensor", min=1, help="Tensor parallel size.")] = None,
     pipeline: Annotated[int | None, typer.Option("--pipeline", min=1, help="Pipeline parallel size.")] = None,
     context: Annotated[int | None, typer.Option("--context", min=1, help="Context parallel size.")] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Make a small random model and serve it; shows a client program to try.")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
     ] = None,
@@ -36,12 +39,15 @@ def serve_command(
     """Serve a Hugging Face checkpoint to programs written for the Tinker API, which train LoRA adapters on it.
 
     API keys come from MEGASCEND_API_KEYS or a file (keys); without either, one is made and shown, for this machine alone.
+    --demo keeps its model and checkpoints in --storage, or in a directory that is removed at the end.
     Runs until SIGTERM or Ctrl-C. An error exits with 2.
     """
     import os
+    from contextlib import ExitStack
 
     from megascend.cli.launch import launch, under_torchrun
     from megascend.cli.messages import show_messages
+    from megascend.cli.serve_demo import demo_directory, demo_settings
     from megascend.config.serve import load_serve_config
     from megascend.errors import ConfigError
     from megascend.serve.server import check_packages, keys_of, serve_rank
@@ -53,20 +59,27 @@ def serve_command(
     parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}
     values["parallel"] = {key: value for key, value in parallel.items() if value is not None}
     show_messages()
-    settings = load_serve_config(config, values, overrides)
-    check_packages()
-    keys, made = keys_of(settings, dict(os.environ))
-    if under_torchrun():
-        if nproc is not None:
-            raise ConfigError(
-                f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out"
-            )
-        serve_rank(settings.model_dump_json(), keys, made)
-        return
-    try:
-        if (nproc or 1) == 1:
+    if demo and (config is not None or model is not None or under_torchrun()):
+        raise ConfigError("--demo makes its own model on this host: leave out the file, --model and torchrun")
+    with ExitStack() as stack:
+        client = None
+        if demo:
+            directory = stack.enter_context(demo_directory(storage))
+            values, client = demo_settings(directory, values), str(directory / "demo_client.py")
+        settings = load_serve_config(config, values, overrides)
+        check_packages()
+        keys, made = keys_of(settings, dict(os.environ))
+        if under_torchrun():
+            if nproc is not None:
+                raise ConfigError(
+                    f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out"
+                )
             serve_rank(settings.model_dump_json(), keys, made)
-        else:
-            launch(serve_rank, settings.model_dump_json(), keys, made, nproc=nproc or 1)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+            return
+        try:
+            if (nproc or 1) == 1:
+                serve_rank(settings.model_dump_json(), keys, made, client)
+            else:
+                launch(serve_rank, settings.model_dump_json(), keys, made, client, nproc=nproc or 1)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None

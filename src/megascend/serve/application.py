@@ -20,14 +20,17 @@ from megascend.serve import saving
 from megascend.serve.audit import Audit
 from megascend.serve.catalogue import Listing, catalogue_routes
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.figures import Problem
 from megascend.serve.futures import Future
 from megascend.serve.keys import Keys
 from megascend.serve.names import sampler_name
+from megascend.serve.page import show_page
 from megascend.serve.reading import read_body, read_json
 from megascend.serve.requests import integer, lora_of, metadata_of, text
 from megascend.serve.samplers import Samplers
 from megascend.serve.sampling_wire import SampleAnswer
 from megascend.serve.service import Service
+from megascend.serve.status import status
 from megascend.serve.wire import PROTOBUF, TrainAnswer, number_of, train_request_of_json, train_request_of_protobuf
 
 LONG_POLL_S = 30.0
@@ -78,26 +81,40 @@ class Api:
         for method, path, handle in catalogue_routes():
             routes.append(Route(f"/api/v1/{path}", self.guarded(partial(_of_service, handle)), methods=[method]))
         routes += [Route(path, self.health) for path in ("/api/v1/healthz", "/healthz", "/readyz")]
-        return [*routes, Route("/metrics", self.metrics)]
+        return [*routes, Route("/metrics", self.metrics), Route("/", show_page), Route("/status", self.status)]
 
     def guarded(self, handler: Any) -> Callable[[Request], Awaitable[Response]]:
         """``handler`` for callers with a key; whatever it raises becomes an answer."""
 
         async def answer(request: Request) -> Response:
-            tenant = self._keys.tenant(request.headers.get("x-api-key", "").encode("ascii", "replace").decode())
-            if tenant is None:
-                return self.refusal(RequestRefusedError("a valid API key is needed (TINKER_API_KEY)", 401))
+            try:
+                tenant = self._tenant(request)
+            except RequestRefusedError as error:
+                return self.refusal(error)
             try:
                 response = await handler(self, request, tenant)
-            except RequestRefusedError as error:
-                response = self.refusal(error)
             except MegascendError as error:
-                response = self.refusal(RequestRefusedError(str(error), 400))
+                refused = error if isinstance(error, RequestRefusedError) else RequestRefusedError(str(error), 400)
+                self._note(request, tenant, refused)
+                response = self.refusal(refused)
             address = request.client.host if request.client is not None else ""
             self.audit.write(tenant, request.method, request.url.path, response.status_code, address)
             return response
 
         return answer
+
+    def _tenant(self, request: Request) -> str:
+        """Whose key a request has."""
+        tenant = self._keys.tenant(request.headers.get("x-api-key", "").encode("ascii", "replace").decode())
+        if tenant is None:
+            raise RequestRefusedError("a valid API key is needed (TINKER_API_KEY)", 401)
+        return tenant
+
+    def _note(self, request: Request, tenant: str, error: RequestRefusedError) -> None:
+        """Show a refusal among the tenant's errors, if it is for a fault in the request: others pass, or clients expect them."""
+        if error.status in (400, 413, 415, 422):
+            kind = request.url.path.rsplit("/", 1)[-1][:80]
+            self.service.figures.note(tenant, Problem(self.service.clock(), kind, "", "user", str(error)))
 
     def refusal(self, error: RequestRefusedError) -> Response:
         """The answer to a request that is not done."""
@@ -256,6 +273,14 @@ class Api:
         }
         found = service.figures.prometheus(gauges, service.futures.pending_by_kind())
         return PlainTextResponse(found, media_type="text/plain; version=0.0.4")
+
+    async def status(self, request: Request) -> Response:
+        """What the page shows; totals alone for a request without a key."""
+        try:
+            tenant = self._tenant(request) if "x-api-key" in request.headers else None
+        except RequestRefusedError as error:
+            return self.refusal(error)
+        return JSONResponse(status(self.service, tenant), headers={"cache-control": "no-store"})
 
 
 async def _of_service(handle: Listing, api: Api, request: Request, tenant: str) -> Response:

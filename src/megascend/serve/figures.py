@@ -10,6 +10,26 @@ from megascend.serve.futures import Future
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+RECENT_BATCHES = 120
+RECENT_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A failure that a tenant was told of.
+
+    Attributes:
+        time: of the service's clock, in seconds.
+        kind: of the request.
+        model: "" if it was for none.
+        category: "user" or "server".
+    """
+
+    time: float
+    kind: str
+    model: str
+    category: str
+    message: str
 
 
 @dataclass
@@ -50,7 +70,8 @@ class Figures:
         latency: seconds from a request to its outcome, by kind.
         together: models in the batch of each forward_backward, optimizer steps left out.
         refused: requests by HTTP status, those that were not answered with 200.
-        problems: the last failures, as (kind, model, message).
+        batches: (models, tokens) of the last batches, oldest first.
+        problems: the last failures of each tenant, oldest first.
     """
 
     done: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -58,7 +79,8 @@ class Figures:
     latency: dict[str, Histogram] = field(default_factory=dict)
     together: Histogram = field(default_factory=lambda: Histogram(tuple(map(float, BATCH_SIZES))))
     refused: dict[int, int] = field(default_factory=dict)
-    problems: deque[tuple[str, str, str]] = field(default_factory=lambda: deque(maxlen=50))
+    batches: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
+    problems: dict[str, deque[Problem]] = field(default_factory=dict)
 
     def count(self, future: Future, together: int, now: float) -> None:
         """Count a future that has ended."""
@@ -66,10 +88,24 @@ class Figures:
         self.done[future.kind, how] = self.done.get((future.kind, how), 0) + 1
         self.latency.setdefault(future.kind, Histogram(BUCKETS_S)).add(now - future.made)
         if future.failure is not None:
-            self.problems.append((future.kind, future.model or "", future.failure.message))
+            self.note(future.tenant, Problem(now, future.kind, future.model or "", how, future.failure.message))
         elif future.kind == "forward_backward":
             self.tokens += future.tokens
             self.together.add(together)
+
+    def count_batch(self, futures: Iterable[Future]) -> None:
+        """Note how full a batch was.
+
+        Args:
+            futures: all that ended with it; those of gradients that succeeded were in it.
+        """
+        inside = [each for each in futures if each.kind == "forward_backward" and each.failure is None]
+        if inside:
+            self.batches.append((len({each.model for each in inside}), sum(each.tokens for each in inside)))
+
+    def note(self, tenant: str, problem: Problem) -> None:
+        """Keep a failure for its tenant to see; the oldest makes room."""
+        self.problems.setdefault(tenant, deque(maxlen=RECENT_PROBLEMS)).append(problem)
 
     def refuse(self, status: int) -> None:
         """Count a request that was not taken."""

@@ -13,6 +13,7 @@ from typing import Any
 from megascend.config import Adapters
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MissingDependencyError
+from megascend.platforms.base import MemoryFigures
 from megascend.serve import keys as api_keys
 from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
 from megascend.serve.commands import Outcome
@@ -52,7 +53,8 @@ def serve(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
         )
         base = base_model(settings, backend)
-        with http_server(settings, keys, base, inbox) as (address, report):
+        device = backend.platform
+        with http_server(settings, keys, base, inbox, lambda: (device.name, device.memory())) as (address, report):
             ready(address)
             work(backend, queue, inbox, report, generate)
 
@@ -141,9 +143,16 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
 
 @contextmanager
 def http_server(
-    settings: ServeConfig, keys: dict[str, str], base: BaseModel, inbox: Any
+    settings: ServeConfig,
+    keys: dict[str, str],
+    base: BaseModel,
+    inbox: Any,
+    memory: Callable[[], tuple[str, MemoryFigures]] | None = None,
 ) -> Iterator[tuple[str, Callable[[list[Outcome]], None]]]:
     """The HTTP server in a thread of its own: its address, and the function that tells it what commands gave.
+
+    Args:
+        memory: the device's name and its memory, for the page.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -154,6 +163,7 @@ def http_server(
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)
+    service.memory = memory
     application = make_application(service, api_keys.Keys(keys))
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
@@ -197,19 +207,22 @@ def _listen(settings: ServeConfig) -> socket.socket:
     return listening
 
 
-def serve_rank(values: str, keys: dict[str, str], made: str | None) -> None:
+def serve_rank(values: str, keys: dict[str, str], made: str | None, client: str | None = None) -> None:
     """One rank; takes what pickles cheaply.
 
     Args:
         values: the settings in JSON.
         keys: tenants by the digests of their keys.
         made: a key to show, because there was none.
+        client: a program to show that uses the server.
     """
     settings = ServeConfig.model_validate_json(values)
 
     def ready(address: str) -> None:
         print(f"serving {settings.name or settings.model.absolute()} at {address}", flush=True)
         print(f"export TINKER_BASE_URL={address}" + (f" TINKER_API_KEY={made}" if made else ""), flush=True)
+        if client is not None:
+            print(f"python {client}", flush=True)
 
     serve(settings, keys, ready)
     log.info("stopped (pid %s)", os.getpid())

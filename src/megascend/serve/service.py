@@ -14,6 +14,7 @@ from typing import Any
 from megascend.config import Adam, Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, DataError, MegascendError
+from megascend.platforms.base import MemoryFigures
 from megascend.serve.base_model import BaseModel
 from megascend.serve.checkpoints import Checkpoints
 from megascend.serve.commands import (
@@ -46,6 +47,11 @@ class Service:
         base: the model that is served.
         inbox: where commands go.
         clock: seconds, monotonic.
+
+    Attributes:
+        ready: the ranks have the model.
+        started: when this was made, by the clock.
+        memory: the device's name and its memory, where somebody can tell.
     """
 
     def __init__(
@@ -62,7 +68,8 @@ class Service:
         self.checkpoints = Checkpoints(settings.storage)
         self.figures = Figures()
         self.ready = False
-        self._swept = clock()
+        self.started = self._swept = clock()
+        self.memory: Callable[[], tuple[str, MemoryFigures]] | None = None
 
     # --- models ---
 
@@ -262,7 +269,8 @@ class Service:
     # --- what comes back ---
 
     def finish(self, outcomes: list[Outcome]) -> None:
-        """End the futures of commands that have run."""
+        """End the futures of commands that have run, at most one batch of gradients among them."""
+        ended = []
         for outcome in outcomes:
             future = self.futures.numbered(outcome.number)
             if future is None:
@@ -272,6 +280,8 @@ class Service:
             else:
                 self.futures.keep(future, outcome.value)
             self.figures.count(future, outcome.together, self.clock())
+            ended.append(future)
+        self.figures.count_batch(ended)
 
     async def wait(self, tenant: str, name: Any, timeout_s: float) -> Future:
         """A tenant's future once it has ended, or after ``timeout_s``.

@@ -1,0 +1,108 @@
+"""What the page at ``/`` shows, as JSON: totals for everybody, and for a tenant what is its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from megascend.serve.service import Service
+from megascend.serve.tenancy import Model
+
+
+def status(service: Service, tenant: str | None) -> dict[str, Any]:
+    """The service now.
+
+    Args:
+        tenant: whose sessions, models and errors are told as well; None: totals alone, as at ``/metrics``, without any name.
+    """
+    found: dict[str, Any] = {"totals": totals(service)}
+    if tenant is not None:
+        found["tenant"] = of_tenant(service, tenant)
+    return found
+
+
+def totals(service: Service) -> dict[str, Any]:
+    """Numbers over all tenants. Times are in seconds, memory is in bytes and rank 0's."""
+    figures, tenancy = service.figures, service.tenancy
+    return {
+        "ready": service.ready,
+        "uptime_s": service.clock() - service.started,
+        "sessions": len(tenancy.sessions),
+        "models": len(tenancy.models),
+        "max_models": service.settings.max_models,
+        "tokens": figures.tokens,
+        "requests": _requests(service),
+        "refused": {str(code): count for code, count in sorted(figures.refused.items())},
+        "batches": {"max_tokens": service.settings.batch_tokens, "recent": list(figures.batches)},
+        "memory": _memory(service),
+    }
+
+
+def of_tenant(service: Service, tenant: str) -> dict[str, Any]:
+    """A tenant's own things: sessions, models with the loss of their last steps, and the last errors, newest first."""
+    now, tenancy = service.clock(), service.tenancy
+    sessions = [session for session in tenancy.sessions.values() if session.tenant == tenant]
+    return {
+        "name": tenant,
+        "base_model": service.base.names[0],
+        "pending_tokens": service.futures.tokens(tenant),
+        "sessions": [
+            {"name": each.name, "silent_s": now - each.heard, "models": len(each.models), "samplers": len(each.samplers)}
+            for each in sessions
+        ],
+        "models": [_model(service, model) for model in tenancy.models.values() if model.tenant == tenant],
+        "errors": [
+            {"ago_s": now - each.time, "kind": each.kind, "model": each.model, "category": each.category, "message": each.message}
+            for each in reversed(service.figures.problems.get(tenant, ()))
+        ],
+    }  # fmt: skip
+
+
+def loss_curve(losses: Iterable[tuple[int, float, int]]) -> list[tuple[int, float | None]]:
+    """(step, loss per token) of each step, from (step, sum over tokens, tokens) of its forward_backwards.
+
+    None stands for a step without tokens or with a loss that is not finite, neither of which JSON can hold as a number.
+    """
+    sums: dict[int, tuple[float, int]] = {}
+    for step, loss, tokens in losses:
+        before = sums.get(step, (0.0, 0))
+        sums[step] = (before[0] + loss, before[1] + tokens)
+    means = ((step, loss / tokens if tokens else math.nan) for step, (loss, tokens) in sums.items())
+    return [(step, mean if math.isfinite(mean) else None) for step, mean in means]
+
+
+def _model(service: Service, model: Model) -> dict[str, Any]:
+    trained = {"attention": model.attention, "mlp": model.mlp, "output": model.output}
+    return {
+        "name": model.name,
+        "session": model.session,
+        "rank": model.rank,
+        "layers": [name for name, wanted in trained.items() if wanted],
+        "ready": model.ready,
+        "steps": model.steps,
+        "pending": service.futures.pending(model.name),
+        "silent_s": service.clock() - model.used,
+        "loss": loss_curve(model.losses),
+    }
+
+
+def _requests(service: Service) -> list[dict[str, Any]]:
+    """By kind: how many wait, and how those ended that did."""
+    pending, done = service.futures.pending_by_kind(), service.figures.done
+    kinds = sorted({*pending, *(kind for kind, _ in done)})
+    return [
+        {"kind": kind, "pending": pending.get(kind, 0)}
+        | {how: done.get((kind, how), 0) for how in ("ok", "user", "server")}
+        for kind in kinds
+    ]
+
+
+def _memory(service: Service) -> dict[str, Any] | None:
+    """None where the device tells nothing of it."""
+    if service.memory is None:
+        return None
+    device, figures = service.memory()
+    if not figures.total:
+        return None
+    return {"device": device, "allocated": figures.allocated, "peak": figures.peak, "total": figures.total}

@@ -1,0 +1,135 @@
+"""What the page asks for, on a backend that records; the page's headers; the files of the demo."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recording_backend import Served, served
+
+from megascend.cli.serve_demo import CLIENT, demo_directory, demo_settings
+from megascend.config.serve import load_serve_config
+from megascend.platforms.base import MemoryFigures
+from megascend.serve.status import loss_curve
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path / "storage") as found:
+        yield found
+
+
+def status(here: Served, name: str | None = None):
+    headers = {} if name is None else getattr(here, name).headers
+    answer = here.client.get("/status", headers=headers)
+    assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
+    return answer.json()
+
+
+def test_totals_have_no_names_and_a_tenant_sees_its_own_things_only(here) -> None:
+    ours, theirs = here.alice.model(rank=8), here.bob.model()
+    for model, caller in ((ours, here.alice), (theirs, here.bob)):
+        caller.fetch(caller.forward_backward(model, 1, 10, weights=[1.0, 2.0]))  # two for one token
+    body = {
+        "session_id": ours.partition(":")[0],
+        "model_seq_id": 1,
+        "base_model": "<b>x</b>",
+        "lora_config": {"rank": 4},
+    }
+    assert here.alice.post("create_model", body).status_code == 400
+    open_to_all = here.client.get("/status")
+    assert list(open_to_all.json()) == ["totals"]
+    names = ("alice", "bob", "tiny", ours, theirs, ours.partition(":")[0], "<b>")
+    assert not any(name in open_to_all.text for name in names)
+    totals = open_to_all.json()["totals"]
+    assert (totals["sessions"], totals["models"], totals["max_models"], totals["memory"]) == (2, 2, 64, None)
+    assert {"kind": "forward_backward", "pending": 0, "ok": 0, "user": 2, "server": 0} in totals["requests"]
+    assert totals["refused"] == {"400": 1}
+    here.tick(7)
+    mine, others = status(here, "alice")["tenant"], status(here, "bob")["tenant"]
+    assert (mine["name"], [each["name"] for each in mine["sessions"]]) == ("alice", [ours.partition(":")[0]])
+    assert [(each["name"], each["rank"]) for each in mine["models"]] == [(ours, 8)]
+    assert [(each["name"], each["rank"]) for each in others["models"]] == [(theirs, 4)]
+    refused, failed = mine["errors"]  # newest first
+    assert (refused["kind"], refused["ago_s"], refused["category"]) == ("create_model", 7, "user")
+    assert "<b>x</b>" in refused["message"]
+    assert (failed["kind"], failed["model"], "one shape" in failed["message"]) == ("forward_backward", ours, True)
+    assert [each["model"] for each in others["errors"]] == [theirs]
+    assert status(here)["totals"]["uptime_s"] == 7
+
+
+def test_losses_are_per_token_of_a_step(here) -> None:
+    model = here.alice.model()
+    for number, targets in ((1, (10,)), (2, (20, 30))):  # 10 of one token and 50 of two: 20 per token
+        here.alice.fetch(here.alice.forward_backward(model, number, *targets))
+    here.alice.fetch(here.alice.optim_step(model, 3))
+    waiting = [here.alice.forward_backward(model, 4, 7), here.alice.optim_step(model, 6)]
+    here.alice.fetch(waiting[0])
+    (found,) = status(here, "alice")["tenant"]["models"]
+    assert (found["loss"], found["steps"], found["pending"]) == ([[0, 20.0], [1, 7.0]], 1, 1)
+    assert (found["layers"], found["ready"]) == (["attention", "mlp", "output"], True)
+
+
+def test_a_loss_that_is_no_number_is_a_gap() -> None:
+    infinite = float("inf")
+    curve = [(0, 4.0, 2), (1, float("nan"), 3), (2, 0.0, 0), (3, infinite, 1), (3, -infinite, 1), (4, -3.0, 2)]
+    assert loss_curve(curve) == [(0, 2.0), (1, None), (2, None), (3, None), (4, -1.5)]
+
+
+def test_batches_tell_their_models_and_tokens(here) -> None:
+    one, two = here.alice.model(), here.bob.model()
+    here.backend.held.clear()
+    first = here.alice.forward_backward(one, 1, 10)  # runs alone, and is held
+    while here.service._inbox._commands:
+        pass
+    waiting = [here.alice.forward_backward(one, 2, 11, 12), here.bob.forward_backward(two, 1, 21, 22, 23)]
+    here.backend.held.set()
+    here.alice.fetch(first)
+    here.alice.fetch(waiting[0])
+    here.bob.fetch(waiting[1])
+    assert status(here)["totals"]["batches"] == {"max_tokens": 65536, "recent": [[1, 1], [2, 5]]}
+    here.service.memory = lambda: ("cuda", MemoryFigures(1, 2, 3))
+    assert status(here)["totals"]["memory"] == {"device": "cuda", "allocated": 1, "peak": 2, "total": 3}
+
+
+def test_errors_of_one_tenant_do_not_push_out_anothers(here) -> None:
+    model = here.alice.model()
+    for number in range(40):
+        assert here.bob.post("optim_step", content=b"[]").status_code in (400, 422), number
+    here.alice.fetch(here.alice.forward_backward(model, 1, 1000))
+    assert len(status(here, "bob")["tenant"]["errors"]) == 20
+    assert [each["model"] for each in status(here, "alice")["tenant"]["errors"]] == [model]
+
+
+def test_the_page_allows_its_own_script_and_style_only(here) -> None:
+    answer = here.client.get("/")
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
+    for kind in ("script-src", "style-src"):
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/=]{44}'", policy[kind])
+    assert {policy[kind] for kind in ("base-uri", "form-action", "frame-ancestors")} == {"'none'"}
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert set(re.findall(r"https?://[^\"' ]+", answer.text)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not an address
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Storage|cookie| style=| on\w+=", answer.text
+    )
+
+
+def test_the_demo_has_a_model_and_a_client_program(tmp_path) -> None:
+    with demo_directory(tmp_path) as directory:
+        settings = load_serve_config(None, demo_settings(directory, {"storage": tmp_path, "port": 0}))
+        assert (settings.name, settings.storage, settings.precision) == ("demo", tmp_path / "checkpoints", "fp32")
+        assert (settings.model / "model.safetensors").exists()
+        assert (directory / "demo_client.py").read_text() == CLIENT
+    written = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
+    with demo_directory(tmp_path):
+        assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == written
+    ast.parse(CLIENT)
+    with demo_directory(None) as directory:
+        assert (directory / "model" / "config.json").exists()
+    assert not directory.exists()
