@@ -27,8 +27,8 @@ inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
 datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 for step in range(60):
     learned = trainer.forward_backward([datum], "cross_entropy")
-    trainer.optim_step(types.AdamParams(learning_rate=1e-2))
-    if step % 10 == 9:
+    trainer.optim_step(types.AdamParams(learning_rate=5e-3))
+    if step % 20 == 19:
         print(f"step {step + 1}: loss per token {learned.result().metrics['loss:sum'] / len(tokens[1:]):.3f}", flush=True)
 
 sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -68,5 +68,5 @@ def _fill(directory: Path) -> None:
     from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 
     if not (directory / "model" / "config.json").exists():
-        write_checkpoint(directory / "model", ModelSize(hidden=64, layers=2, context=512))
+        write_checkpoint(directory / "model", ModelSize(hidden=128, layers=2, context=512))
     (directory / "demo_client.py").write_text(CLIENT)
