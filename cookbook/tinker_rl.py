@@ -51,7 +51,7 @@ for step in range(options.steps):
     answers = [sampler.sample(types.ModelInput.from_ints(p), RESPONSES, params) for p in prompts]
     data, graded = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
-        found = [(list(each.tokens), list(each.logprobs)) for each in answer.result().sequences]
+        found = [(list(each.tokens), list(each.logprobs or ())) for each in answer.result().sequences]
         of_group = [reward_of(tokens) for tokens, _ in found]
         mean = sum(of_group) / len(of_group)
         data += [datum(prompt, *each, reward - mean) for each, reward in zip(found, of_group, strict=True)]
@@ -60,7 +60,8 @@ for step in range(options.steps):
     learned = trainer.forward_backward(data, "importance_sampling")
     stepped = trainer.optim_step(types.AdamParams(learning_rate=options.learning_rate))
     learned.result()
-    print(f"step {step:3d}  reward {rewards[-1]:.3f}  gradient {stepped.result().metrics['grad_norm']:.3f}", flush=True)
+    metrics = stepped.result().metrics or {}
+    print(f"step {step:3d}  reward {rewards[-1]:.3f}  gradient {metrics['grad_norm']:.3f}", flush=True)
 
 first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
 print(f"reward of the first three steps {first:.3f}, of the last three {last:.3f}")

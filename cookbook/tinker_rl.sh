@@ -2,7 +2,7 @@
 # Starts `megascend serve` with a small model in runs/cookbook, and trains against it with the Tinker client: cookbook/tinker_rl.py.
 # Needs: pip install -e '.[serve,stack-0-16]'. Arguments go to tinker_rl.py.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
 
 folder=runs/cookbook model=$PWD/runs/cookbook/tinker-model log=runs/cookbook/tinker-server.log
 mkdir -p "$folder"
@@ -18,4 +18,4 @@ until grep -q TINKER_BASE_URL "$log"; do
 done
 TINKER_BASE_URL=$(sed -n 's/^export TINKER_BASE_URL=\([^ ]*\).*/\1/p' "$log")
 export TINKER_BASE_URL TINKER_API_KEY=${MEGASCEND_API_KEYS#*=}
-python cookbook/tinker_rl.py --model "$model" "$@"
+python "$here/tinker_rl.py" --model "$model" "$@"

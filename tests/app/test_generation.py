@@ -52,7 +52,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
         ConfigError, match=r"'one\?' has \d+ tokens and generation.max_tokens is 64: together more than 40 "
     ):
         prepare(tmp_path, 40, prompts=["one?"])
-    with pytest.raises(ConfigError, match="there twice"):
+    with pytest.raises(ConfigError, match="appears twice"):
         Generation(prompts=["one?", "one?"])
     with pytest.raises(ConfigError, match=r"generation\.chat: false"):
         Generation(prompts=[[{"role": "user", "content": "one?"}]], chat=False)

@@ -109,7 +109,8 @@ class FullModel:
 
     def step(self, names: Sequence[str], *, lr: float | None = None) -> StepResult:
         reduced, self._accumulated = self._accumulated and self._reduces, False
-        result = self._optimizer.step(self.step_count, reduced, lr)
+        options = {} if lr is None else {"lr": lr}  # engines from outside may know none
+        result = self._optimizer.step(self.step_count, reduced, **options)
         self.step_count += 1
         return result
 

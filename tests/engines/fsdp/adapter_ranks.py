@@ -233,7 +233,7 @@ def refused(tied: str, experts: str) -> dict[str, str]:
     asked: dict[str, tuple[str, dict[str, Any], Lora]] = {
         "tie_word_embeddings": (tied, {"adapters": Adapters(targets=("lm_head",))}, Lora()),
         "dropout 0.1 on experts": (experts, {"adapters": Adapters()}, Lora(dropout=0.1)),
-        "no layer that can be adapted": (experts, {"adapters": Adapters(targets=("router",))}, Lora()),
+        "not a layer that can be adapted": (experts, {"adapters": Adapters(targets=("router",))}, Lora()),
         "has gradients": (tied, {"adapters": Adapters()}, Lora()),
     }
 
