@@ -249,7 +249,7 @@ def test_paths_are_of_the_directory_in_which_a_script_is_called() -> None:
     for script in scripts:
         text = script.read_text()
         assert not re.search(r"^\s*cd ", text, re.MULTILINE), script
-        started = re.findall(r'^exec .* "\$here/([\w./]+\.py)"', text, re.MULTILINE)
+        started = re.findall(r'^(?:exec .*|python) "\$here/([\w./]+\.py)"', text, re.MULTILINE)
         assert all((script.parent / name).is_file() for name in started)
         assert started or script.name == "environment.sh", script
     for script in (ROOT / "cookbook").rglob("*.py"):
