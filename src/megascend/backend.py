@@ -160,8 +160,8 @@ class Backend:
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Samples of any adapters may
                 be mixed.
-            loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dro``, ``dpo``, a
-                :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> values [n]``.
+            loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dro``, ``stable_reinforce``,
+                ``dpo``, a :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> values [n]``.
             adapter: the adapter of samples that do not name theirs (``Sample.adapter``).
             logprobs: also return the log-probabilities of all targets. The call then waits for the device.
 

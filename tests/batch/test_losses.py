@@ -22,6 +22,7 @@ from megascend.batch.losses import (
     ppo,
     resolve,
     split_output,
+    stable_reinforce,
 )
 from megascend.errors import ConfigError, DataError
 
@@ -118,6 +119,33 @@ def test_dro_is_flat_where_the_advantage_is_what_was_earned_by_leaving():
     assert logprobs.grad.item() == pytest.approx(0.0, abs=1e-6)
 
 
+def test_stable_reinforce_is_the_policy_gradient_with_a_penalty_for_leaving_the_sampler():
+    """Over all tokens that the sampler may draw, its gradient is that of E_pi[A] - c KL(pi || sampler), by autograd."""
+    logits = tensor([0.3, -1.0, 0.7, 0.1], requires_grad=True)
+    sampler = torch.log_softmax(tensor([-0.2, 0.4, 0.5, -1.0]), 0)
+    policy = torch.log_softmax(logits, 0)
+    advantages = tensor(ADVANTAGES)
+    objective = (policy.exp() * advantages).sum() - 0.3 * (policy.exp() * (policy - sampler)).sum()
+    expected = torch.autograd.grad(-objective, logits, retain_graph=True)[0]
+    given = inputs(old_logprobs=sampler, advantages=advantages)
+    values, metrics = stable_reinforce(policy, given, kl_coeff=0.3, max_ratio=100.0)
+    found = torch.autograd.grad((sampler.exp() * values).sum(), logits)[0]
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert (sampler.exp() * metrics["kl"]).sum().item() == pytest.approx(
+        (sampler.exp() * (sampler - policy)).sum().item()
+    )
+
+
+def test_stable_reinforce_bounds_the_weight_of_a_token():
+    values, metrics = stable_reinforce(tensor(LOGPROBS), inputs(), kl_coeff=0.1, max_ratio=1.5)
+    expected = [
+        -min(math.exp(new - old), 1.5) * (advantage - 0.1 * (new - old)) * new
+        for new, old, advantage in zip(LOGPROBS, OLD, ADVANTAGES, strict=True)
+    ]
+    assert values.tolist() == pytest.approx(expected)
+    assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
     logprobs = tensor([-1.0, -2.0, -3.0, -0.5, -0.25, -4.0])
@@ -178,7 +206,7 @@ def test_a_loss_is_found_by_name_or_made_of_a_callable():
 def test_what_is_no_loss_is_refused():
     with pytest.raises(
         ConfigError,
-        match="unknown loss 'hinge'; known by name: cross_entropy, importance_sampling, ppo, cispo, gspo, dro, dpo",
+        match="unknown loss 'hinge'; known by name: cross_entropy, .*, ppo, cispo, gspo, dro, stable_reinforce, dpo",
     ):
         resolve("hinge")
     with pytest.raises(ConfigError, match=r"a loss is a name, a megascend\.Loss or a callable, got int"):

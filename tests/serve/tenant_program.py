@@ -50,14 +50,18 @@ def terms_size(datum: types.Datum, logprobs: Any) -> float:
 def train(client: Any, job: dict[str, Any]) -> dict[str, Any]:
     """(loss, size of its terms) of each step of a job, and where its adapter was saved."""
     chance, pace = random.Random(job["seed"]), random.Random()
-    adam = types.AdamParams(learning_rate=job["learning_rate"], eps=1e-3)  # no step from what is rounded in a gradient of 0
+    adam = types.AdamParams(
+        learning_rate=job["learning_rate"], eps=1e-3
+    )  # no step from what is rounded in a gradient of 0
     losses = []
     for _ in range(job["steps"]):
         time.sleep(pace.uniform(0, job["pause_s"]))
         data = batch(chance, job["vocabulary"], policy=job["loss"] != "cross_entropy")
         done, step = client.forward_backward(data, job["loss"]), client.optim_step(adam)
         outputs = done.result()
-        size = sum(terms_size(each, out["logprobs"].data) for each, out in zip(data, outputs.loss_fn_outputs, strict=True))
+        size = sum(
+            terms_size(each, out["logprobs"].data) for each, out in zip(data, outputs.loss_fn_outputs, strict=True)
+        )
         losses.append((outputs.metrics["loss:sum"], size))
         step.result()
     return {"losses": losses, "path": client.save_state("end").result().path}

@@ -178,7 +178,7 @@ def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
         ({"weights": [1.0, 2.0]}, "one shape"),
         ({"advantages": [1.0]}, "'advantages' is unknown"),
         ({"loss": "ppo"}, "'logprobs' is missing"),
-        ({"loss": "stable_reinforce"}, "not supported"),
+        ({"loss": "stable_reinforce"}, "needs the provenance"),
         ({"loss": "__import__"}, "not supported"),
     ],
 )

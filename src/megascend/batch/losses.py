@@ -163,6 +163,21 @@ def dro(logprobs: Tensor, inputs: LossInputs, beta: float = 0.05):
     return 0.5 * beta * log_ratio.square() - logprobs * inputs.advantages, {"ratio": log_ratio.detach().exp()}
 
 
+def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.01, max_ratio: float = 2.0):
+    """Policy gradient of the expected advantage minus ``kl_coeff`` KL(pi || sampler), from what the sampler drew.
+
+    With r = pi / pi_old: -min(r, max_ratio) (A - kl_coeff log r) log pi, where only the last factor has a gradient. Truncated
+    importance weights (Ionides 2008): up to ``max_ratio`` the gradient is exact in expectation, however far the sampler is behind;
+    above, it is bounded.
+    """
+    log_ratio = (logprobs - inputs.old_logprobs).detach()
+    ratio = torch.exp(log_ratio)
+    weight = ratio.clamp_max(max_ratio)
+    kl = ratio - 1 - log_ratio  # k3 estimator, as in ppo
+    values = -weight * (inputs.advantages - kl_coeff * log_ratio) * logprobs
+    return values, {"ratio": ratio, "clip_fraction": (weight != ratio).float(), "kl": kl}
+
+
 def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     """Direct preference optimisation (Rafailov et al. 2023, eq. 7); needs ``ref_logprobs`` and complete pairs."""
     margins = inputs.sum_per_sample(logprobs - inputs.ref_logprobs)
@@ -184,7 +199,7 @@ def _built_in(policy_losses: Iterable[LossFunction]) -> dict[str, Loss]:
     return {loss.name: loss for loss in losses}
 
 
-BUILT_IN = _built_in((importance_sampling, ppo, cispo, gspo, dro))
+BUILT_IN = _built_in((importance_sampling, ppo, cispo, gspo, dro, stable_reinforce))
 
 
 _by_name: dict[str, Loss] = dict(BUILT_IN)

@@ -42,7 +42,10 @@ class Rollout(Section):
 class Objective(Section):
     """What a step minimises."""
 
-    loss: str = Field("ppo", description="ppo, cispo, gspo, dro, importance_sampling, or the name of a registered loss")
+    loss: str = Field(
+        "ppo",
+        description="ppo, cispo, gspo, dro, stable_reinforce, importance_sampling, or the name of a registered loss",
+    )
     advantages: Literal["grpo", "rloo", "centered"] = "grpo"
     correction: Literal["truncated", "none"] = Field(
         "truncated",

@@ -13,10 +13,11 @@ from megascend.serve.commands import Create, Remove, Respond
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
 from megascend.serve.names import CheckpointPath
-from megascend.serve.requests import integer, text
+from megascend.serve.requests import flag, integer, text
 from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Session
+from megascend.serve.wire import tokens_of_json
 
 BASE = "base"
 """Line of commands for the model without an adapter."""
@@ -57,7 +58,10 @@ class Samplers:
         owner = f"{session.name if session else tenant}:samples"
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
-        return self._submit(tenant, label, owner, path, body)
+        future = self._submit(tenant, label, owner, path, body)
+        if flag(body, "record_stability_info", False) and session is not None and future.ended is None:
+            self._service.sequences.watch(future, session, tokens_of_json(body["prompt"]))
+        return future
 
     def _whose(self, tenant: str, body: Mapping[str, Any]) -> tuple[str | None, Session | None, str | None]:
         if body.get("sampling_session_id") is None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from megascend.batch.losses import BUILT_IN, Loss, LossInputs
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
+from megascend.serve.provenance import with_ratio_mask
 from megascend.serve.wire import Datum
 
-POLICY = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
+POLICY = ("importance_sampling", "ppo", "cispo", "gspo", "dro", "stable_reinforce")
 _RENAMED = {"target_tokens": "target_ids", "weights": "weights", "logprobs": "old_logprobs", "advantages": "advantages"}
 MAX_COLUMNS = 64
 """Most targets of one position."""
@@ -25,7 +26,8 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     """The loss that clients know by ``name``: a sum over tokens.
 
     Args:
-        settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the ratio of probabilities; ``beta`` of ``dro``.
+        settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the ratio of probabilities; ``beta`` of ``dro``;
+            ``kl_coeff`` and ``max_ratio`` of ``stable_reinforce``.
 
     Raises:
         ConfigError: it is not here, or has no such setting.
@@ -33,7 +35,6 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     known = ("cross_entropy", *POLICY)
     if name not in known:
         why = {
-            "stable_reinforce": "; it needs what the sampler of Tinker's own service records",
             "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
         }.get(name, "")
         raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; there are: {', '.join(known)}")
@@ -56,6 +57,7 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
     Raises:
         DataError: a field is missing, of another length, not known to the loss, or not finite.
     """
+    datum = with_ratio_mask(datum) if loss.name == "gspo" else datum
     needed = ["target_tokens", *(["logprobs", "advantages"] if loss.requires else [])]
     missing = [name for name in needed if name not in datum.inputs]
     unknown = [name for name in datum.inputs if name not in (*needed, "weights")]

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from megascend.config import Adam, Lora
@@ -30,8 +31,10 @@ from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.futures import Future, Futures
 from megascend.serve.inbox import Inbox
+from megascend.serve.provenance import with_recorded
 from megascend.serve.requests import LoraRequest, adam_of
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.sequences import Sequences
 from megascend.serve.tenancy import Model, Session, Tenancy
 from megascend.serve.wire import TrainAnswer, TrainRequest
 
@@ -66,6 +69,7 @@ class Service:
         )
         self.futures = Futures(clock, settings.answer_s)
         self.checkpoints = Checkpoints(settings.storage)
+        self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
         self.ready = False
         self.started = self._swept = clock()
@@ -129,6 +133,7 @@ class Service:
 
     def end_session(self, session: Session) -> None:
         """Forget a session, and remove its models."""
+        self.sequences.forget(session)
         for model in self.tenancy.close_session(session):
             self.unload(model)
 
@@ -149,7 +154,10 @@ class Service:
             loss = loss_of(request.loss, request.settings)
             if request.problem is not None:
                 raise DataError(request.problem)
-            samples = [samples_of(datum, loss) for datum in request.data]
+            data = request.data
+            if loss.name == "stable_reinforce":
+                data = [with_recorded(datum, partial(self.sequences.find, tenant, model.session)) for datum in data]
+            samples = [samples_of(datum, loss) for datum in data]
             flat = [sample for each in samples for sample in each]
             if not flat:
                 raise DataError("the request has no samples")
@@ -317,6 +325,7 @@ class Service:
             if model.gap_since is not None and self.clock() - model.gap_since > self.settings.gap_timeout_s:
                 self._skip_missing(model)
         self.futures.forget()
+        self.sequences.expire()
         if self.clock() - self._swept > SWEEP_S:
             self._swept = self.clock()
             self.checkpoints.remove_expired()

@@ -12,18 +12,27 @@ import numpy as np
 from megascend.errors import DataError, MissingDependencyError
 from megascend.serve.body import check_message
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.spans import Span, spans_of_message
 
 PROTOBUF = "application/x-protobuf"
-REPEATED = {3: (1, 2)}
-"""Of a forward_backward message: the samples, and in each of them pieces of its input and of its loss's."""
+REPEATED = {3: (1, 2, 3, 4)}
+"""Of a forward_backward message: the samples, and in each of them pieces of its input, of its loss's, and of their provenance."""
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One sample as it came: tokens int64 [n], and by name what the loss takes, int64 or float32, [n] or [n, k]."""
+    """One sample as it came.
+
+    Attributes:
+        tokens: int64 [n].
+        inputs: by name what the loss takes, int64 or float32, [n] or [n, k].
+        token_spans, target_spans: where tokens and targets come from, one after the other; empty if the client does not say.
+    """
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
+    token_spans: Sequence[Span] = ()
+    target_spans: Sequence[Span] = ()
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,8 @@ def _datum_of_message(datum: Any) -> Datum:
             raise DataError(f"model_input holds {kind!r}; this server takes encoded_text only")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return Datum(tokens, {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()})
+    inputs = {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()}
+    return Datum(tokens, inputs, *spans_of_message(datum))
 
 
 def tensor_of_message(tensor: Any) -> np.ndarray:

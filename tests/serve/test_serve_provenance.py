@@ -1,0 +1,136 @@
+"""Responses that the server remembers, and samples that name them: stable_reinforce; the ratio mask of gspo."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from megascend.errors import DataError
+from megascend.sampling.request import SampledSequence, SampleResult
+from megascend.serve import wire
+from megascend.serve.provenance import with_recorded
+from megascend.serve.samples import loss_of, samples_of
+from megascend.serve.sequences import KEEP_S, Sequences
+from megascend.serve.spans import Span
+from megascend.serve.tenancy import Session
+
+PROMPT, TOKENS, LOGPROBS = [3, 4, 5], [7, 8, 9, 10], [-1.0, -2.0, -3.0, -4.0]
+TOKEN_SPANS = [Span("one", 0, 3, False), Span("one", 0, 3, True)]
+TARGET_SPANS = [Span("one", 1, 2, False), Span("one", 0, 4, True)]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def recorded(clock: Clock, most: int = 100) -> Sequences:
+    found = Sequences(clock, most)
+    result = SampleResult([SampledSequence(TOKENS, LOGPROBS, "length"), SampledSequence([7], [-0.5], "stop")])
+    found.record(Session("s", "alice", 0.0), np.array(PROMPT), ["one", "two"], result)
+    return found
+
+
+def datum(token_spans=TOKEN_SPANS, target_spans=TARGET_SPANS, **changes) -> wire.Datum:
+    inputs = {"target_tokens": [0, 0, *TOKENS], "advantages": [0.0, 0.0, 1.0, 1.0, -1.0, 0.0], **changes}
+    kinds = {"target_tokens": np.int64}
+    arrays = {name: np.array(value, kinds.get(name, np.float32)) for name, value in inputs.items()}
+    return wire.Datum(np.array([*PROMPT, *TOKENS[:-1]]), arrays, token_spans, target_spans)
+
+
+def test_log_probabilities_are_those_of_the_sampler_whatever_the_client_sends() -> None:
+    find = partial(recorded(Clock()).find, "alice", "s")
+    given = datum(logprobs=[9.0] * 6, weights=[1.0, 1.0, 1.0, 0.5, 1.0, 1.0])
+    (sample,) = samples_of(with_recorded(given, find), loss_of("stable_reinforce", {"kl_coeff": 0.1}))
+    assert sample.old_logprobs.tolist() == [0, 0, *LOGPROBS]
+    assert sample.weights.tolist() == [0, 0, 1, 0.5, 1, 1]
+    assert "weights" not in datum().inputs
+    (sample,) = samples_of(with_recorded(datum(), find), loss_of("stable_reinforce", {}))
+    assert sample.weights.tolist() == [0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (datum(target_spans=[]), "needs the provenance"),
+        (datum(target_spans=TARGET_SPANS[1:]), "covers 4 target_tokens of 6"),
+        (datum(token_spans=[]), "covers 0 tokens of 6"),
+        (datum(target_spans=[Span("one", 1, 2, False), Span("three", 0, 4, True)]), "no sequence 'three'"),
+        (
+            datum(target_spans=[Span("one", 2, 2, False), Span("one", 0, 4, True)]),
+            "has 3 tokens of its prompt; .* names 4",
+        ),
+        (datum(target_spans=[Span("one", 0, 2, False), Span("two", 0, 4, True)]), "has 1 sampled tokens; .* names 4"),
+        (datum(target_spans=[Span("one", 0, 7, False), Span("one", 0, -1, True)]), "covers 6"),
+        (datum(target_tokens=[0, 0, 7, 8, 8, 10]), r"target_tokens\[4\] is 8, .* has 9"),
+        (datum(token_spans=[Span("one", 0, 2, False), Span("one", 0, 4, True)]), r"tokens\[2\] is 5, .* has 7"),
+        (datum(advantages=[0, 1, 1, 1, 1, 1]), "not sampled"),
+        (datum(advantages=[1.0]), "of one shape"),
+        (datum(weights=[1.0]), "weights"),
+    ],
+)
+def test_what_was_not_recorded_is_refused(wrong, why) -> None:
+    with pytest.raises(DataError, match=why):
+        with_recorded(wrong, partial(recorded(Clock()).find, "alice", "s"))
+
+
+def test_responses_belong_to_a_session_and_are_kept_for_a_day_after_their_use() -> None:
+    clock = Clock()
+    kept = recorded(clock)
+    for tenant, session in (("bob", "s"), ("alice", "t")):
+        with pytest.raises(DataError, match="no sequence 'one'"):
+            kept.find(tenant, session, "one")
+    clock.now = KEEP_S - 1
+    assert kept.find("alice", "s", "one").logprobs.tolist() == LOGPROBS
+    clock.now += 2
+    kept.expire()
+    kept.find("alice", "s", "one")
+    with pytest.raises(DataError, match="'two'"):
+        kept.find("alice", "s", "two")
+    kept.forget(Session("s", "alice", 0.0))
+    with pytest.raises(DataError):
+        kept.find("alice", "s", "one")
+    assert not kept._kept
+    assert not kept._tokens
+    small = recorded(clock, most=10)  # seven tokens and four
+    small.find("alice", "s", "two")
+    with pytest.raises(DataError):
+        small.find("alice", "s", "one")
+    assert not recorded(clock, most=1)._kept
+
+
+def test_provenance_is_what_the_client_wrote() -> None:
+    conversion = pytest.importorskip("tinker.proto.request_conv", reason="the client needs Python 3.11")
+    from tinker import types
+
+    if not hasattr(types, "SampledProvenanceSpan"):
+        pytest.skip("a client from before provenance")
+    prompt, sampled = types.PromptProvenanceSpan, types.SampledProvenanceSpan
+    given = types.Datum(
+        model_input=types.ModelInput.from_ints([3, 4, 7]), loss_fn_inputs={"target_tokens": [4, 7, 8]}
+    ).with_provenance(
+        model_input=[prompt(sequence_id="a", length=2), sampled(sequence_id="a", length=1)],
+        loss_fn_inputs=[prompt(sequence_id="a", offset=1, length=1), sampled(sequence_id="a", length=2)],
+    )
+    inside = types.ForwardBackwardInput(data=[given], loss_fn="stable_reinforce", loss_fn_config={"kl_coeff": 0.5})
+    wanted = types.ForwardBackwardRequest(forward_backward_input=inside, model_id="m", seq_id=1)
+    body = conversion.forward_backward_request_to_proto(wanted).SerializeToString()
+    (found,) = wire.train_request_of_protobuf(body, 10).data
+    assert found.token_spans == [Span("a", 0, 2, False), Span("a", 0, 1, True)]
+    assert found.target_spans == [Span("a", 1, 1, False), Span("a", 0, 2, True)]
+    assert wire.train_request_of_protobuf(body + b"\x1a\x04\x1a\x00\x22\x00", 10).problem is not None
+
+
+def test_the_ratio_of_gspo_is_that_of_the_masks_tokens() -> None:
+    given = datum(logprobs=[0.0] * 6, sequence_ratio_mask=[0, 0, 1, 1, 1, 1])
+    (sample,) = samples_of(given, loss_of("gspo", {}))
+    assert sample.weights.tolist() == [0, 0, 1, 1, 1, 1]
+    for wrong in ([0, 0, 0, 1, 1, 1], [1.0]):
+        with pytest.raises(DataError, match="sequence_ratio_mask"):
+            samples_of(datum(logprobs=[0.0] * 6, sequence_ratio_mask=wrong), loss_of("gspo", {}))
+    with pytest.raises(DataError, match="unknown"):
+        samples_of(given, loss_of("ppo", {}))
