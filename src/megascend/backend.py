@@ -254,6 +254,18 @@ class Backend:
         elif found := self.engine.trainable.with_gradients():
             self._adapters().discard(found) if self.engine.trainable.frozen else self.engine.trainable.abandon()
 
+    def recover_memory(self) -> bool:
+        """Make room after a call that has run out of the device's memory, and drop what it has left half done.
+
+        Returns:
+            Whether other calls may follow: False with several ranks, which may be waiting for this one in a collective.
+        """
+        if self.world_size > 1:
+            return False
+        self.engine.trainable.abandon()
+        self.platform.free_cached_memory()
+        return True
+
     def forward(
         self,
         samples: Sequence[Sample],

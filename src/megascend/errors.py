@@ -48,6 +48,10 @@ class PlatformError(MegascendError, RuntimeError):
     """The asked-for platform, or a feature of it, is not available here."""
 
 
+class OutOfDeviceMemoryError(MegascendError, MemoryError):
+    """The device's memory has no room for a request; nothing of it was done, and others go on."""
+
+
 class CheckpointError(MegascendError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
 

@@ -149,6 +149,19 @@ def test_small_requests_get_as_many_tokens_as_large_ones():
     assert served == {"small": 900, "large": 900}  # 90 batches of the one, 10 of the other
 
 
+def test_tiny_requests_that_share_no_batch_do_not_take_a_unit_for_every_token():
+    """Without ``least`` nine units of "large" come after 810 of "tiny", each of which takes about as long."""
+    lines = line_up(
+        [make("large", i, tokens=90) for i in range(9)]
+        + [make("tiny", 9 + i, tokens=1, loss="ppo") for i in range(900)]
+    )
+    ledger, order = Ledger(least=10), []
+    while lines["large"]:
+        unit, ledger = serve(lines, ledger)
+        order.append(unit[0].adapter)
+    assert Counter(order) == {"large": 9, "tiny": 8 * 9}
+
+
 def test_idling_earns_nothing():
     ledger = Ledger()
     for number in range(50):  # a works alone: 4500 tokens

@@ -12,7 +12,7 @@ from megascend.batch.losses import resolve
 from megascend.batch.packing import shard
 from megascend.batch.results import AdapterLoss, ForwardResult, StepResult
 from megascend.batch.sample import Sample
-from megascend.errors import ConfigError, DataError, MegascendError, QueueFullError
+from megascend.errors import ConfigError, DataError, MegascendError, OutOfDeviceMemoryError, QueueFullError
 from megascend.lora.queue import AdapterQueue
 
 VOCABULARY = 100
@@ -51,6 +51,7 @@ class Backend:
         self.calls = []
         self.fault = None  # raised in the middle of the next verb
         self.refuse_step = None
+        self.room = 10**6  # tokens
         self._world, self._rank = world or World(), rank
 
     def check_samples(self, samples):
@@ -77,6 +78,8 @@ class Backend:
             if sums[name] == 0:
                 raise DataError(f"all targets of adapter {name!r} have weight 0")
         self.calls.append(("forward_backward", tuple(sorted(sums)), sum(counts.values()), loss.name))
+        if sum(counts.values()) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         self._break()
         for name in sums:
             self.adapters[name].grad += sums[name] / counts[name]
@@ -108,6 +111,10 @@ class Backend:
         self.calls.append(("discard_gradients", tuple(adapters)))
         for name in adapters:
             self.adapters[name].grad, self.adapters[name].grads_seen = 0.0, 0
+
+    def recover_memory(self):
+        self.calls.append(("recover_memory",))
+        return self._world.size == 1
 
     def _check(self, samples, loss):
         self.check_samples(samples)
@@ -290,6 +297,44 @@ def test_a_refused_mixed_batch_is_run_one_by_one(queue, backend):
     assert {name: a.grads_seen for name, a in backend.adapters.items()} == {"a": 1, "b": 0, "c": 1}
     with pytest.raises(DataError, match="weight 0"):
         futures["b"].result()
+
+
+def test_a_batch_without_room_is_run_one_by_one_and_only_what_has_none_alone_fails(queue, backend):
+    backend.room = 4
+    batches = {"a": [sample(1, 2)], "b": [sample(*range(5))], "c": [sample(3, 4)]}
+    losses = {name: queue.forward_backward(name, batch) for name, batch in batches.items()}
+    steps = {name: queue.optimizer_step(name) for name in batches}
+    queue.drain()
+    assert [losses[name].result().tokens for name in "ac"] == [2, 2]
+    assert [steps[name].result().grad_norm for name in "ac"] == [1.0, 1.0]
+    with pytest.raises(OutOfDeviceMemoryError, match="no room for this request: CUDA out of memory"):
+        losses["b"].result()
+    with pytest.raises(MegascendError, match="gradients are incomplete"):
+        steps["b"].result()
+    assert verbs(backend)[:5] == [
+        ("forward_backward", ("a", "b", "c")), ("recover_memory",), ("forward_backward", ("a",)),
+        ("forward_backward", ("b",)), ("recover_memory",),
+    ]  # fmt: skip
+    backend.room = 5
+    again, step = queue.forward_backward("b", batches["b"]), queue.optimizer_step("b")
+    assert (again.result().tokens, step.result().grad_norm) == (5, 1.0)
+
+
+def test_without_room_all_ends_where_other_ranks_may_wait_and_where_a_step_may_be_half_done(queue, backend):
+    backend._world.size = 2
+    backend.room, step = 0, queue.optimizer_step("a")
+    backend.gather_by_data_rank = backend._exchange = lambda samples, check: [check()]
+    backend.shard = list
+    failed = queue.forward_backward("b", [sample(1)])
+    backend.adapters["a"].grads_seen = 1
+    backend.fault = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        queue.run_once()
+    with pytest.raises(OutOfDeviceMemoryError):
+        queue.run_once()
+    for future in (step, failed):
+        assert future.done()
+        assert future._error is not None
 
 
 @pytest.mark.parametrize("bad", [BAD, HIDDEN])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forked_programs import run_forked
-from megascend import Adapters, Batching, Lora, Parallel
+from megascend import Adapters, Batching, Lora, Parallel, Sample
 from megascend.errors import EngineError
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.testing import run_distributed
@@ -106,7 +106,14 @@ def stopped(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
         no_text = Sampler(backend).generate([stopping[1], stopping[0]])
         small = Sampler(backend, cache_tokens=20).generate([stopping[0], replace(plain[0], prompt=[9] * 14)])
         given_up = sampler.generate(plain, cancelled)
-    return tokens, by_stops, by_end, no_text, small, given_up, len(asked)
+        sliced = []
+        backend.add_adapter("trained", Lora(rank=2))
+        for ended in sampler.in_slices([replace(plain[0], adapter="of nobody"), *stopping], tokens=2):
+            sliced.append(ended)
+            data = [Sample([5, 6, 7, 8], [6, 7, 8, 9], [1.0] * 4, adapter="trained")]
+            backend.forward_backward(data if backend.groups.coordinates.data == 0 else [])
+            backend.optimizer_step("trained")
+    return tokens, by_stops, by_end, no_text, small, given_up, sliced, len(asked)
 
 
 def in_trouble(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
@@ -280,7 +287,7 @@ def until(tokens: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, ...]:
 
 def test_responses_end_by_stops_and_when_nobody_waits_for_them(checkpoint, adapters) -> None:
     ranks = run_distributed(stopped, 2, checkpoint, adapters, Parallel(pipeline=2), init=False)
-    tokens, by_stops, by_end, no_text, small, given_up, asked = ranks[0]
+    tokens, by_stops, by_end, no_text, small, given_up, sliced, asked = ranks[0]
     assert [of[:-1] for of in ranks] == [ranks[0][:-1]] * 2
     assert (asked, ranks[1][-1]) == (7, 0)  # once a token, on rank 0
     ended = [until(tokens[0], tokens[0][2:3]), until(tokens[1], tokens[1][1:4]), until(tokens[2], tokens[2][3:5])]
@@ -294,6 +301,12 @@ def test_responses_end_by_stops_and_when_nobody_waits_for_them(checkpoint, adapt
     reasons = [of.samples[0].stop_reason for of in given_up]
     assert reasons == ["length", "cancelled", "length"]
     assert [of.samples[0].tokens for of in given_up] == [tokens[0], tokens[1][:4], tokens[2]]
+    slices = [0, *(-(-len(of.samples[0].tokens) // 2) for of in by_stops)]  # between which an adapter was trained
+    assert [number for ended in sliced for number in sorted(ended)] == sorted(
+        range(4), key=lambda number: slices[number]
+    )
+    assert [len(sliced), list(sliced[0])] == [max(slices) + 2, [0]]
+    same([ended[number] for number in (1, 2, 3) for ended in sliced if number in ended], by_stops)
 
 
 def test_trouble_stays_where_it_is_and_all_ranks_hear_of_it(checkpoint, adapters, alone) -> None:

@@ -82,6 +82,10 @@ class RecordingBackend:
     def discard_gradients(self, adapters: Sequence[str]) -> None:
         self.calls.append(("discard", *adapters))
 
+    def recover_memory(self) -> bool:
+        self.calls.append(("recover_memory",))
+        return True
+
     def add_adapter(self, name: str, lora: Any = None) -> None:
         if lora.rank > 64:
             raise ConfigError(f"rank {lora.rank} is above 64")

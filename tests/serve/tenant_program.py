@@ -17,9 +17,9 @@ from typing import Any
 
 os.environ["TINKER_TELEMETRY"] = "0"
 
-import tinker  # noqa: E402
-from client_program import result  # noqa: E402
-from tinker import types  # noqa: E402
+import tinker
+from client_program import result
+from tinker import types
 
 
 def batch(chance: random.Random, vocabulary: int, policy: bool) -> list[types.Datum]:

@@ -6,6 +6,8 @@ next batch, and the virtual time is the leader's tag. Others that fit ride along
 ahead of the leader. From this follow the bounds, where L is an adapter's largest request and B is max_batch_tokens:
 
 - Adapters that always have work, from the start, differ by at most B + L tokens, L of the one that is ahead.
+- A request counts as ``Ledger.least`` tokens at least: a unit of work takes its time even for one token, and requests that
+  share no batch with others (another loss, forwards) would otherwise keep them waiting for a unit a token.
 - A request at the head of its line leads after at most one batch for every other adapter, if its own adapter is not
   ahead of the virtual time. If it is ahead by d tokens, each other adapter is served at most d + B + L before it.
 - Optimizer steps cost no tokens. They run before any batch, all that are due at once, but never twice in a row while
@@ -49,11 +51,13 @@ class Ledger:
         now: virtual time in tokens; it never falls.
         served: of adapters ahead of ``now``, the tag at which their next request starts.
         stepped: True if the last unit was optimizer steps.
+        least: tokens that a request is charged for at least.
     """
 
     now: int = 0
     served: Mapping[str, int] = field(default_factory=dict)
     stepped: bool = False
+    least: int = 0
 
     def start(self, adapter: str) -> int:
         """Start tag of this adapter's next request."""
@@ -64,8 +68,8 @@ class Ledger:
         if unit[0].kind == "optimizer_step":
             return replace(self, stepped=True)
         now = min(self.start(request.adapter) for request in unit)
-        served = {**self.served, **{r.adapter: self.start(r.adapter) + r.tokens for r in unit}}
-        return Ledger(now, {adapter: tag for adapter, tag in served.items() if tag > now})
+        served = {**self.served, **{r.adapter: self.start(r.adapter) + max(r.tokens, self.least) for r in unit}}
+        return Ledger(now, {adapter: tag for adapter, tag in served.items() if tag > now}, least=self.least)
 
 
 def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list[R]:

@@ -8,23 +8,28 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from megascend.batch.losses import Loss, LossFunction, resolve
 from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam
-from megascend.errors import ConfigError, DataError, MegascendError, QueueFullError
+from megascend.errors import ConfigError, DataError, MegascendError, OutOfDeviceMemoryError, QueueFullError
 from megascend.lora.fairness import Ledger, Request, RequestKind, next_unit
 
 T = TypeVar("T")
+
+SMALL_REQUESTS = 64
+"""A request counts as this part of a full batch at least: what it takes to run one, however small it is."""
 
 
 class Backend(Protocol):
     """What the queue needs of a backend.
 
     The methods raise DataError or ConfigError on all ranks, and then have changed nothing: no gradient, no parameter.
-    ``shard`` returns the very objects that it was given. ``check_samples`` and ``discard_gradients`` are local.
+    ``shard`` returns the very objects that it was given. ``check_samples`` and ``discard_gradients`` are local. After a call
+    that ran out of the device's memory, ``recover_memory`` says whether others may follow.
     """
 
     @property
@@ -38,6 +43,7 @@ class Backend(Protocol):
     def forward(self, samples: Sequence[Sample]) -> ForwardResult: ...
     def gather_by_data_rank(self, obj: Any) -> list[Any]: ...
     def discard_gradients(self, adapters: Sequence[str]) -> None: ...
+    def recover_memory(self) -> bool: ...
 
 
 class AdapterFuture(Generic[T]):
@@ -105,7 +111,7 @@ class AdapterQueue:
         self._max_pending = max_pending
         self._lines: dict[str, deque[_Waiting]] = {}  # no line is empty, and every first request can run
         self._spoiled: dict[str, Exception] = {}  # adapters whose gradients are incomplete, and why
-        self._ledger = Ledger()
+        self._ledger = Ledger(least=max_batch_tokens // SMALL_REQUESTS)
         self._numbers = count()
 
     # --- submitting ---
@@ -172,7 +178,9 @@ class AdapterQueue:
     def run_once(self) -> bool:
         """Run one unit of work: a mixed batch, optimizer steps, or forwards. False if nothing was pending.
 
-        DataError and ConfigError end up in the future of the request that caused them.
+        DataError and ConfigError end up in the future of the request that caused them. A batch that does not fit into the
+        device's memory is run request by request, where the backend can; one that does not fit alone fails with
+        OutOfDeviceMemoryError.
 
         Raises:
             BaseException: whatever else went wrong, KeyboardInterrupt too. The unit's futures have failed, and its
@@ -241,20 +249,29 @@ class AdapterQueue:
 
     def _run(self, unit: Sequence[_Waiting]) -> None:
         """Run a unit; if the backend refuses it, run its requests one by one, so that only the culprit fails."""
+        problem: Exception | None = None
         try:
             values = self._call(unit)
         except (DataError, ConfigError) as error:
-            if len(unit) == 1:
-                self._fail(unit[0], error, gradients_lost=unit[0].kind == "forward_backward")
-                if unit[0].kind == "optimizer_step":
-                    self._discard(unit[0].adapter)  # the next step must not use what this one was to use
-                return
+            problem = error
+        except torch.OutOfMemoryError as error:
+            if unit[0].kind == "optimizer_step":  # some adapters may have made theirs
+                raise
+            problem = OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
         else:
             for waiting, value in zip(unit, values, strict=True):
                 waiting.future._finish(value)
             return
-        for waiting in unit:
-            self._run([waiting])
+        # Only here has the error let go of the call's tensors.
+        if isinstance(problem, OutOfDeviceMemoryError) and not self._backend.recover_memory():
+            raise problem
+        if len(unit) > 1:
+            for waiting in unit:
+                self._run([waiting])
+            return
+        self._fail(unit[0], problem, gradients_lost=unit[0].kind == "forward_backward")
+        if unit[0].kind == "optimizer_step":
+            self._discard(unit[0].adapter)  # the next step must not use what this one was to use
 
     def _call(self, unit: Sequence[_Waiting]) -> Sequence[Any]:
         """The backend's answer to each request of a unit."""

@@ -37,12 +37,13 @@ class Cached:
 
     def __enter__(self) -> Self:
         self._open.enter_context(self._engine.caching())
+        if self._cache is not None:
+            self._evaluate()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cache = None
         self._open.close()
 
     def logits(self, rows: Sequence[Row]) -> Tensor | None:
@@ -62,9 +63,13 @@ class Cached:
         own = [places[row.of] for row in rows]
         cache.take(own)
         self._numbers = [row.number for row in rows]
+        self._evaluate()
+        return torch.stack(found)[own] if found else None
+
+    def _evaluate(self) -> None:
+        """Dropout off and the rows' adapters in force until the decoder is left."""
         self._open.enter_context(self._engine.evaluating())
         self._open.enter_context(self._engine.trainable.applying(self._order))
-        return torch.stack(found)[own] if found else None
 
     def _continue(self, rows: Sequence[Row], cache: KeyValues) -> Tensor | None:
         """Take the newest token of every row through the model."""

@@ -12,7 +12,10 @@ from megascend.sampling.rows import Row
 
 
 class Decoder(AbstractContextManager["Decoder"], Protocol):
-    """The model on the rows of one batch, from its first token to its last: entered before and left after it, on all ranks."""
+    """The model on the rows of one batch, from its first token to its last.
+
+    Entered before some of the tokens and left after them, on all ranks; outside, the model is free for other things.
+    """
 
     def logits(self, rows: Sequence[Row]) -> Tensor | None:
         """fp32 [rows, vocabulary] on the CPU: what follows each row's prompt and response so far. Collective.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import cast
 
 import torch
@@ -91,7 +92,6 @@ class Sampler:
         place, topology = self._groups.coordinates, backend.topology
         self._chooses = place.tensor == 0 and place.context == 0 and place.pipeline == topology.pipeline - 1
 
-    @torch.no_grad()
     def generate(self, requests: Sequence[SampleRequest], cancelled: Cancelled | None = None) -> list[SampleResult]:
         """Answer all ``requests``, in their order. Collective: every rank passes the same ones, and gets the same results.
 
@@ -104,20 +104,43 @@ class Sampler:
             OutOfStepError: on every rank: they were given different requests, or are in different calls.
             EngineError: on every rank: ``decode`` or ``cancelled`` raised on one.
         """
+        results: dict[int, SampleResult] = {}
+        for ended in self.in_slices(requests, cancelled=cancelled):
+            results |= ended
+        return [results[of] for of in range(len(requests))]
+
+    @torch.no_grad()
+    def in_slices(
+        self, requests: Sequence[SampleRequest], tokens: int | None = None, cancelled: Cancelled | None = None
+    ) -> Iterator[dict[int, SampleResult]]:
+        """:meth:`generate` a few tokens at a time, so that the model can do something else meanwhile. Each slice is collective.
+
+        Between two slices anything may be done with the backend but removing an adapter that is sampled from. What is done to
+        the weights of one counts from the next slice on. Keys and values of earlier tokens stay in memory meanwhile.
+
+        Args:
+            tokens: passes of one slice, each of which gives every response of a batch a token; None: a batch in one slice.
+
+        Yields:
+            After each slice, the results of requests that have ended in it, by their number.
+        """
         with self._groups.monitor.phase("sample"):
             errors, seeds = self._agree(requests)
             accepted = [(of, request) for of, request in enumerate(requests) if errors[of] is None]
             prompts = score_prompts(self._backend, self._step, accepted)
-            rows = rows_of(accepted, seeds)
-            ask, gone = cancelled or (lambda: ()), set[int]()
-            most = min(self._max_rows, self._engine.batching.budget)
-            apart = not getattr(self._engine, "mixes_adapters", True)
-            for batch in batches(rows, self._cache_tokens, most, apart=apart):
-                self._sample(batch, ask, gone)
+        rows = rows_of(accepted, seeds)
         answers: dict[int, list[Row]] = {of: [] for of, _ in accepted}
         for row in rows:
             answers[row.of].append(row)
-        return [_result(error, answers.get(of, []), prompts.get(of)) for of, error in enumerate(errors)]
+        yield {of: SampleResult(error=error) for of, error in enumerate(errors) if error is not None}
+        ask, gone = cancelled or (lambda: ()), set[int]()
+        most = min(self._max_rows, self._engine.batching.budget)
+        apart = not getattr(self._engine, "mixes_adapters", True)
+        for batch in batches(rows, self._cache_tokens, most, apart=apart):
+            for _ in self._sample(batch, ask, gone, tokens):
+                ended = [of for of, mine in answers.items() if all(row.reason is not None for row in mine)]
+                yield {of: _result(answers.pop(of), prompts.get(of)) for of in ended}
+        yield {of: _result(mine, prompts.get(of)) for of, mine in answers.items()}
 
     def _agree(self, requests: Sequence[SampleRequest]) -> tuple[list[str | None], list[int]]:
         """Why requests are refused, and their seeds, the same on all ranks."""
@@ -154,8 +177,8 @@ class Sampler:
 
     # --- one batch ---
 
-    def _sample(self, batch: Sequence[Row], cancelled: Cancelled, gone: set[int]) -> None:
-        """Sample all rows of a batch to their ends, in place.
+    def _sample(self, batch: Sequence[Row], cancelled: Cancelled, gone: set[int], tokens: int | None) -> Iterator[None]:
+        """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time.
 
         Args:
             gone: requests that have been cancelled so far, to which it adds.
@@ -163,19 +186,30 @@ class Sampler:
         mine = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
         by_number = {row.number: row for row in batch}
         _give_up(batch, gone)
-        with self._decoder(batch) as decoder:
-            while any(row.reason is None for row in batch):
-                open_rows = [row for row in mine if row.reason is None]
-                told = self._tell(open_rows, decoder.logits(open_rows), cancelled)
-                for found in gather_objects(told, "world", self._groups, "the next tokens"):
-                    if found.problem is not None:
-                        raise EngineError(f"sampling: {found.problem}")
-                    for number, token in found.tokens.items():
-                        by_number[number].add(token.token, token.logprob, token.top, stopped=token.stopped)
-                    for number in found.failed:
-                        by_number[number].fail("the model's logits are not finite")
-                    gone |= found.gone
-                _give_up(batch, gone)
+        decoder = self._decoder(batch)
+        while any(row.reason is None for row in batch):
+            with self._groups.monitor.phase("sample"), decoder:
+                for _ in count() if tokens is None else range(tokens):
+                    self._add_token(mine, by_number, decoder, cancelled, gone)
+                    _give_up(batch, gone)
+                    if all(row.reason is not None for row in batch):
+                        break
+            yield
+
+    def _add_token(
+        self, mine: Sequence[Row], by_number: Mapping[int, Row], decoder: Decoder, cancelled: Cancelled, gone: set[int]
+    ) -> None:
+        """The next token of all rows of a batch that have not ended."""
+        open_rows = [row for row in mine if row.reason is None]
+        told = self._tell(open_rows, decoder.logits(open_rows), cancelled)
+        for found in gather_objects(told, "world", self._groups, "the next tokens"):
+            if found.problem is not None:
+                raise EngineError(f"sampling: {found.problem}")
+            for number, token in found.tokens.items():
+                by_number[number].add(token.token, token.logprob, token.top, stopped=token.stopped)
+            for number in found.failed:
+                by_number[number].fail("the model's logits are not finite")
+            gone |= found.gone
 
     def _tell(self, rows: Sequence[Row], logits: Tensor | None, cancelled: Cancelled) -> _Told:
         """What this rank tells all others after a pass. Never raises: the others wait for it."""
@@ -221,8 +255,8 @@ def _give_up(batch: Sequence[Row], gone: Collection[int]) -> None:
             row.reason = "cancelled"
 
 
-def _result(error: str | None, rows: Sequence[Row], scores: PromptScores | None) -> SampleResult:
-    problem = error or next((row.problem for row in rows if row.problem is not None), None)
+def _result(rows: Sequence[Row], scores: PromptScores | None) -> SampleResult:
+    problem = next((row.problem for row in rows if row.problem is not None), None)
     if problem is not None:
         return SampleResult(error=problem)
     found = scores or PromptScores()

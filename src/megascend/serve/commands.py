@@ -118,9 +118,13 @@ class Outcome:
 
     Attributes:
         together: how many adapters were in the batch that it ran in; 0 if it ran in none.
+        waited: units of work that ran after it was the first of its model and before its own; None if that was not counted.
+        waited_s: seconds of that time, of rank 0's clock.
     """
 
     number: int
     value: Any = None
     error: Exception | None = None
     together: int = 0
+    waited: int | None = None
+    waited_s: float = 0.0

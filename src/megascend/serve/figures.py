@@ -10,6 +10,7 @@ from megascend.serve.futures import Future
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+UNITS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 RECENT_BATCHES = 120
 RECENT_PROBLEMS = 20
 
@@ -69,6 +70,8 @@ class Figures:
         tokens: read in requests that succeeded.
         latency: seconds from a request to its outcome, by kind.
         together: models in the batch of each forward_backward, optimizer steps left out.
+        waited: units of work that ran while a forward_backward was the first of its model, before its own.
+        waited_s: seconds of that time.
         refused: requests by HTTP status, those that were not answered with 200.
         batches: (models, tokens) of the last batches, oldest first.
         problems: the last failures of each tenant, oldest first.
@@ -78,6 +81,8 @@ class Figures:
     tokens: int = 0
     latency: dict[str, Histogram] = field(default_factory=dict)
     together: Histogram = field(default_factory=lambda: Histogram(tuple(map(float, BATCH_SIZES))))
+    waited: Histogram = field(default_factory=lambda: Histogram(tuple(map(float, UNITS))))
+    waited_s: Histogram = field(default_factory=lambda: Histogram(BUCKETS_S))
     refused: dict[int, int] = field(default_factory=dict)
     batches: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
     problems: dict[str, deque[Problem]] = field(default_factory=dict)
@@ -92,6 +97,12 @@ class Figures:
         elif future.kind == "forward_backward":
             self.tokens += future.tokens
             self.together.add(together)
+
+    def count_wait(self, future: Future, units: int | None, seconds: float) -> None:
+        """Count how long a future that has ended had waited for its turn."""
+        if units is not None and future.kind == "forward_backward":
+            self.waited.add(units)
+            self.waited_s.add(seconds)
 
     def count_batch(self, futures: Iterable[Future]) -> None:
         """Note how full a batch was.
@@ -146,6 +157,11 @@ class Figures:
         ]
         for kind, histogram in sorted(self.latency.items()):
             lines += histogram.lines("megascend_request_seconds", f'kind="{kind}"')
-        lines += ["# HELP megascend_models_in_batch Models that shared the batch of a forward_backward."]
-        lines += ["# TYPE megascend_models_in_batch histogram", *self.together.lines("megascend_models_in_batch")]
+        for name, what, found in (
+            ("models_in_batch", "Models that shared the batch of a forward_backward.", self.together),
+            ("units_waited", "Units of work before that of a forward_backward, from when it could run.", self.waited),
+            ("wait_seconds", "From when a forward_backward could run to the unit that it ran in.", self.waited_s),
+        ):
+            lines += [f"# HELP megascend_{name} {what}", f"# TYPE megascend_{name} histogram"]
+            lines += found.lines(f"megascend_{name}")
         return "\n".join(lines) + "\n"

@@ -6,13 +6,14 @@ The same on every rank: it decides from the commands alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
+
 from megascend.config import Lora
-from megascend.errors import ConfigError, DataError, MegascendError, ProcessGroupError
+from megascend.errors import ConfigError, DataError, MegascendError, OutOfDeviceMemoryError, ProcessGroupError
 from megascend.lora.queue import AdapterFuture, AdapterQueue
-from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.serve.commands import (
     Command,
     Create,
@@ -25,11 +26,11 @@ from megascend.serve.commands import (
     Respond,
     Save,
 )
+from megascend.serve.sampling import SAMPLES_AT_ONCE, Generate, Sampling
+from megascend.serve.waits import Waits
 
-SAMPLES_AT_ONCE = 64
-"""Responses that are sampled in one go; steps wait for them."""
-
-Generate = Callable[[Sequence[SampleRequest]], Sequence[SampleResult]]
+OTHERS_AT_ONCE = 8
+"""Adapters that are made, loaded and saved between two units of training, at most one of a model."""
 
 
 class Backend(Protocol):
@@ -43,6 +44,7 @@ class Backend(Protocol):
     def load_adapter(
         self, name: str, path: str, lora: Lora | None = None, optimizer: bool = True, replace: bool = False
     ) -> None: ...
+    def recover_memory(self) -> bool: ...
 
 
 class Lines:
@@ -61,59 +63,122 @@ class Lines:
         self._backend, self._queue, self._max_pending, self._generate = backend, queue, max_pending, generate
         self._waiting: dict[str, deque[Command]] = {}
         self._running: dict[str, deque[tuple[Command, AdapterFuture[Any]]]] = {}
+        self._sampling: Sampling | None = None
+        self._one_by_one: deque[Respond] = deque()  # what had no room together
+        self._removals: list[Remove] = []  # of adapters that are sampled from
+        self._waits = Waits()
 
     @property
     def idle(self) -> bool:
         """True if no command is left."""
-        return not self._waiting and not self._running
+        return not (self._waiting or self._running or self._sampling or self._one_by_one)
 
     def add(self, commands: Iterable[Command]) -> list[Outcome]:
         """Take commands; outcomes of those that needed no turn."""
         outcomes: list[Outcome] = []
         for command in commands:
-            if isinstance(command, Remove):
+            if isinstance(command, Remove) and command.adapter in self._sampled_from():
+                self._removals.append(command)
+            elif isinstance(command, Remove):
                 outcomes += self._remove(command)
             else:
                 self._waiting.setdefault(command.adapter, deque()).append(command)
         return outcomes
 
     def run_once(self) -> list[Outcome]:
-        """Run what has no steps before it, then one unit of the queue. Collective.
+        """Run a few of what is no step, a slice of what is sampled, and one unit of the queue. Collective.
 
         Raises:
             BaseException: what is nobody's request's fault, such as a rank that is gone.
         """
-        outcomes: list[Outcome] = []
         for adapter in list(self._waiting):
-            outcomes += self._advance(adapter)
-        outcomes += self._sample()
-        before = {adapter: len(running) for adapter, running in self._running.items()}
-        self._queue.run_once()
-        done = [(adapter, pair) for adapter in before for pair in self._take_done(adapter)]
-        together = len({adapter for adapter, _ in done})
-        return outcomes + [_outcome(command, future, together) for _, (command, future) in done]
+            self._submit_steps(adapter)
+        self._waits.first(self._running)
+        return [*self._run_others(), *self._sample(), *self._run_unit()]
 
-    def _advance(self, adapter: str) -> list[Outcome]:
-        """Run or submit the first commands of a model, as far as they may."""
-        outcomes: list[Outcome] = []
+    def _submit_steps(self, adapter: str) -> None:
+        """Give the queue the first commands of a model, as far as they are steps."""
         line = self._waiting[adapter]
-        while line:
-            command = line[0]
-            if isinstance(command, ForwardBackward | Forward | OptimizerStep):
-                if self._queue.pending(adapter) >= self._max_pending:
-                    break
-                self._running.setdefault(adapter, deque()).append((command, self._submit(command)))
-            elif adapter in self._running or isinstance(command, Respond):
+        while line and isinstance(line[0], ForwardBackward | Forward | OptimizerStep):
+            if self._queue.pending(adapter) >= self._max_pending:
                 break
-            else:
-                outcomes.append(self._run(command))
-            line.popleft()
+            command = line.popleft()
+            self._running.setdefault(adapter, deque()).append((command, self._submit(command)))
         if not line:
             del self._waiting[adapter]
+
+    def _run_others(self) -> list[Outcome]:
+        """Run what is neither a step nor sampled, where all steps before it are done: one for a model, in turns."""
+        outcomes: list[Outcome] = []
+        for adapter in list(self._waiting):
+            line = self._waiting[adapter]
+            if adapter in self._running or isinstance(line[0], ForwardBackward | Forward | OptimizerStep | Respond):
+                continue
+            if len(outcomes) == OTHERS_AT_ONCE:
+                break
+            with self._waits.unit():
+                outcomes.append(self._run(line.popleft()))
+            del self._waiting[adapter]
+            if line:
+                self._waiting[adapter] = line  # behind the others
         return outcomes
 
+    def _run_unit(self) -> list[Outcome]:
+        """Run a unit of the queue."""
+        if not self._running:
+            return []
+        before = list(self._running)
+        with self._waits.unit():
+            self._queue.run_once()
+        done = {adapter: self._take_done(adapter) for adapter in before}
+        together = sum(1 for pairs in done.values() if pairs)
+        outcomes: list[Outcome] = []
+        for adapter, pairs in done.items():
+            for number, (command, future) in enumerate(pairs):
+                waited = self._waits.of(adapter) if number == 0 else (None, 0.0)
+                outcomes.append(_outcome(command, future, together, *waited))
+        self._waits.first(self._running)
+        return outcomes
+
+    # --- sampling ---
+
     def _sample(self) -> list[Outcome]:
-        """Answer the first requests to sample of every line, as many as make a batch, all together."""
+        """Sample a slice of the responses that are under way, or of the next ones. Collective."""
+        if self._sampling is None:
+            taken = [self._one_by_one.popleft()] if self._one_by_one else self._take_samples()
+            if not taken:
+                return []
+            if self._generate is None:
+                problem = ConfigError("this server does not sample")
+                return [Outcome(each.number, error=problem) for each in taken]
+            self._sampling = Sampling(taken, self._generate)
+        sampling, text = self._sampling, None
+        try:
+            with self._waits.unit():
+                outcomes = sampling.advance()
+        except torch.OutOfMemoryError as error:
+            text = str(error)
+        left = sampling.left
+        if text is None and left:
+            return outcomes
+        self._sampling = sampling = None  # with its keys and values
+        if text is not None:  # only here has the error let go of what it held
+            outcomes = self._no_room_for(left, text)
+        removals, self._removals = self._removals, []
+        return [*outcomes, *self.add(removals)]
+
+    def _no_room_for(self, left: list[Respond], text: str) -> list[Outcome]:
+        """After memory has run out: sample those that have no answer one by one; what does not fit alone fails."""
+        error = OutOfDeviceMemoryError(f"the device's memory has no room for this request: {text}")
+        if not self._backend.recover_memory():
+            raise error
+        if len(left) > 1:
+            self._one_by_one.extend(left)
+            return []
+        return [Outcome(each.number, error=error) for each in left]
+
+    def _take_samples(self) -> list[Respond]:
+        """The first requests to sample of every line, as many as are sampled together."""
         taken: list[Respond] = []
         for adapter in list(self._waiting):
             line = self._waiting[adapter]
@@ -124,13 +189,13 @@ class Lines:
                 line.popleft()
             if not line:
                 del self._waiting[adapter]
-        if not taken:
-            return []
-        if self._generate is None:
-            problem = ConfigError("this server does not sample")
-            return [Outcome(each.number, error=problem) for each in taken]
-        results = self._generate([each.request for each in taken])
-        return [Outcome(each.number, result) for each, result in zip(taken, results, strict=True)]
+        return taken
+
+    def _sampled_from(self) -> set[str]:
+        left = [*self._one_by_one, *(self._sampling.left if self._sampling is not None else ())]
+        return {command.adapter for command in left}
+
+    # --- everything else ---
 
     def _submit(self, command: Command) -> AdapterFuture[Any]:
         if isinstance(command, OptimizerStep):
@@ -167,6 +232,7 @@ class Lines:
     def _remove(self, command: Remove) -> list[Outcome]:
         gone = ConfigError("the model was unloaded, or its session ended")
         outcomes = [Outcome(each.number, error=gone) for each in self._waiting.pop(command.adapter, ())]
+        self._waits.forget(command.adapter)
         if command.adapter in self._backend.adapters:
             self._queue.cancel(command.adapter)
             self._backend.remove_adapter(command.adapter)
@@ -183,11 +249,14 @@ class Lines:
         return done
 
 
-def _outcome(command: Command, future: AdapterFuture[Any], together: int) -> Outcome:
+def _outcome(
+    command: Command, future: AdapterFuture[Any], together: int, waited: int | None, waited_s: float
+) -> Outcome:
     """Of a future that is done."""
+    number, error = command.number, None
     try:
-        return Outcome(command.number, future.result(), together=together)
-    except Exception as error:  # noqa: BLE001  whatever it is, it is the request's
-        problem = command.problem if isinstance(command, OptimizerStep) else None
-        found = error if problem is None else DataError(problem)
-        return Outcome(command.number, error=found, together=together)
+        return Outcome(number, future.result(), together=together, waited=waited, waited_s=waited_s)
+    except Exception as found:  # noqa: BLE001  whatever it is, it is the request's
+        error = found
+    problem = command.problem if isinstance(command, OptimizerStep) else None
+    return Outcome(number, error=error if problem is None else DataError(problem), together=together)

@@ -45,7 +45,7 @@ def serve(
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
-        generate = sampler(settings, backend).generate
+        generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
             work(backend, queue, None, lambda outcomes: None, generate)
             return

@@ -288,6 +288,7 @@ class Service:
             else:
                 self.futures.keep(future, outcome.value)
             self.figures.count(future, outcome.together, self.clock())
+            self.figures.count_wait(future, outcome.waited, outcome.waited_s)
             ended.append(future)
         self.figures.count_batch(ended)
 

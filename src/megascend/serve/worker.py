@@ -8,7 +8,8 @@ from megascend.backend import Backend
 from megascend.lora.queue import AdapterQueue
 from megascend.serve.commands import Outcome
 from megascend.serve.inbox import Inbox
-from megascend.serve.lines import Generate, Lines
+from megascend.serve.lines import Lines
+from megascend.serve.sampling import Generate
 
 
 def work(
@@ -23,7 +24,7 @@ def work(
 
     Args:
         inbox: rank 0's; None on the others.
-        generate: answers requests to sample; collective.
+        generate: answers requests to sample, in slices; collective.
         report: called on every rank with what has ended.
     """
     lines = Lines(backend, queue, max_pending, generate)

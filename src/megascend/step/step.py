@@ -19,7 +19,7 @@ from megascend.batch.results import ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output
-from megascend.errors import DataError, LossFunctionError
+from megascend.errors import DataError, LossFunctionError, MegascendError
 from megascend.step.checks import check_fields, check_pairs, check_samples
 from megascend.step.context_sum import context_sum
 from megascend.step.progress import OnMicroBatch, progress
@@ -80,13 +80,13 @@ class Step:
                 with trainable.applying(normalizer.names), counted:
                     stored = engine.run(batches, differentiated, forward_only=False)
                     metrics, values = self._reduce_metrics(stored, normalizer)
-                    trainable.collect() if keep else trainable.abandon()
+                    found = None
+                    if logprobs:
+                        found = self._of_samples({"logprobs": kept}, batches, plan, len(samples))["logprobs"]
+                    self._add_up() if keep else trainable.abandon()  # last: what fails before it has added nothing
             except LossFunctionError:
                 trainable.abandon()
                 raise
-            found = None
-            if logprobs:
-                found = self._of_samples({"logprobs": kept}, batches, plan, len(samples))["logprobs"]
         return ForwardBackwardResult(agreed.micro_batches, agreed.counts, loss, metrics, values, found)
 
     @torch.no_grad()
@@ -191,6 +191,17 @@ class Step:
             if everywhere and self._topology.pipeline > 1:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
+
+    def _add_up(self) -> None:
+        """Have the gradients of the call count.
+
+        Raises:
+            MegascendError: memory has run out half way. OutOfMemoryError would mean that nothing has been added.
+        """
+        try:
+            self._engine.trainable.collect()
+        except torch.OutOfMemoryError as error:
+            raise MegascendError(f"gradients are incomplete: memory ran out as they were added up ({error})") from error
 
     # --- planning ---
 

@@ -1,0 +1,131 @@
+"""What runs between two units of training, how long requests wait, and what a lack of memory ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recording_backend import RecordingBackend
+
+from megascend.batch.sample import Sample
+from megascend.config import Adam, Lora
+from megascend.errors import ConfigError, OutOfDeviceMemoryError
+from megascend.lora.queue import AdapterQueue
+from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.serve.commands import (
+    Command,
+    Create,
+    ForwardBackward,
+    OptimizerStep,
+    Outcome,
+    Remove,
+    Respond,
+    Save,
+)
+from megascend.serve.lines import OTHERS_AT_ONCE, Lines
+from megascend.serve.sampling import SLICE_TOKENS
+
+
+class SlowSampler:
+    """Takes a slice for every 16 tokens, notes each, and has room for ``room`` requests at a time."""
+
+    def __init__(self, calls: list[Any], room: int = 99) -> None:
+        self.calls, self.room = calls, room
+
+    def in_slices(self, requests: Sequence[SampleRequest], tokens: int) -> Iterator[Mapping[int, SampleResult]]:
+        left = {number: request.params.max_tokens for number, request in enumerate(requests)}
+        while left:
+            self.calls.append(("slice", len(left)))
+            if len(requests) > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            left = {number: most - tokens for number, most in left.items()}
+            ended = {number: SampleResult(error=f"{number}") for number, most in left.items() if most <= 0}
+            left = {number: most for number, most in left.items() if most > 0}
+            yield ended
+
+
+@pytest.fixture
+def backend() -> RecordingBackend:
+    found = RecordingBackend()
+    found.adapters = {name: Lora(rank=1) for name in ("a", "b", "p")}
+    return found
+
+
+def lines_of(backend: RecordingBackend, room: int = 99) -> Lines:
+    generate = SlowSampler(backend.calls, room).in_slices
+    return Lines(backend, AdapterQueue(backend), generate=generate)  # type: ignore[arg-type]
+
+
+def step(number: int, adapter: str) -> list[Command]:
+    sample = Sample([1, 2], [2, 3], [1.0, 1.0])
+    return [ForwardBackward(number, adapter, [sample], None), OptimizerStep(number + 1, adapter, Adam())]
+
+
+def respond(number: int, adapter: str, tokens: int) -> Respond:
+    return Respond(number, adapter, SampleRequest([1], SamplingParams(tokens), adapter))
+
+
+def run(lines: Lines, commands: Sequence[Command]) -> list[Outcome]:
+    found = lines.add(commands)
+    while not lines.idle:
+        found += lines.run_once()
+    return found
+
+
+def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
+    commands = [respond(1, "p", 3 * SLICE_TOKENS), respond(2, "base", SLICE_TOKENS), *step(3, "a"), *step(5, "a")]
+    outcomes = run(lines_of(backend), commands)
+    assert [call[0] for call in backend.calls] == [
+        "slice", "forward_backward", "slice", "optimizer_step", "slice", "forward_backward", "optimizer_step",
+    ]  # fmt: skip
+    assert [outcome.number for outcome in outcomes] == [2, 3, 4, 1, 5, 6]  # an answer is told once it is there
+    waited = {outcome.number: outcome.waited for outcome in outcomes}
+    assert waited == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: 0}
+
+
+def test_a_flood_of_saves_lets_steps_through(backend, tmp_path: Path) -> None:
+    for number in range(2 * OTHERS_AT_ONCE):
+        backend.adapters[f"m{number}"] = Lora(rank=1)
+    saves = [
+        Save(100 * model + turn, f"m{model}", str(tmp_path / f"{model}-{turn}"), False)
+        for model in range(2 * OTHERS_AT_ONCE)
+        for turn in range(3)
+    ]
+    lines = lines_of(backend)
+    outcomes = run(lines, [*saves, *step(9001, "a"), *step(9003, "b")])
+    assert next(outcome for outcome in outcomes if outcome.number == 9001).waited == OTHERS_AT_ONCE
+    assert next(outcome for outcome in outcomes if outcome.number == 9001).together == 2
+    saved = [call[1] for call in backend.calls if call[0] == "save"]
+    assert saved == [f"m{number}" for number in range(2 * OTHERS_AT_ONCE)] * 3  # in turns
+
+
+def test_an_adapter_is_removed_once_it_is_not_sampled_from(backend) -> None:
+    lines = lines_of(backend)
+    assert lines.add([respond(1, "p", 2 * SLICE_TOKENS)]) == []
+    assert lines.run_once() == []
+    assert lines.add([Remove(2, "p"), Remove(3, "b")]) == [Outcome(3)]
+    assert [outcome.number for outcome in lines.run_once()] == [1, 2]
+    assert [call for call in backend.calls if call[0] != "discard"] == [
+        ("slice", 1), ("remove", "b"), ("slice", 1), ("remove", "p"),
+    ]  # fmt: skip
+    assert set(backend.adapters) == {"a"}
+    assert lines.idle
+
+
+def test_what_has_no_room_together_is_sampled_one_by_one(backend) -> None:
+    outcomes = run(lines_of(backend, room=1), [respond(number, "p", 5) for number in (1, 2, 3)])
+    assert [(outcome.number, outcome.error) for outcome in outcomes] == [(1, None), (2, None), (3, None)]
+    assert [call for call in backend.calls if call[0] == "slice"] == [("slice", 3), *[("slice", 1)] * 3]
+    (alone,) = run(lines_of(backend, room=0), [respond(4, "p", 5)])
+    assert isinstance(alone.error, OutOfDeviceMemoryError)
+    backend.recover_memory = lambda: False
+    with pytest.raises(OutOfDeviceMemoryError):
+        run(lines_of(backend, room=0), [respond(5, "p", 5)])
+
+
+def test_a_refused_creation_does_not_run_the_steps_behind_it_on_nothing(backend) -> None:
+    outcomes = run(lines_of(backend), [Create(1, "new", Lora(rank=65)), *step(2, "new")])
+    assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [(n, ConfigError) for n in (1, 2, 3)]
