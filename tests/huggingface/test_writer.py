@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megascend.errors import CheckpointError
+from megascend.huggingface import pipelined_writer
 from megascend.huggingface.files import WEIGHT_INDEX
 from megascend.huggingface.safetensors_writer import SafetensorsWriter
 from megascend.huggingface.writer import CheckpointWriter
@@ -89,6 +92,44 @@ def test_one_tensor_comes_once(tmp_path):
         writer.add("a", torch.zeros(2))
     with pytest.raises(CheckpointError, match="b is unexpected"):
         writer.add("b", torch.zeros(2))
+    writer.abandon()
+
+
+def test_tensors_of_many_pieces_are_written_from_a_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipelined_writer, "PIECE", 64)
+    monkeypatch.setattr(pipelined_writer, "PIECES", 2)
+    tensors = {f"t{number}": torch.randn(100 + number) for number in range(20)}
+    writer = SafetensorsWriter(tmp_path, tensors)
+    for name, tensor in tensors.items():
+        given = tensor.clone()
+        writer.add(name, given)
+        given.zero_()  # its memory is free
+    writer.finish()
+    assert all(torch.equal(found, tensors[name]) for name, found in read(tmp_path).items())
+    assert len(read(tmp_path)) == 20
+
+
+@pytest.mark.parametrize("failing", [1, 5, 39])
+def test_what_fails_in_the_background_is_raised(tmp_path, monkeypatch, failing):
+    monkeypatch.setattr(pipelined_writer, "PIECE", 64)
+    monkeypatch.setattr(pipelined_writer, "PIECES", 2)
+    calls, pwrite = itertools.count(), os.pwrite
+
+    def full(*arguments):
+        if next(calls) >= failing:
+            raise OSError(28, "No space left on device")
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    writer = SafetensorsWriter(tmp_path, ["a", "b"])
+
+    def write():
+        for name in ("a", "b"):
+            writer.add(name, torch.randn(320))  # 20 pieces
+        writer.finish()
+
+    with pytest.raises(OSError, match="No space left"):
+        write()
     writer.abandon()
 
 

@@ -1,4 +1,4 @@
-"""safetensors files written as tensors come: one in memory at a time, whatever their number and order.
+"""safetensors files written as tensors come, whatever their number and order, from a few megabytes of host memory.
 
 The format puts the header, which says where each tensor lies, before the data (huggingface.co/docs/safetensors, "Format").
 Room for it is left at the front of each file and filled in at the end, padded with spaces as the format allows.
@@ -6,15 +6,16 @@ Room for it is left at the front of each file and filled in at the end, padded w
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import struct
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import WEIGHT_INDEX
+from megascend.huggingface.pipelined_writer import PipelinedWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,17 +56,18 @@ class SafetensorsWriter:
         self._room += -(self._room + 8) % 16
         self._names = frozenset(names)
         self._files: list[list[str]] = []  # names in each
-        self._file: BinaryIO | None = None
+        self._file: int | None = None  # its descriptor
+        self._pipeline = PipelinedWriter()
         self._header: dict[str, Any] = {}
         self._written: set[str] = set()
         self._end = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append ``tensor``, from whichever device.
+        """Append ``tensor``, from whichever device. Its memory is free afterwards.
 
         Raises:
             CheckpointError: it was not announced, came before, or has a dtype that the format does not know.
-            OSError: of the file system.
+            OSError: of the file system; maybe of a tensor before.
         """
         import torch
 
@@ -80,9 +82,9 @@ class SafetensorsWriter:
             self._end + size > self._file_bytes or (size and self._end % tensor.element_size())
         ):
             self._close()
-        file = self._file or self._open()
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        file.write(data.numpy().data)
+        file = self._open() if self._file is None else self._file
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._pipeline.write(file, 8 + self._room + self._end, data)
         self._header[name] = {
             "dtype": dtype,
             "shape": list(tensor.shape),
@@ -100,6 +102,7 @@ class SafetensorsWriter:
             OSError: of the file system.
         """
         self._close()
+        self._pipeline.close()
         if len(self._files) == 1:
             self._path(1).rename(self._folder / "model.safetensors")
             return
@@ -113,20 +116,17 @@ class SafetensorsWriter:
 
     def abandon(self) -> None:
         """Close what is open; the files are of no use."""
+        self._pipeline.close()
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # on a full disk what is still buffered cannot be written: nobody wants it
-                file.close()
+            os.close(file)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"model-{number:05d}.unfinished"
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> int:
         self._files.append([])
-        self._file = self._path(len(self._files)).open("wb")
-        self._file.write(b" " * (8 + self._room))
+        self._file = os.open(self._path(len(self._files)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._header, self._end = {"__metadata__": {"format": "pt"}}, 0
         return self._file
 
@@ -136,7 +136,9 @@ class SafetensorsWriter:
         header = json.dumps(self._header, separators=(",", ":")).encode()
         if len(header) > self._room:
             raise CheckpointError(f"export: a header of {len(header)} bytes does not fit into {self._room}")
-        self._file.seek(0)
-        self._file.write(struct.pack("<Q", self._room) + header)
-        self._file.close()
+        self._pipeline.wait()
+        front = memoryview(struct.pack("<Q", self._room) + header.ljust(self._room))
+        while front:
+            front = front[os.pwrite(self._file, front, 8 + self._room - len(front)) :]
+        os.close(self._file)
         self._file = None

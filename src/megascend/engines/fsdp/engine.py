@@ -252,7 +252,7 @@ class FsdpEngine:
 
     def export(self, path: Path, adapter: str | None) -> None:
         dtype = str(DTYPES[self.precision]).removeprefix("torch.")
-        weights = self.named_weights(adapter, receivers="main", device="cpu")
+        weights = self.named_weights(adapter, receivers="main")
         export(weights, self.model_dir, path, dtype, self.groups, tied=self._tied)
 
     def random_streams(self) -> None:

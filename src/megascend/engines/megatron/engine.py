@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,9 @@ from megascend.topology.weight_routes import Receivers
 if TYPE_CHECKING:
     from megascend.engines.megatron.graphed_steps import GraphedSteps
     from megascend.lora.manager import AdapterManager
+
+LARGE_LAYER = 2**29
+"""Parameters of a layer that is collected in host memory for an export; smaller ones on the device."""
 
 
 class MegatronEngine:
@@ -387,7 +391,10 @@ class MegatronEngine:
         )
 
     def export(self, path: Path, adapter: str | None) -> None:
-        weights = self.named_weights(adapter, receivers="main", device="cpu")
+        # mcore-bridge collects a layer at a time: one that is large waits in host memory, at the price of a slower copy.
+        parameters = sum(math.prod(header.shape) for header in self.info.tensors.values())
+        device = "cpu" if parameters / self.config.num_layers > LARGE_LAYER else None
+        weights = self.named_weights(adapter, receivers="main", device=device)
         dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
         tied = not self.config.untie_embeddings_and_output_weights
         export(weights, self.model_dir, path, dtype, self.groups, tied=tied)

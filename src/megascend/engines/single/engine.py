@@ -198,7 +198,7 @@ class SingleEngine:
     def export(self, path: Path, adapter: str | None) -> None:
         dtype = str(DTYPES[self.precision]).removeprefix("torch.")
         tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
-        export(self.named_weights(adapter, device="cpu"), self.model_dir, path, dtype, self.groups, tied=tied)
+        export(self.named_weights(adapter), self.model_dir, path, dtype, self.groups, tied=tied)
 
     def random_streams(self) -> None:
         """There are none."""
