@@ -15,8 +15,8 @@ from megascend.config.serve import ServeConfig
 from megascend.serve.keys import digest_of
 from megascend.testing import run_distributed
 
-KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob")}
-DEADLINE_S = 240.0
+KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob", "mallory")}
+DEADLINE_S = 400.0
 
 
 def run_service(settings: ServeConfig, folder: Path) -> None:

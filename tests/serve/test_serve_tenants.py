@@ -1,4 +1,4 @@
-"""Sixteen client processes at random pace: each ends where it ends alone, and their steps share batches."""
+"""Sixteen client processes at random pace: each ends where it ends alone, whatever others send, and their steps share batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from serve_ranks import KEYS, service
 
 from forked_programs import environment
 from megascend.config import Parallel
-from megascend.config.serve import ServeConfig
+from megascend.config.serve import Limits, ServeConfig
 from megascend.serve.names import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 60, 64)
 STEPS = 15
-PAUSE_S = 0.1
-"""The longest pause before a step: about as long as a step takes, so that the server has something to do all the time."""
+PAUSE_S = 0.3
+"""The longest pause before a step: a few units of work, so that it is never the same tenants that share a batch."""
 DEADLINE_S = 200.0
 LAYOUTS = {"TP2": Parallel(tensor=2), "DP2": Parallel()}
 
@@ -64,8 +64,8 @@ class Served:
         return json.loads((self.folder / f"{name}.json").read_text())
 
     @contextlib.contextmanager
-    def all_together(self, name: str) -> Iterator[list[str]]:
-        """Start all tenants; their models' names once all are there, and they begin. At the end of the block they have ended."""
+    def all_together(self, name: str) -> Iterator[tuple[list[str], Callable[[], None]]]:
+        """Start all tenants: their models' names once all are there, and what lets them begin. They end with the block."""
         go = self.folder / f"{name}-go"
         ready = [self.folder / f"{name}-{number}.ready" for number in range(len(self.jobs))]
         programs = [
@@ -80,8 +80,7 @@ class Served:
                 assert all(program.poll() is None for program in programs)
                 assert time.monotonic() < end
                 time.sleep(0.05)
-            go.touch()
-            yield [file.read_text() for file in ready]
+            yield [file.read_text() for file in ready], go.touch
             assert [program.wait(DEADLINE_S) for program in programs] == [0] * len(programs)
         finally:
             for program in programs:
@@ -123,23 +122,96 @@ def served(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
     folder = tmp_path_factory.mktemp("tenants")
     model = write_tiny_checkpoint(folder / "qwen3", "qwen3", num_hidden_layers=2)
     settings = ServeConfig(
-        model=model, port=0, storage=folder / "storage", precision="fp32", parallel=LAYOUTS[request.param], platform="cpu"
+        model=model, port=0, storage=folder / "storage", precision="fp32", parallel=LAYOUTS[request.param], platform="cpu",
+        max_models=100, limits=Limits(models=50),
     )  # fmt: skip
     with service(settings, 2, folder / "run") as url:
         yield Served(url, settings, folder)
 
 
-def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
-    before = served.figures()
-    with served.all_together("together"):
-        pass
-    after = served.figures()
-    served.check_trajectories("together")
+class Counted:
+    """What the server has counted since this was made."""
 
-    def more(name: str) -> float:
-        return after[name] - before.get(name, 0.0)
+    def __init__(self, served: Served) -> None:
+        self._served, self._before = served, served.figures()
 
-    steps, alone = more("megascend_models_in_batch_count"), more('megascend_models_in_batch_bucket{le="1"}')
+    def more(self) -> dict[str, float]:
+        return {name: value - self._before.get(name, 0.0) for name, value in self._served.figures().items()}
+
+
+def check_shared(more: dict[str, float], least: float) -> None:
+    """At least this part of the steps ran in batches of several tenants."""
+    steps, alone = more["megascend_models_in_batch_count"], more['megascend_models_in_batch_bucket{le="1"}']
     print(f"{steps:.0f} steps, {1 - alone / steps:.0%} of them in batches of several tenants")
-    assert steps == STEPS * len(RANKS)
-    assert alone <= 0.2 * steps
+    assert alone <= (1 - least) * steps
+
+
+def waits(more: dict[str, float]) -> dict[str, float]:
+    """Parts of the steps that waited for so many units of work or fewer, and seconds on average."""
+    steps = more["megascend_units_waited_count"]
+    found = {
+        bound: round(more[f'megascend_units_waited_bucket{{le="{bound}"}}'] / steps, 3)
+        for bound in (0, 1, 2, 3, 4, 8, 16)
+    }
+    print(f"waited: {found} of {steps:.0f}; {more['megascend_wait_seconds_sum'] / steps:.3f} s on average")
+    return found
+
+
+def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
+    counted = Counted(served)
+    with served.all_together("together") as (_, go):
+        go()
+    more = counted.more()
+    served.check_trajectories("together")
+    assert more["megascend_models_in_batch_count"] == STEPS * len(RANKS)
+    check_shared(more, 0.8)
+    waits(more)
+
+
+def test_nobody_notices_a_tenant_that_sends_anything_and_one_that_dies(served) -> None:
+    counted = Counted(served)
+    with served.all_together("attacked") as (models, go), beside(served, models) as victim:
+        wait_until(lambda: counted.more().get("megascend_units_waited_count", 0) > 5, "the two have begun")
+        before = counted.more()["megascend_models_in_batch_count"]
+        go()
+        half = before + len(RANKS) * STEPS / 2
+        wait_until(lambda: counted.more()["megascend_models_in_batch_count"] > half, "half of the steps are made")
+        assert victim.poll() is None
+        victim.kill()  # with a step under way
+        saved = 'megascend_requests_total{kind="save_weights",outcome="ok"}'
+        wait_until(lambda: counted.more().get(saved, 0) == len(RANKS), "all have ended")
+    more, found = counted.more(), json.loads((served.folder / "attack.json").read_text())
+    print(f"{found['rounds']} rounds: {json.dumps(found['answers'])}")
+    for what, answers in found["answers"].items():
+        allowed = {"200 user", "400", "404", "410", "413", "422"} | ({"200 done"} if "overflow" in what else set())
+        assert set(answers) <= allowed, what
+    served.check_trajectories("attacked")
+    check_shared(more, 0.8)
+    assert waits(more)[4] >= 0.9  # steps that are due, batches of two losses, and a save or two
+
+
+@contextlib.contextmanager
+def beside(served: Served, models: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A tenant that sends anything, until the block ends, and one that trains and trains, which is given."""
+    folder, stop = served.folder, served.folder / "stop"
+    job = {"url": served.url, "key": KEYS["mallory"], "model": str(served.settings.model), "others": models}
+    (folder / "hostile.json").write_text(json.dumps(job))
+    command = [sys.executable, HERE / "hostile_program.py", folder / "hostile.json", folder / "attack.json", stop]
+    hostile = subprocess.Popen(command, env=environment())
+    endless = {**served.jobs[5], "steps": 10**6, "seed": 99, "key": KEYS["mallory"]}
+    victim = subprocess.Popen(served._command([endless], "dying"), env=environment())
+    try:
+        yield victim
+        stop.touch()
+        assert hostile.wait(DEADLINE_S) == 0
+    finally:
+        for program in (hostile, victim):
+            program.kill()
+            program.wait()
+
+
+def wait_until(there: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not there():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)

@@ -1,0 +1,246 @@
+"""Load on `megascend serve`: requests a second and latency of many tenants, mixed and one after another, and its memory.
+
+    python scripts/bench_serve.py                                   # a tiny random model on the CPU, fp32
+    python scripts/bench_serve.py --model DIR --platform cuda --precision bf16 --json FILE
+
+Two servers run at a time, one as it is, one that mixes nothing (`batch_tokens: 1`: every batch has one model). They are loaded by
+turns, by as many tenants as `--tenants` says, each with a session, a model and a rank of its own, and all in one process that
+speaks the wire format by the tinker package's messages: a real client for each would take the machine for itself. A tenant sends
+a forward_backward and an optim_step together, as clients do, fetches both, and starts again.
+
+With `--memory N`, the first server then gets N requests of eight tenants, which save, end their session and begin another one
+after every 25 steps. Its resident memory is told every 1,000 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output
+
+KEY = "tml-bench-0123456789abcdef"
+PROTOBUF = "application/x-protobuf"
+KINDS: dict[str, list[str]] = {"mixed": [], "one by one": ["batch_tokens=1", "window_ms=0"]}
+
+
+@contextmanager
+def server(options: argparse.Namespace, model: Path, folder: Path, settings: list[str]) -> Iterator[tuple[str, int]]:
+    """Address and process id of a server, once it is ready."""
+    most = max(8, *options.tenants)
+    settings = [
+        f"max_models={most}", f"limits.models={most}", f"limits.sessions={2 * most + 16}", f"platform={options.platform}",
+        "log=none", *settings,
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "megascend.cli.main", "serve", "--model", model, "--port", "0"]
+    command += ["--precision", options.precision, "--storage", folder]
+    command += [part for setting in settings for part in ("--set", setting)]
+    log = folder.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"MEGASCEND_API_KEYS": KEY}
+        )
+        try:
+            while not (found := re.search(r"at (http://\S+)", log.read_text())):
+                if process.poll() is not None:
+                    raise SystemExit(f"the server ended:\n{log.read_text()}")
+                time.sleep(0.2)
+            yield found[1], process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+class Tenant:
+    """One session with one model.
+
+    Args:
+        number: decides its rank, learning rate and data.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, model: str, number: int, tokens: int, vocabulary: int) -> None:
+        self._http, self._model = http, model
+        self._rank, self._rate = (8, 16, 32, 64)[number % 4], 1e-4 * (1 + number % 7)
+        chance = random.Random(number)
+        ids = [chance.randrange(vocabulary) for _ in range(tokens + 1)]
+        inputs = {"target_tokens": ids[1:], "weights": [1.0] * tokens}
+        self._data = [types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)]
+
+    async def begin(self) -> None:
+        self._session = (await self._post("create_session", {"tags": []}))["session_id"]
+        body = {
+            "session_id": self._session,
+            "model_seq_id": 0,
+            "base_model": self._model,
+            "lora_config": {"rank": self._rank},
+        }
+        self._name = (await self._fetch((await self._post("create_model", body))["request_id"]))["model_id"]
+        self._number = 0
+
+    async def step(self) -> float:
+        """A forward_backward and a step; seconds until both are answered."""
+        inside = types.ForwardBackwardInput(data=self._data, loss_fn="cross_entropy")
+        wanted = types.ForwardBackwardRequest(
+            forward_backward_input=inside, model_id=self._name, seq_id=self._number + 1
+        )
+        body = forward_backward_request_to_proto(wanted).SerializeToString()
+        began = time.perf_counter()
+        train = self._post("forward_backward", body)
+        adam = {"model_id": self._name, "seq_id": self._number + 2, "adam_params": {"learning_rate": self._rate}}
+        made = await asyncio.gather(train, self._post("optim_step", adam))
+        loss, step = await asyncio.gather(*(self._fetch(each["request_id"]) for each in made))
+        self._number += 2
+        assert "loss:sum" in loss.metrics, loss
+        assert "metrics" in step, step
+        return time.perf_counter() - began
+
+    async def end(self, *, save: bool = False) -> None:
+        if save:
+            body = {"model_id": self._name, "path": "end", "seq_id": self._number + 1}
+            await self._fetch((await self._post("save_weights", body))["request_id"])
+            (await self._http.delete(f"training_runs/{self._name}/checkpoints/weights/end")).raise_for_status()
+        await self._fetch((await self._post("unload_model", {"model_id": self._name}))["request_id"])
+        (await self._http.post(f"sessions/{self._session}/finish")).raise_for_status()
+
+    async def _post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> Any:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": PROTOBUF if isinstance(body, bytes) else "application/json", **headers}
+        while (found := await self._http.post(path, content=content, headers=headers)).status_code in (408, 429):
+            await asyncio.sleep(0.05 if found.status_code == 429 else 0)
+        found.raise_for_status()
+        if found.headers["content-type"] == PROTOBUF:
+            return deserialize_forward_backward_output(found.content)
+        return found.json()
+
+    async def _fetch(self, name: str) -> Any:
+        found = await self._post("retrieve_future", {"request_id": name}, accept=PROTOBUF)
+        assert not isinstance(found, dict) or "error" not in found, found
+        return found
+
+
+def http_client(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"X-API-Key": KEY}, timeout=120, limits=limits)
+
+
+def counted(url: str) -> tuple[float, float]:
+    """forward_backwards so far, and the sum over them of models in their batch."""
+    text = httpx.get(f"{url}/metrics").text
+    found = [re.search(rf"^megascend_models_in_batch_{name} (\S+)", text, re.MULTILINE) for name in ("count", "sum")]
+    return tuple(float(each[1]) if each else 0.0 for each in found)  # type: ignore[return-value]
+
+
+async def load(url: str, model: str, count: int, options: argparse.Namespace) -> dict[str, float]:
+    """What ``count`` tenants get of a server in ``options.seconds``, after a step of each."""
+    async with http_client(url) as http:
+        tenants = [Tenant(http, model, number, options.tokens, options.vocabulary) for number in range(count)]
+        await asyncio.gather(*(tenant.begin() for tenant in tenants))
+        await asyncio.gather(*(tenant.step() for tenant in tenants))
+        before, began, seconds = counted(url), time.perf_counter(), list[float]()
+
+        async def steps(tenant: Tenant) -> None:
+            while time.perf_counter() - began < options.seconds:
+                seconds.append(await tenant.step())
+
+        await asyncio.gather(*(steps(tenant) for tenant in tenants))
+        wall, after = time.perf_counter() - began, counted(url)
+        await asyncio.gather(*(tenant.end() for tenant in tenants))
+    places = sorted(seconds)
+    return {
+        "requests_per_second": 2 * len(seconds) / wall,
+        "p50_ms": 1e3 * statistics.median(places),
+        "p99_ms": 1e3 * places[min(len(places) - 1, int(0.99 * len(places)))],
+        "models_in_batch": (after[1] - before[1]) / max(1.0, after[0] - before[0]),
+    }
+
+
+async def memory(url: str, pid: int, model: str, options: argparse.Namespace) -> list[tuple[int, float]]:
+    """(requests, MiB of the server) every 1,000 of ``options.memory`` requests."""
+    found, done = [(0, resident(pid))], 0
+    async with http_client(url) as http:
+
+        async def requests(number: int) -> None:
+            nonlocal done
+            tenant = Tenant(http, model, number, options.tokens, options.vocabulary)
+            while done < options.memory:
+                await tenant.begin()
+                for _ in range(25):
+                    await tenant.step()
+                    done += 2
+                    if done // 1000 > found[-1][0] // 1000:
+                        found.append((done, resident(pid)))
+                        print(f"{done:6d} requests: {found[-1][1]:.0f} MiB", flush=True)
+                await tenant.end(save=True)
+                done += 3
+
+        await asyncio.gather(*(requests(number) for number in range(8)))
+    return found
+
+
+def resident(pid: int) -> float:
+    """MiB of a process that are in memory (Linux)."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # type: ignore[index]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="default: a random one of 64 hidden units and 2 layers")
+    parser.add_argument("--platform", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--tenants", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--tokens", type=int, default=64, help="of a request")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
+    parser.add_argument("--memory", type=int, default=0, metavar="REQUESTS")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = options.model or folder / "tiny"
+        if options.model is None:
+            from megascend.testing import write_tiny_checkpoint
+
+            write_tiny_checkpoint(model, "qwen3", num_hidden_layers=2)
+        options.vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        report = measure(options, model.absolute(), folder)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+def measure(options: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
+    """Load both servers by turns, then the first one alone for its memory."""
+    loads: dict[str, dict[str, dict[str, float]]] = {}
+    remembered: list[tuple[int, float]] = []
+    with server(options, model, folder / "mixed", KINDS["mixed"]) as mixed:
+        with server(options, model, folder / "apart", KINDS["one by one"]) as apart:
+            for count in options.tenants:
+                for kind, (url, _) in zip(KINDS, (mixed, apart), strict=True):
+                    found = asyncio.run(load(url, str(model), count, options))
+                    loads.setdefault(str(count), {})[kind] = found
+                    print(
+                        f"{count:4d} tenants, {kind}: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()),
+                        flush=True,
+                    )
+        if options.memory:
+            remembered = asyncio.run(memory(*mixed, str(model), options))
+    return {"loads": loads, "memory_mib": remembered, "tokens": options.tokens, "precision": options.precision}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A tenant that sends what no client should, again and again, and notes what it was answered.
+
+    python hostile_program.py JOB.json RESULT.json STOP
+
+JOB has address, key, model and the names of others' models. Ends when there is the file STOP. Imports nothing of megascend.
+"""
+
+import collections
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zstandard
+
+TENSORS = {"target_tokens": "int64", "weights": "float32", "logprobs": "float32", "advantages": "float32"}
+
+
+class Attacker:
+    """Sends requests, and counts answers by what was sent."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.http = httpx.Client(base_url=f"{job['url']}/api/v1", headers={"X-API-Key": job["key"]}, timeout=120)
+        self.answers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.number = 0
+        self.chance = random.Random(1)
+        self.huge = bytes(65 * 2**20)
+        self.bomb = zstandard.ZstdCompressor().compress(bytes(2**30))
+        session = self.http.post("/create_session", json={"tags": []}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": job["model"], "lora_config": {"rank": 64}}
+        self.model = self.fetch(self.http.post("/create_model", json=body).json()["request_id"])["model_id"]
+
+    def fetch(self, name: str) -> dict[str, Any]:
+        while True:
+            found = self.http.post("/retrieve_future", json={"request_id": name})
+            if found.status_code != 408:
+                return found.json()
+
+    def send(self, what: str, path: str, **options: Any) -> None:
+        """A request whose answer is counted by status, and by its future's category if it has one."""
+        found = self.http.request(options.pop("method", "POST"), path, **options)
+        told = str(found.status_code)
+        if found.status_code == 200 and "request_id" in found.json():
+            told += " " + self.fetch(found.json()["request_id"]).get("category", "done")
+        self.answers[what][told] += 1
+
+    def train(self, what: str, model: str | None = None, loss: str = "cross_entropy", **inputs: Any) -> None:
+        """A forward_backward of one sample and a step, of its own model in the right order, or of another's."""
+        inputs = {"target_tokens": [5, 6, 7], "weights": [1.0, 1.0, 1.0]} | inputs
+        tensors = {name: {"data": value, "dtype": TENSORS[name]} for name, value in inputs.items()}
+        datum = {"model_input": {"chunks": [{"tokens": [4, 5, 6]}]}, "loss_fn_inputs": tensors}
+        body = {"model_id": model or self.model, "forward_backward_input": {"data": [datum], "loss_fn": loss}}
+        for path, more in (("/forward_backward", body), ("/optim_step", {"model_id": model or self.model})):
+            self.number += model is None
+            content = json.dumps({**more, "seq_id": self.number if model is None else 1})
+            self.send(f"{what}{path}", path, content=content, headers={"content-type": "application/json"})
+
+    def attack(self) -> None:
+        """Everything once."""
+        self.train("NaN", weights=[float("nan"), 1.0, 1.0])
+        self.train("infinite", weights=[1.0, float("inf"), 1.0])
+        self.train("overflow", weights=[3e38, 3e38, -3e38])  # finite: runs beside others, and its gradient is not
+        self.train("vocabulary", target_tokens=[5, 10**6, 7])
+        self.train("negative token", target_tokens=[5, -1, 7])
+        self.train("lengths", weights=[1.0])
+        self.train("loss", loss="no such loss")
+        garbage = self.chance.randbytes(self.chance.randrange(1, 4000))
+        for kind in ("application/x-protobuf", "application/json"):
+            for path in ("/forward_backward", "/optim_step", "/asample", "/retrieve_future", "/create_model"):
+                self.send("garbage", path, content=garbage, headers={"content-type": kind})
+        self.send("bomb", "/forward_backward", content=self.bomb, headers={"content-encoding": "zstd"})
+        self.send("nesting", "/optim_step", content=b"[" * 100_000)
+        self.send("huge", "/forward_backward", content=self.huge, headers={"content-type": "application/x-protobuf"})
+        for model in ("", "nobody:train:0", "../../etc/passwd", "a" * 5000, *self.chance.sample(self.job["others"], 2)):
+            self.train("others", model=model)
+            session = model.partition(":")[0]
+            new = {"model_seq_id": 0, "base_model": self.job["model"], "lora_config": {"rank": 4}}
+            for path, body in (
+                ("/unload_model", {"model_id": model}),
+                ("/get_info", {"model_id": model}),
+                ("/save_weights", {"model_id": model, "path": "mine", "seq_id": 1, "overwrite": True}),
+                ("/load_weights", {"model_id": model, "path": f"tinker://{model}/weights/end", "seq_id": 1}),
+                ("/session_heartbeat", {"session_id": session}),
+                ("/create_model", {"session_id": session, **new}),
+                ("/retrieve_future", {"request_id": f"{model}:request:{self.chance.randrange(1, 20)}"}),
+            ):  # fmt: skip
+                self.send("others", path, json=body)
+            if session.isalnum():
+                self.send("others", f"/training_runs/{model}/checkpoints/weights/end", method="DELETE")
+
+
+def main(job_path: str, result_path: str, stop: str) -> None:
+    attacker, rounds = Attacker(json.loads(Path(job_path).read_text())), 0
+    while not Path(stop).exists():
+        attacker.attack()
+        rounds += 1
+        time.sleep(0.2)
+    Path(result_path).write_text(json.dumps({"rounds": rounds, "answers": attacker.answers}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
