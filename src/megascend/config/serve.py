@@ -40,6 +40,9 @@ class ServeConfig(Section):
     keys: Path | None = Field(None, description="file with lines NAME SHA256-OF-KEY, beside MEGASCEND_API_KEYS")
     tls_certificate: Path | None = Field(None, description="PEM file; with tls_key, the server speaks HTTPS itself")
     tls_key: Path | None = None
+    proxies: list[str] = Field(
+        [], description="addresses of proxies whose X-Forwarded-For says where a request is from, in the audit log"
+    )
     engine: str = Field("megatron", description="megatron, fsdp or single")
     parallel: Parallel = Parallel()
     precision: Precision = "bf16"

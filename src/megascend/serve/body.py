@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from megascend.serve.errors import RequestRefusedError
 
 MAX_WINDOW = 8 * 2**20
@@ -40,46 +45,87 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def check_message(body: bytes, repeated: dict[int, tuple[int, ...]], limit: int) -> None:
-    """Count the messages in a protobuf body before a parser makes an object of each: an empty one takes two bytes there.
+MAX_CONTAINERS = 2**18
+"""Most objects and arrays in a body of JSON: an empty one takes two bytes there and 64 in memory."""
+
+
+def check_json(body: bytes) -> None:
+    """Count what may begin an object or array before a parser makes one of each. Brackets in texts count, too.
+
+    Raises:
+        RequestRefusedError: 413; there are too many.
+    """
+    if body.count(b"{") + body.count(b"[") > MAX_CONTAINERS:
+        raise RequestRefusedError(f"the body holds more than {MAX_CONTAINERS} objects and arrays", 413)
+
+
+Schema = Mapping[int, "Schema | None"]
+"""Of a protobuf message: by the numbers of its fields that hold messages, those messages' own; None: numbers in a row."""
+
+MAX_DEPTH = 16
+
+
+def schema_of(descriptor: Any) -> Schema:
+    """Of a message that the client's package describes, with those in it."""
+    return _schema(descriptor, MAX_DEPTH)
+
+
+def _schema(descriptor: Any, depth: int) -> Schema:
+    found: dict[int, Schema | None] = {}
+    for field in descriptor.fields:
+        if field.message_type is not None:
+            found[field.number] = _schema(field.message_type, depth - 1) if depth else {}
+        elif _is_repeated(field) and field.type not in (field.TYPE_STRING, field.TYPE_BYTES):
+            found[field.number] = None
+    return found
+
+
+def _is_repeated(field: Any) -> bool:
+    return field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED  # protobuf < 6
+
+
+def check_message(body: bytes, schema: Schema, limit: int) -> None:
+    """Count the fields in a protobuf body before a parser makes something of each.
+
+    An empty message takes two bytes there, a number in a row one.
 
     Args:
-        repeated: numbers of the top level's fields that hold messages, and of these messages' own that do.
-        limit: most messages.
+        limit: most fields, those of messages in messages included.
 
     Raises:
         RequestRefusedError: 413, there are more; 400, this is no protobuf message.
     """
+    waiting: list[tuple[Schema, int, int]] = [(schema, 0, len(body))]
     count = 0
-    for number, start, end in _fields(body, 0, len(body)):
-        if number not in repeated:
-            continue
-        count += 1 + sum(inner in repeated[number] for inner, _, _ in _fields(body, start, end, limit))
-        if count > limit:
-            raise RequestRefusedError(f"the request holds more than {limit} samples and pieces of samples", 413)
+    while waiting:
+        inside, position, end = waiting.pop()
+        while position < end:
+            tag, position = _varint(body, position, end)
+            kind = tag & 7
+            count += 1
+            if kind == 2:
+                length, position = _varint(body, position, end)
+                if position + length > end:
+                    raise RequestRefusedError("the body is no protobuf message: it ends within a field")
+                of_field = inside.get(tag >> 3, {})
+                if of_field:
+                    waiting.append((of_field, position, position + length))
+                elif of_field is None:
+                    count += _numbers(body, position, position + length)
+                position += length
+            elif kind == 0:
+                _, position = _varint(body, position, end)
+            elif kind in (1, 5):
+                position += 8 if kind == 1 else 4
+            else:
+                raise RequestRefusedError(f"the body is no protobuf message: wire type {kind}")
+            if count > limit:
+                raise RequestRefusedError(f"the request holds more than {limit} samples and pieces of samples", 413)
 
 
-def _fields(body: bytes, position: int, end: int, limit: int | None = None):
-    """(number, start, end) of every length-delimited field in a part of a message; its other fields are passed over."""
-    seen = 0
-    while position < end:
-        tag, position = _varint(body, position, end)
-        kind = tag & 7
-        seen += 1
-        if limit is not None and seen > limit:
-            raise RequestRefusedError(f"a sample holds more than {limit} pieces", 413)
-        if kind == 2:
-            length, position = _varint(body, position, end)
-            if position + length > end:
-                raise RequestRefusedError("the body is no protobuf message: it ends within a field")
-            yield tag >> 3, position, position + length
-            position += length
-        elif kind == 0:
-            _, position = _varint(body, position, end)
-        elif kind in (1, 5):
-            position += 8 if kind == 1 else 4
-        else:
-            raise RequestRefusedError(f"the body is no protobuf message: wire type {kind}")
+def _numbers(body: bytes, start: int, end: int) -> int:
+    """How many numbers there are in a row, at most: each has one byte below 128, or is written in four or more."""
+    return int(np.count_nonzero(np.frombuffer(body, np.uint8, end - start, start) < 0x80)) if end > start else 0
 
 
 def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import tarfile
-import tempfile
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import Response, StreamingResponse
 
+from megascend.serve.answering import Json
+from megascend.serve.archive import pack
 from megascend.serve.checkpoints import Record
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import CheckpointPath
@@ -78,9 +77,9 @@ def _window(request: Request, most: int = 1000) -> tuple[int, int]:
 
 
 async def weights_info(service: Service, request: Request, tenant: str) -> Response:
-    path = CheckpointPath.parse(text(await read_json(request, service.settings.limits.body_bytes), "tinker_path"))
+    path = CheckpointPath.parse(text(await read_json(request), "tinker_path"))
     record, _ = service.checkpoints.find(tenant, path, public=True)
-    return JSONResponse({
+    return Json({
         "base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": record.output,
         "train_mlp": record.mlp, "train_attn": record.attention,
     })  # fmt: skip
@@ -108,27 +107,23 @@ async def list_runs(service: Service, request: Request, tenant: str) -> Response
     offset, limit = _window(request)
     models = [model for model in service.tenancy.models.values() if model.tenant == tenant]
     runs = [_run(service, model, tenant) for model in models[offset : offset + limit]]
-    return JSONResponse(
-        {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(models)}}
-    )
+    return Json({"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(models)}})
 
 
 async def get_run(service: Service, request: Request, tenant: str) -> Response:
-    return JSONResponse(_run(service, service.tenancy.model(request.path_params["model"], tenant), tenant))
+    return Json(_run(service, service.tenancy.model(request.path_params["model"], tenant), tenant))
 
 
 async def list_of_run(service: Service, request: Request, tenant: str) -> Response:
     found = service.checkpoints.of_tenant(tenant, request.path_params["model"])
-    return JSONResponse({"checkpoints": [_checkpoint(record) for record in found]})
+    return Json({"checkpoints": [_checkpoint(record) for record in found]})
 
 
 async def list_all(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
     found = service.checkpoints.of_tenant(tenant)
     cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return JSONResponse(
-        {"checkpoints": [_checkpoint(each) for each in found[offset : offset + limit]], "cursor": cursor}
-    )
+    return Json({"checkpoints": [_checkpoint(each) for each in found[offset : offset + limit]], "cursor": cursor})
 
 
 async def delete(service: Service, request: Request, tenant: str) -> Response:
@@ -149,28 +144,24 @@ async def unpublish(service: Service, request: Request, tenant: str) -> Response
 async def archive(service: Service, request: Request, tenant: str) -> Response:
     """The checkpoint's files in one archive (tar, gzip)."""
     record, directory = service.checkpoints.find(tenant, _path(request), public=True)
-
-    def pack() -> Path:
-        with tempfile.NamedTemporaryFile(suffix=".tar.gz", delete=False) as file:
-            with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar:
-                for each in sorted(directory.iterdir()):
-                    tar.add(each, each.name, recursive=False)
-            return Path(file.name)
-
-    packed = await asyncio.to_thread(pack)
-    name = f"{record.path.name}.tar.gz"
-    return FileResponse(packed, media_type="application/gzip", filename=name, background=BackgroundTask(packed.unlink))
+    async with service.packing:
+        packed = await asyncio.to_thread(pack, directory)
+    headers = {"content-disposition": f'attachment; filename="{record.path.name}.tar.gz"'}
+    headers["content-length"] = str(packed.seek(0, 2))
+    packed.seek(0)
+    parts = iter(partial(packed.read, 2**18), b"")
+    return StreamingResponse(parts, media_type="application/gzip", headers=headers)
 
 
 async def list_sessions(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
     found = [session.name for session in service.tenancy.sessions.values() if session.tenant == tenant]
-    return JSONResponse({"sessions": found[offset : offset + limit]})
+    return Json({"sessions": found[offset : offset + limit]})
 
 
 async def get_session(service: Service, request: Request, tenant: str) -> Response:
     session = service.tenancy.session(request.path_params["session"], tenant)
-    return JSONResponse({
+    return Json({
         "training_run_ids": session.models, "sampler_ids": list(session.samplers), "user_metadata": session.metadata,
     })  # fmt: skip
 

@@ -30,9 +30,9 @@ class Keys:
             raise ConfigError(f"no API keys: set {VARIABLE}, or name a file of digests (keys)")
         self._tenants = {bytes.fromhex(digest): name for digest, name in tenants.items()}
 
-    def tenant(self, key: str) -> str | None:
+    def tenant(self, key: str | bytes) -> str | None:
         """Name of the tenant that ``key`` belongs to, or None. Takes as long whichever key it is, and if it is none."""
-        digest = hashlib.sha256(key.encode()).digest()
+        digest = hashlib.sha256(key.encode("utf-8", "replace") if isinstance(key, str) else key).digest()
         found = None
         for known, name in self._tenants.items():
             if hmac.compare_digest(known, digest):

@@ -14,7 +14,7 @@ Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9]\d{0,8})")
+_MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})")
 
 
 def new_session() -> str:

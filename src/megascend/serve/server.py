@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -160,6 +161,7 @@ def http_server(
     import uvicorn
 
     from megascend.serve.application import make_application
+    from megascend.serve.connections import BoundedProtocol
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)
@@ -168,9 +170,10 @@ def http_server(
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
     config = uvicorn.Config(
-        application, log_level="warning", lifespan="on", server_header=False, timeout_keep_alive=75,
-        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
-        limit_concurrency=4096, h11_max_incomplete_event_size=65536, access_log=False,
+        application, http=BoundedProtocol, ws="none", log_level="error", lifespan="on", server_header=False, access_log=False,
+        timeout_keep_alive=75, timeout_graceful_shutdown=5, limit_concurrency=_most_connections(),
+        h11_max_incomplete_event_size=65536, proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
+        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
@@ -192,6 +195,19 @@ def http_server(
         server.should_exit = True
         inbox.close()
         thread.join(10)
+
+
+MOST_CONNECTIONS = 4096
+
+
+def _most_connections() -> int:
+    """As many as files may be open, less what else is; the limit of this process is raised as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + 1024
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MOST_CONNECTIONS, soft - 512))
 
 
 def _listen(settings: ServeConfig) -> socket.socket:

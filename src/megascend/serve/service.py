@@ -55,6 +55,7 @@ class Service:
         ready: the ranks have the model.
         started: when this was made, by the clock.
         memory: the device's name and its memory, where somebody can tell.
+        packing: held while an archive is made, which takes a thread and room for a temporary file.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Service:
         self.checkpoints = Checkpoints(settings.storage)
         self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
+        self.packing = asyncio.Semaphore(2)
         self.ready = False
         self.started = self._swept = clock()
         self.memory: Callable[[], tuple[str, MemoryFigures]] | None = None

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from megascend.errors import DataError, MissingDependencyError
-from megascend.serve.body import check_message
+from megascend.serve.body import Schema, check_message, schema_of
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.spans import Span, spans_of_message
 
 PROTOBUF = "application/x-protobuf"
-REPEATED = {3: (1, 2, 3, 4)}
-"""Of a forward_backward message: the samples, and in each of them pieces of its input, of its loss's, and of their provenance."""
+PIECES = 64
+"""Most fields of a message for each sample that it may have: some twenty describe one."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_onl
         settings if isinstance(settings, dict) else {"": settings},
         forward_only,
     )
-    return _with_data(request, data, _datum_of_json)
+    return _with_data(request, data, _datum_of_json, _sparse_shapes_of_json)
 
 
 def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
@@ -143,7 +144,7 @@ def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
     """
     from google.protobuf.message import DecodeError
 
-    check_message(body, REPEATED, 16 * max_data)
+    check_message(body, _schema(), PIECES * max_data)
     message = messages_of_client().ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -158,7 +159,12 @@ def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
     request = TrainRequest(
         message.model_id, number_of(message.seq_id), message.loss_fn, settings, bool(message.forward_only)
     )
-    return _with_data(request, message.data, _datum_of_message)
+    return _with_data(request, message.data, _datum_of_message, _sparse_shapes_of_message)
+
+
+@cache
+def _schema() -> Schema:
+    return schema_of(messages_of_client().ForwardBackwardRequest.DESCRIPTOR)
 
 
 def number_of(value: Any) -> int | None:
@@ -174,12 +180,13 @@ def number_of(value: Any) -> int | None:
     return value
 
 
-def _with_data(request: TrainRequest, data: Any, read: Any) -> TrainRequest:
-    from dataclasses import replace
-
-    found = []
+def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) -> TrainRequest:
+    found, opened = [], 0
     for index, datum in enumerate(data):
         try:
+            opened += sum(math.prod(abs(int(size)) for size in shape) for shape in sparse_shapes(datum))
+            if opened > MAX_DENSE:
+                raise DataError(f"the sparse tensors up to here have more than {MAX_DENSE} values")
             found.append(read(datum))
         except DataError as error:
             return replace(request, problem=f"sample {index}: {error}")
@@ -188,6 +195,15 @@ def _with_data(request: TrainRequest, data: Any, read: Any) -> TrainRequest:
                 request, problem=f"sample {index} cannot be read: {type(error).__name__}: {str(error)[:200]}"
             )
     return replace(request, data=found)
+
+
+def _sparse_shapes_of_json(datum: Any) -> list[Any]:
+    inputs = datum["loss_fn_inputs"].values()
+    return [value["shape"][:2] for value in inputs if value.get("sparse_crow_indices") is not None]
+
+
+def _sparse_shapes_of_message(datum: Any) -> list[Any]:
+    return [value.shape[:2] for value in datum.loss_fn_inputs.values() if value.HasField("sparse_csr")]
 
 
 def _datum_of_json(datum: Any) -> Datum:
@@ -261,7 +277,7 @@ def tensor_of_message(tensor: Any) -> np.ndarray:
 
 
 MAX_DENSE = 2**24
-"""Most values of a tensor that came in sparse form: its shape costs the client nothing."""
+"""Most values of a request's tensors that came in sparse form: their shapes cost the client nothing."""
 
 
 def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any) -> np.ndarray:
