@@ -17,7 +17,7 @@ from serve_ranks import KEYS, service, training_job, written
 
 from forked_programs import environment, run_forked
 from megascend.config import Parallel
-from megascend.config.serve import ServeConfig
+from megascend.config.serve import Limits, ServeConfig
 from megascend.serve.names import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 from megascend.testing.reference import run_reference
@@ -35,8 +35,9 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     """A service on two tensor parallel ranks."""
     folder = tmp_path_factory.mktemp("serve")
     settings = ServeConfig(
-        model=model, port=0, storage=folder / "storage", precision="fp32", parallel=Parallel(tensor=2), platform="cpu"
-    )
+        model=model, port=0, storage=folder / "storage", precision="fp32", parallel=Parallel(tensor=2), platform="cpu",
+        limits=Limits(models=64),  # clients that end without a word keep theirs for a while
+    )  # fmt: skip
     with service(settings, 2, folder / "run") as url:
         yield url, settings
 

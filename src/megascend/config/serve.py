@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megascend.config import Batching, Parallel, PlatformName, Precision, Seconds, Section, Seed, Size, parsed
 from megascend.config.run import read_settings
@@ -74,6 +74,12 @@ class ServeConfig(Section):
         "requests", description="requests: note who asked for what in audit.jsonl, in storage"
     )
     limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> ServeConfig:
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ValueError("tls_key without tls_certificate: the server would speak plain HTTP")
+        return self
 
 
 def load_serve_config(path: Path | None, values: dict[str, Any], overrides: list[str] | None = None) -> ServeConfig:

@@ -6,8 +6,8 @@ import json
 from datetime import datetime, timezone
 from pathlib import Path
 
-QUIET = frozenset({"session_heartbeat", "retrieve_future", "telemetry", "config"})
-"""Last parts of paths that clients ask for all the time."""
+QUIET = frozenset(f"/api/v1/{path}" for path in ("session_heartbeat", "retrieve_future", "telemetry", "client/config"))
+"""Paths that clients ask for all the time."""
 
 
 class Audit:
@@ -28,7 +28,7 @@ class Audit:
 
     def write(self, tenant: str, method: str, path: str, status: int, address: str) -> None:
         """Note a request and the HTTP status of its answer."""
-        if self._stream is None or path.rsplit("/", 1)[-1] in QUIET:
+        if self._stream is None or path in QUIET:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         entry = {"time": now, "tenant": tenant, "from": address, "method": method, "path": path[:300], "status": status}

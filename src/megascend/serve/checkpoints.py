@@ -79,7 +79,12 @@ class Checkpoints:
         if public:
             owners += sorted(d.name for d in self.root.iterdir() if d.is_dir() and d.name != tenant)
         for owner in owners:
-            record = self._read(owner, path)
+            try:
+                record = self._read(owner, path)
+            except RequestRefusedError:
+                if owner == tenant:
+                    raise
+                continue
             if record is not None and (owner == tenant or record.public):
                 return record, path.directory(self.root, owner)
         raise RequestRefusedError(f"there is no checkpoint {path}", 404)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 20.0
@@ -27,7 +30,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency:
-            transport.abort()
+            self._drop()
             return
         self._watch_head()
 
@@ -49,12 +52,18 @@ class BoundedProtocol(H11Protocol):
             self._of_head.cancel()
             self._of_head = None
         elif waits and self._of_head is None and self.timeout_keep_alive_task is None:
-            self._of_head = self.loop.call_later(HEAD_S, self.transport.abort)
+            self._of_head = self.loop.call_later(HEAD_S, self._drop)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # of a request that was answered early
+            self._unset_keepalive_if_required()
+            self._watch_head()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         if self._of_head is None:  # closing waits for what is not read yet
-            self._of_head = self.loop.call_later(WRITE_S, self.transport.abort)
+            self._of_head = self.loop.call_later(WRITE_S, self._drop)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -70,6 +79,13 @@ class BoundedProtocol(H11Protocol):
         """End the connection if nothing was read since ``before`` so many bytes waited."""
         waiting = self.transport.get_write_buffer_size()
         if before is not None and waiting >= before:
-            self.transport.abort()
+            self._drop()
         else:
             self._of_writing = self.loop.call_later(WRITE_S, self._watch_writing, waiting)
+
+    def _drop(self) -> None:
+        """End the connection with what was not sent, which otherwise the kernel would keep for a client that does not read."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()

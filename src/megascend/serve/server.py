@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import resource
@@ -116,7 +117,7 @@ def check_packages() -> None:
     messages_of_client()
     for name in ("starlette", "uvicorn", "zstandard"):
         try:
-            __import__(name)
+            importlib.import_module(name)
         except ImportError as error:
             raise MissingDependencyError(
                 f"megascend serve needs {name}: pip install 'megascend[serve]' ({error})"

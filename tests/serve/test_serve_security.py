@@ -1,0 +1,406 @@
+"""What hostile requests get: refusals that say nothing of others, cost little, and leave an honest line in the audit log."""
+
+from __future__ import annotations
+
+import hmac
+import io
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from recording_backend import KEYS, Served, served, train_body
+
+import megascend
+from megascend.config.serve import ServeConfig
+from megascend.errors import ConfigError
+from megascend.serve import keys, reading, server, wire
+from megascend.serve.body import MAX_CONTAINERS
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.names import new_session
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path / "storage") as found:
+        yield found
+
+
+def routes(here: Served) -> set[tuple[str, str]]:
+    """(method, path under /api/v1) of all that needs a key."""
+    found = {(m, r.path) for r in here.client.app.routes for m in r.methods or () if m != "HEAD"}  # type: ignore[union-attr]
+    return {
+        (m, path.removeprefix("/api/v1/")) for m, path in found if path.startswith("/api/v1/") and "healthz" not in path
+    }
+
+
+# --- what belongs to others ---
+
+OWN = {
+    "client/config", "create_session", "telemetry", "get_server_capabilities", "training_runs", "checkpoints", "sessions",
+}  # fmt: skip
+"""Routes that name nothing."""
+
+
+def requests_for(ids: dict[str, str], mine: str) -> list[tuple[str, str, Any]]:
+    """(method, path, body) of a request to every route that names something, with other tenants' ids.
+
+    Args:
+        mine: a session of the caller's own.
+    """
+    model, session = ids["model"], ids["session"]
+    checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
+    lora = {"session_id": session, "model_seq_id": 7, "base_model": "tiny", "lora_config": {"rank": 4}}
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "num_samples": 1}
+    path = f"tinker://{model}/weights/one"
+    load = {"model_seq_id": 1, "path": path, "optimizer": False}
+    return [
+        ("POST", "session_heartbeat", {"session_id": session}),
+        ("POST", "create_model", lora),
+        ("POST", "unload_model", {"model_id": model}),
+        ("POST", "get_info", {"model_id": model}),
+        ("POST", "forward_backward", train_body(model, 3, 10)),
+        ("POST", "forward", {"model_id": model, "forward_input": {"data": [], "loss_fn": "cross_entropy"}}),
+        ("POST", "optim_step", {"model_id": model, "seq_id": 3}),
+        ("POST", "save_weights", {"model_id": model, "path": "two", "seq_id": 3}),
+        ("POST", "save_weights_for_sampler", {"model_id": model, "path": "two", "seq_id": 3}),
+        ("POST", "load_weights", {"session_id": session, **load}),
+        ("POST", "load_weights", {"session_id": mine, **load}),
+        ("POST", "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0}),
+        ("POST", "create_sampling_session", {"session_id": mine, "sampling_session_seq_id": 0, "model_path": path}),
+        ("POST", "asample", {"sampling_session_id": ids["sampler"], "seq_id": 1, **sample}),
+        ("POST", "asample", {"model_path": path, **sample}),
+        ("POST", "retrieve_future", {"request_id": ids["future"]}),
+        ("POST", "weights_info", {"tinker_path": path}),
+        ("GET", "samplers/{sampler}", None),
+        ("GET", "training_runs/{model}", None),
+        ("GET", "training_runs/{model}/checkpoints", None),
+        ("DELETE", checkpoint, None),
+        ("POST", f"{checkpoint}/publish", None),
+        ("DELETE", f"{checkpoint}/publish", None),
+        ("GET", f"{checkpoint}/archive", None),
+        ("GET", "sessions/{session}", None),
+        ("POST", "sessions/{session}/finish", None),
+    ]
+
+
+def test_anothers_ids_are_answered_as_ids_that_nobody_has(here) -> None:
+    model = here.alice.model()
+    session = model.partition(":")[0]
+    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
+    real = {
+        "model": model, "session": session, "future": here.alice.forward_backward(model, 2, 10),
+        "sampler": sampler.json()["sampling_session_id"],
+    }  # fmt: skip
+    none = new_session()
+    made_up = {kind: name.replace(session, none) for kind, name in real.items()}
+    mine = here.bob.post("create_session", {}).json()["session_id"]
+    before = list(here.backend.calls)
+    asked = requests_for(real, mine)
+    assert {(method, path) for method, path, _ in asked} == {each for each in routes(here) if each[1] not in OWN}
+    for one, other in zip(asked, requests_for(made_up, mine), strict=True):
+        answers = []
+        for ids, (method, path, body) in ((real, one), (made_up, other)):
+            at = path.format(**ids, kind="weights", name="one")
+            answer = here.client.request(method, f"/api/v1/{at}", json=body, headers=here.bob.headers)
+            answers.append(
+                (answer.status_code, answer.text.replace(session, "S").replace(none, "S"), set(answer.headers))
+            )
+        assert answers[0] == answers[1], one
+        if one[1].endswith("checkpoints"):
+            assert json.loads(answers[0][1]) == {"checkpoints": []}
+        elif one[1] != "asample":
+            assert answers[0][0] in (404, 410), one
+    assert here.backend.calls == before
+
+
+def test_ids_cannot_be_guessed(here) -> None:
+    """128 bits, so that what is read from disk before an answer tells nobody anything."""
+    assert len({new_session() for _ in range(100)}) == 100
+    assert len(new_session()) == len("s-") + 32
+    assert len({here.service.new_label("sample") for _ in range(100)}) == 100
+
+
+def test_a_damaged_record_is_its_owners_alone(here) -> None:
+    model = here.alice.model()
+    path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    next(here.service.checkpoints.root.rglob("one.json")).write_text("{")
+    assert here.alice.post("weights_info", {"tinker_path": path}).status_code == 500
+    assert here.bob.post("weights_info", {"tinker_path": path}).status_code == 404
+
+
+# --- bodies ---
+
+
+def test_what_grows_when_it_is_opened_is_refused(here) -> None:
+    model = here.alice.model()
+    zeros = zstandard.ZstdCompressor().compress(bytes(2**27))
+    lies = zstandard.ZstdCompressor(write_content_size=True).compress(b"a" * 100)
+    lies = lies[:5] + b"\x07" + lies[6:]  # another size than is inside
+    message = wire.messages_of_client().ForwardBackwardRequest
+    datum = message(model_id=model).data.add()
+    datum.loss_fn_inputs["target_tokens"].shape.extend([1] * 400_000)
+    many = message(model_id=model, loss_fn="cross_entropy")
+    many.data.add().loss_fn_inputs["target_tokens"].CopyFrom(datum.loss_fn_inputs["target_tokens"])
+    for content, headers, expected in (
+        (zeros, {"content-encoding": "zstd"}, 413),
+        (lies, {"content-encoding": "zstd"}, 400),
+        (zeros, {"content-encoding": "gzip"}, 415),
+        (zeros, {"content-encoding": "zstd, zstd"}, 415),
+        (many.SerializeToString(), {}, 413),  # numbers in a row
+        (b"\x30\x01" * 400_000, {}, 413),  # one field again and again
+        (b"\x1b" * 1000, {}, 400),
+    ):
+        answer = here.alice.post("forward_backward", content=content, headers={**PROTOBUF, **headers})
+        assert answer.status_code == expected, (content[:8], answer.text)
+    for content, expected in (
+        (b'{"a":' + b"[{}," * MAX_CONTAINERS, 413),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+        (b'{"model_id": ' + b"1" * 5000 + b"}", 400),
+    ):
+        assert here.alice.post("forward_backward", content=content).status_code == expected, content[:20]
+    assert here.alice.post("create_session", content=b'{"tags": ["' + b"a" * reading.SMALL + b'"]}').status_code == 413
+    assert here.backend.calls == [("add", "a1")]
+
+
+def test_a_sparse_tensor_does_not_grow(here) -> None:
+    model = here.alice.model()
+    body = train_body(model, 1, 10)
+    bomb = {"data": [], "dtype": "int64", "shape": [1, 2**23], "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
+    datum = body["forward_backward_input"]["data"][0]
+    datum["loss_fn_inputs"] = {f"t{number}": bomb for number in range(50)}
+    ways = (
+        {"shape": [-1, -(2**40)]},
+        {"shape": ["x", 1]},
+        {"shape": 5},
+        {"shape": [1, 2**23, 2**40]},
+        {"data": {}},
+        {},
+    )
+    for number, changes in enumerate(ways, 1):
+        datum["loss_fn_inputs"]["t0"] = {**bomb, **changes}
+        found = here.alice.fetch(here.alice.post("forward_backward", {**body, "seq_id": number}).json()["request_id"])
+        assert found["category"] == "user"
+    assert "have more than" in found["error"]
+
+
+def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
+    bodies = reading.Bodies(100)
+    with bodies.of("alice") as first, bodies.of("alice") as second:
+        first.add(250)
+        second.add(150)
+        with pytest.raises(RequestRefusedError) as refused:
+            second.add(1)
+        assert refused.value.status == 429
+        for number in range(3):
+            bodies.add(f"other {number}", 400)
+        with pytest.raises(RequestRefusedError), bodies.of("bob") as late:
+            late.add(1)
+    with bodies.of("alice") as again:
+        again.add(400)
+
+
+HOSTILE = (
+    b"", b"null", b"[]", b'"a"', b"{", b"\xff\xfe\x00", b'{"session_id": null}', b'{"model_id": "\\ud800", "path": "\\udfff"}',
+    b'{"session_id": {"a": 1}, "model_id": [], "request_id": {}, "path": 1e999, "seq_id": NaN, "tinker_path": "\\u0000"}',
+    b'{"session_id": "a", "session_id": 1, "user_metadata": {"\\ud800": "\\udc00"}, "seq_id": -1, "seq_id": 9999999999999999999}',
+)  # fmt: skip
+
+
+def test_no_body_is_too_strange_for_any_route(here) -> None:
+    for method, path in sorted(routes(here)):
+        at = path.format(model="m", session="s", kind="weights", name="n", sampler="x")
+        for body in HOSTILE:
+            answer = here.client.request(method, f"/api/v1/{at}", content=body, headers=here.alice.headers)
+            assert answer.status_code < 500, (method, path, body, answer.text)
+            assert "Traceback" not in answer.text
+    assert here.backend.calls == []
+
+
+def test_text_that_utf_8_cannot_hold_comes_back_as_it_was(here) -> None:
+    body = b'{"user_metadata": {"a": "\\ud800\\u0000<b>"}}'
+    session = here.alice.post("create_session", content=body).json()["session_id"]
+    assert here.alice.get(f"sessions/{session}").json()["user_metadata"] == {"a": "\ud800\x00<b>"}
+
+
+NAMES = (
+    "..",
+    "%2e%2e",
+    "..%2f..",
+    "a%2fb",
+    "a%00",
+    "%c0%ae%c0%ae",
+    "\uff0e\uff0e",
+    "one%0a",
+    "x" * 5000,
+    "%ff",
+    "a\\b",
+    "one\u0660",
+)
+
+
+def test_no_id_in_a_path_leaves_the_storage(here, tmp_path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    (tmp_path / "secret").mkdir()
+    model = here.alice.model()
+    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    for name in NAMES:
+        for at in (
+            f"training_runs/{model}/checkpoints/weights/{name}/archive",
+            f"training_runs/{model}/checkpoints/{name}/one/archive",
+            f"training_runs/{name}/checkpoints/weights/one/archive",
+            f"training_runs/{model}{name}/checkpoints",
+            f"training_runs/{name}",
+            f"sessions/{name}",
+            f"samplers/{name}",
+        ):
+            assert here.alice.get(at).status_code in (400, 404, 405, 410), at
+    run = next((tmp_path / "storage" / "alice").iterdir())
+    (run / "weights" / "two").symlink_to(tmp_path / "secret")  # without a record, it is none of ours
+    assert here.alice.get(f"training_runs/{model}/checkpoints/weights/two/archive").status_code == 404
+
+
+def test_an_archive_holds_the_checkpoints_files_and_nothing_else(here, tmp_path) -> None:
+    model = here.alice.model()
+    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    directory = next((tmp_path / "storage" / "alice").rglob("weights/one"))
+    (tmp_path / "secret").write_text("secret")
+    (directory / "link").symlink_to(tmp_path / "secret")
+    (directory / "folder").mkdir()
+    (directory / "folder" / "inside").write_text("secret")
+    os.mkfifo(directory / "pipe")
+    answer = here.alice.get(f"training_runs/{model}/checkpoints/weights/one/archive")
+    assert (answer.status_code, int(answer.headers["content-length"])) == (200, len(answer.content))
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        entries = tar.getmembers()
+        assert [entry.name for entry in entries] == ["adapter_model.safetensors"]
+        assert tar.extractfile(entries[0]).read() == b"12345"  # type: ignore[union-attr]
+    assert (entries[0].uid, entries[0].uname, entries[0].gname, entries[0].mode) == (0, "", "", 0o644)
+
+
+# --- keys ---
+
+
+def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch) -> None:
+    known = keys.Keys({keys.digest_of(f"tml-{number}"): f"t{number}" for number in range(5)})
+    compared: list[tuple[int, int]] = []
+    original = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or original(a, b))
+    for key, tenant in (
+        ("tml-0", "t0"),
+        ("tml-4", "t4"),
+        ("tml-9", None),
+        ("", None),
+        ("x" * 100_000, None),
+        (b"\xff", None),
+    ):
+        compared.clear()
+        assert known.tenant(key) == tenant
+        assert compared == [(32, 32)] * 5
+
+
+def test_a_request_has_one_key_in_one_header(here) -> None:
+    good, bad = KEYS["alice"], "tml-wrong-0123456789abcdef"
+    for headers in (
+        [("X-API-Key", bad), ("X-API-Key", good)], [("X-API-Key", good), ("X-API-Key", bad)], [("X-API-Key", good)] * 2,
+        [("X-API-Key", f"{good},{good}")], [("Authorization", f"Bearer {good}")], [("X-API-Key", "tml-\xe9")], [("Cookie", good)],
+    ):  # fmt: skip
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+        assert here.client.get("/api/v1/sessions", headers=raw).status_code == 401, headers  # type: ignore[arg-type]
+
+
+def test_who_is_open_to_others_needs_keys_and_tls_needs_a_certificate(tmp_path) -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org", ""):
+        with pytest.raises(ConfigError, match="open to other machines"):
+            server.keys_of(ServeConfig(model=tmp_path, host=host), {})
+    with pytest.raises(ValueError, match="tls_certificate"):
+        ServeConfig(model=tmp_path, tls_key=tmp_path / "key.pem")
+
+
+# --- what is noted ---
+
+
+def test_the_audit_log_cannot_be_forged(tmp_path) -> None:
+    with served(tmp_path) as here:
+        for headers in (
+            {"host": "x/api/v1/telemetry?"}, {"host": "["}, {"host": "a\tb"}, {"x-forwarded-for": "6.6.6.6"},
+            {"x-forwarded-prefix": "/telemetry"},
+        ):  # fmt: skip
+            assert here.alice.post("create_session", {}, headers=headers).status_code == 200
+        for path in (
+            'n%0a{"tenant": "bob"}',
+            "telemetry%3fcreate_session",
+            "n%23telemetry%00",
+            "m/checkpoints/weights/telemetry",
+        ):
+            here.alice.get(f"training_runs/{path}", "DELETE" if "/" in path else "GET")
+        here.client.post("/api/v1/create_session", json={}, headers={"X-API-Key": "tml-nobody-0123456789"})
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [each["path"].rsplit("/", 1)[-1] for each in lines[:5]] == ["create_session"] * 5
+    assert len(lines) == 9
+    assert {(each["tenant"], each["from"]) for each in lines} == {("alice", "testclient")}
+
+
+def test_an_error_of_ours_says_nothing_of_the_inside_and_is_noted(tmp_path, monkeypatch) -> None:
+    with served(tmp_path) as here:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError(f"password {tmp_path}")
+
+        monkeypatch.setattr(here.service.tenancy, "open_session", fail)
+        answer = here.alice.post("create_session", {})
+    assert (answer.status_code, answer.json()) == (
+        500,
+        {"detail": "internal error (RuntimeError)", "category": "server"},
+    )
+    assert json.loads((tmp_path / "audit.jsonl").read_text())["status"] == 500
+
+
+# --- code ---
+
+RISKY = re.compile(
+    r"(?<![\w.])(?:eval|exec|compile|__import__)\((?!\))|\b(?:os\.system|pickle\.loads?|marshal\.loads?|torch\.load|yaml\.\w*load)\("
+    r"|\bshell=|\ballow_pickle="
+)
+SAFE = re.compile(r"torch\.load\([^\n]*weights_only=True|yaml\.load\(text, _loader\(\)")  # a SafeLoader
+BETWEEN_RANKS = {"distributed/objects.py"}
+"""Pickles travel between the ranks of a job, which one user has started."""
+
+
+def closure(package: str) -> dict[str, str]:
+    """Our modules that those of a package import, anywhere in them, by file."""
+    root = Path(megascend.__file__).parent
+    found: dict[str, str] = {}
+    waiting = [f"{package}/{file.stem}" for file in (root / package).glob("*.py")]
+    while waiting:
+        base = root / waiting.pop()
+        file = next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.exists()), None)
+        if file is None or (name := file.relative_to(root).as_posix()) in found:
+            continue
+        found[name] = file.read_text("utf-8")
+        for module, names in re.findall(r"from megascend\.?(\S*) import (\([^)]*\)|[^\n]*)", found[name]):
+            at = module.replace(".", "/")
+            waiting += [at, *(f"{at}/{each}" for each in re.findall(r"\w+", names))]
+    return found
+
+
+def test_neither_requests_nor_checkpoints_run_code() -> None:
+    modules = closure("serve")
+    assert {"lora/peft_format.py", "lora/adapter_set.py", "sampling/sampler.py"} <= set(
+        modules
+    )  # what reads checkpoints
+    found = [
+        (name, line.strip())
+        for name, text in modules.items()
+        for line in text.splitlines()
+        if RISKY.search(SAFE.sub("", line))
+    ]
+    assert [each for each in found if each[0] not in BETWEEN_RANKS] == []

@@ -1,0 +1,187 @@
+"""The server on sockets, with clients that are slow, silent, many, or do not speak HTTP."""
+
+from __future__ import annotations
+
+import select
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from recording_backend import KEYS, VOCABULARY, RecordingBackend, train_body
+
+from megascend.config.serve import ServeConfig
+from megascend.lora.queue import AdapterQueue
+from megascend.serve import connections, reading, server
+from megascend.serve.base_model import BaseModel
+from megascend.serve.inbox import Inbox
+from megascend.serve.keys import digest_of
+from megascend.serve.worker import work
+
+HEADERS = {"X-API-Key": KEYS["alice"]}
+DEADLINE_S = 20.0
+
+
+@contextmanager
+def listening(storage: Path, **settings) -> Iterator[str]:
+    """The address of a server, on a backend that records."""
+    config = ServeConfig(model=storage, storage=storage, port=0, window_ms=0, **settings)
+    base = BaseModel(("tiny",), Path("/models/tiny"), "Tiny", 512, VOCABULARY, ("model.layers.0.mlp.up_proj",))
+    inbox, backend = Inbox(0, config.batch_tokens), RecordingBackend()
+    keys = {digest_of(key): name for name, key in KEYS.items()}
+    with server.http_server(config, keys, base, inbox) as (address, report):
+        queue = AdapterQueue(backend, max_batch_tokens=config.batch_tokens)  # type: ignore[arg-type]
+        worker = threading.Thread(target=work, args=(backend, queue, inbox, report))
+        worker.start()
+        try:
+            yield address
+        finally:
+            inbox.close()
+            worker.join(DEADLINE_S)
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a server with little patience."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "WRITE_S", 0.1)
+    monkeypatch.setattr(reading, "TIMEOUT_S", 0.2)
+    with listening(tmp_path) as found:
+        yield found
+
+
+def connected(address: str, buffer: int | None = None) -> socket.socket:
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    made = socket.socket()
+    if buffer is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    made.settimeout(DEADLINE_S)
+    made.connect((host, int(port)))
+    return made
+
+
+def rest(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    found = b""
+    try:
+        while part := client.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def head(path: str, *lines: str, key: str = KEYS["alice"]) -> bytes:
+    return "\r\n".join((f"POST /api/v1/{path} HTTP/1.1", "Host: x", f"X-API-Key: {key}", *lines, "", "")).encode()
+
+
+def test_what_is_slow_or_silent_is_closed_and_others_are_served(address) -> None:
+    with ExitStack() as stack:
+        silent, slow_head, slow_body, unwanted, second = (stack.enter_context(connected(address)) for _ in range(5))
+        slow_head.sendall(head("create_session")[:40])
+        slow_body.sendall(head("create_session", "Content-Length: 100") + b"{")
+        unwanted.sendall(head("create_session", "Content-Length: 10000000", key="tml-nobody-0123456789") + b"{" * 100)
+        second.sendall(head("telemetry", "Content-Length: 2") + b"{}")
+        assert second.recv(65536).startswith(b"HTTP/1.1 200")
+        second.sendall(head("telemetry")[:30])
+        assert httpx.post(f"{address}/api/v1/create_session", json={}, headers=HEADERS).status_code == 200
+        assert (rest(silent), rest(slow_head)) == (b"", b"")
+        assert rest(slow_body).startswith(b"HTTP/1.1 408")
+        assert rest(unwanted).startswith(b"HTTP/1.1 401")
+        assert b"HTTP/1.1" not in rest(second)
+
+
+def test_who_never_reads_is_closed(address) -> None:
+    with connected(address, buffer=4096) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)  # more answers than fit between us
+        closed = select.poll()
+        closed.register(client, 0)
+        assert [event & select.POLLERR for _, event in closed.poll(1000 * DEADLINE_S)] == [select.POLLERR]
+        assert httpx.get(f"{address}/healthz").status_code == 200
+
+
+def test_what_is_no_http_is_refused(address) -> None:
+    too_much = "X-Long: " + "a" * 200_000
+    for content in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: [\r\n\r\n",
+        head("create_session", "Content-Length: 5", "Content-Length: 6"),
+        head("create_session", "Content-Length: -1"),
+        head("create_session", "Content-Length: 5", "Transfer-Encoding: chunked", "Transfer-Encoding: gzip"),
+        head("create_session", "Transfer-Encoding: chunked") + b"zzz\r\n",
+        head("create_session", "X-Line: a\nb"),
+        head("create_session", too_much),
+        head("create_session", *[f"X-{number}: {'a' * 100}" for number in range(2000)]),
+        head("create_session", "Upgrade: websocket", "Connection: Upgrade", key="tml-nobody-0123456789"),
+    ):
+        with connected(address) as client:
+            client.sendall(content)
+            answer = client.recv(65536)
+            assert answer[9:12] in (b"", b"400", b"401", b"404"), (content[:60], answer[:200])
+            assert b"Traceback" not in answer
+    assert httpx.post(f"{address}/api/v1/create_session", json={}, headers=HEADERS).status_code == 200
+
+
+def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 64)
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    with listening(tmp_path) as address, ExitStack() as stack:
+        idle = [stack.enter_context(connected(address)) for _ in range(150)]
+        assert [rest(each) for each in idle] == [b""] * 150
+        assert httpx.get(f"{address}/healthz").status_code == 200
+
+
+def test_a_client_that_goes_away_leaves_nothing(address) -> None:
+    with connected(address) as client:
+        client.sendall(head("create_session", "Content-Length: 100") + b"{")
+    with httpx.Client(base_url=f"{address}/api/v1", headers=HEADERS) as client:
+        session = client.post("create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+        client.post("create_model", json=body)
+        made = client.post("forward_backward", json=train_body(f"{session}:train:0", 1, 10)).json()["request_id"]
+        with connected(address) as gone:
+            content = f'{{"request_id": "{made}"}}'.encode()
+            gone.sendall(head("retrieve_future", f"Content-Length: {len(content)}") + content)
+        assert client.post("retrieve_future", json={"request_id": made}).json()["metrics"]["loss:sum"] == 10
+        assert len(client.get("sessions").json()["sessions"]) == 1
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_tls_by_settings(tmp_path) -> None:
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "1",
+    ]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
+    subprocess.run([*made, *names, *files], check=True, capture_output=True, timeout=DEADLINE_S)
+    settings = {"tls_certificate": tmp_path / "certificate.pem", "tls_key": tmp_path / "key.pem"}
+    with listening(tmp_path / "storage", **settings) as address:
+        assert address.startswith("https://127.0.0.1:")
+        trusting = ssl.create_default_context(cafile=tmp_path / "certificate.pem")
+        assert httpx.get(f"{address}/api/v1/sessions", headers=HEADERS, verify=trusting).json() == {"sessions": []}
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"{address}/healthz")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{address.replace('https', 'http')}/healthz")
+        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((ssl.SSLError, OSError)), connected(address) as client:
+            old.wrap_socket(client)
