@@ -244,3 +244,27 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
     assert list(histogram.lines("x")) == [
         'x_bucket{le="1"} 2', 'x_bucket{le="2"} 3', 'x_bucket{le="+Inf"} 4', "x_sum 12", "x_count 4",
     ]  # fmt: skip
+
+
+def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:
+    """An answer is two writes. With Nagle's algorithm the second one waits for 40 ms."""
+    import asyncio
+    import socket
+
+    from megascend.config.serve import ServeConfig
+    from megascend.serve.server import _listen
+
+    async def set_at_the_server() -> int:
+        found: asyncio.Queue[int] = asyncio.Queue()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listening = _listen(ServeConfig(model=tmp_path, port=0))
+        async with await asyncio.start_server(accept, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+            writer.close()
+            return await asyncio.wait_for(found.get(), 20)
+
+    assert asyncio.run(set_at_the_server()) != 0
