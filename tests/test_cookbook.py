@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -249,9 +250,29 @@ def test_paths_are_of_the_directory_in_which_a_script_is_called() -> None:
     for script in scripts:
         text = script.read_text()
         assert not re.search(r"^\s*cd ", text, re.MULTILINE), script
-        started = re.findall(r'^(?:exec .*|python) "\$here/([\w./]+\.py)"', text, re.MULTILINE)
+        started = re.findall(r'^(?:exec .*|(?:if ! )?"\$python") "\$here/([\w./]+\.py)"', text, re.MULTILINE)
         assert all((script.parent / name).is_file() for name in started)
-        assert started or script.name == "environment.sh", script
+        assert started or script.name in ("environment.sh", "tinker_server.sh"), script
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("tinker_rl.sh", "reward of the first three steps"),
+        ("tinker_supervised.sh", "learned: loss"),
+        ("tinker_preference.sh", "learned: loss"),
+        ("tinker_two_tenants.sh", "learned: each tenant its own answer"),
+    ],
+)
+def test_a_client_of_the_service_learns_and_the_service_ends(script: str, says: str, tmp_path: Path) -> None:
+    """Scripts that start with ``tinker_`` start a server themselves, with a small model, and end it."""
+    output = run(script, tmp_path, deadline_s=240)
+    assert re.search(f"^{says}", output, re.MULTILINE), output
+    address = re.search(r"http://[\d.]+:(\d+)", (tmp_path / "tinker-server.log").read_text())
+    assert address is not None
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(address[1])), timeout=5)
     for script in (ROOT / "cookbook").rglob("*.py"):
         assert not re.search(r'default=Path\("(?!runs/)', script.read_text()), (
             f"{script}: of the repository's directory"

@@ -438,6 +438,7 @@ COMMANDS = {
     "bash scripts/npu_acceptance.sh": "on cards; simulated: tests/npu/test_npu_acceptance.py",
     "bash cookbook/ascend/": "on cards; simulated: tests/npu/test_cookbook_ascend.py",
     "bash cookbook/": "tests/test_cookbook.py",
+    "python -m tinker_cookbook": "tests/serve/test_tinker_cookbook.py",
     "python -m venv": INSTALLS,
     "pip install": INSTALLS,
     "pre-commit install": INSTALLS,

@@ -196,6 +196,19 @@ def test_four_ranks_learn_from_four_engines(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.nightly
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_two_tenants_learn_on_four_served_ranks(tmp_path: Path) -> None:
+    """`megascend serve` as its user starts it: TP 2 x PP 2 on the simulated device, two Tinker clients at once."""
+    with started("tinker_npu", tmp_path, NPROC="4") as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output[-8000:]
+    assert "learned: each tenant its own answer" in output
+    assert output.rstrip().splitlines()[-1] == "SMOKE OK"
+    assert "simulated" in (tmp_path / "tinker-server.log").read_text()
+
+
 def assert_it_learns(recipe: str, layout: str, output: str) -> None:
     assert layout in output
     assert "parameters on npu" in output

@@ -129,22 +129,6 @@ def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
     assert alone_in_batch < batches
 
 
-@pytest.mark.nightly
-def test_the_cookbooks_reward_rises() -> None:
-    root = HERE.parents[1]
-    variables = environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", root / "cookbook" / "tinker_rl.sh"],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "saved as tinker://" in done.stdout
-
-
 Run = Callable[[Path, Path], "subprocess.CompletedProcess[str]"]
 
 

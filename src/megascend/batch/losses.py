@@ -167,7 +167,7 @@ def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.0
     """Policy gradient of the expected advantage minus ``kl_coeff`` KL(pi || sampler), from what the sampler drew.
 
     With r = pi / pi_old: -min(r, max_ratio) (A - kl_coeff log r) log pi, where only the last factor has a gradient. Truncated
-    importance weights (Ionides 2008): up to ``max_ratio`` the gradient is exact in expectation, however far the sampler is behind;
+    importance weights (Ionides 2008): up to ``max_ratio`` the gradient is exact in expectation, however old the sampler is;
     above, it is bounded.
     """
     log_ratio = (logprobs - inputs.old_logprobs).detach()

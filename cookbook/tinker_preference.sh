@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Preferences (DPO) with the Tinker client: the loss is computed by the program, both passes by the server.
+# Starts `megascend serve` with a small random model, and ends it. Needs: pip install -e '.[serve,stack-0-16]'.
+# Arguments go to tinker_preference.py. PYTHON: interpreter (default: python). MEGASCEND_RUN: where model and checkpoints go.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # paths that are given are of the directory of the caller
+source "$here/tinker_server.sh"
+start_server cookbook --precision fp32
+"$python" "$here/tinker_preference.py" --model "$model" "$@"

@@ -1,0 +1,226 @@
+"""tinker-cookbook's recipes, unmodified but for model and data, against ``megascend serve``: what they train learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cookbook_inputs import MODEL
+
+from forked_programs import environment
+
+HERE = Path(__file__).parent
+PYTHON = os.environ.get("MEGASCEND_TINKER_COOKBOOK")
+"""Interpreter of an environment with tinker-cookbook, as scripts/test_tinker_cookbook.sh makes it."""
+KEY = "tml-cookbook-0123456789abcdef"
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        PYTHON is None,
+        reason="MEGASCEND_TINKER_COOKBOOK names no interpreter (bash scripts/test_tinker_cookbook.sh does)",
+    ),
+]
+
+
+class Here:
+    """A folder with model and data by their names on the hub, and a server of the model."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+
+    def run(self, recipe: str, name: str, **settings: Any) -> list[dict[str, Any]]:
+        """What a recipe logged at its steps; its log is the folder's ``name``."""
+        log = self.folder / name
+        values = {"model_name": MODEL, "log_path": log, **settings}
+        done = subprocess.run(
+            [
+                str(PYTHON),
+                "-m",
+                f"tinker_cookbook.recipes.{recipe}",
+                *(f"{key}={value}" for key, value in values.items()),
+            ],
+            cwd=self.folder,
+            env=os.environ
+            | {
+                "TINKER_BASE_URL": self.url,
+                "TINKER_API_KEY": KEY,
+                "TINKER_TELEMETRY": "0",
+                "HF_HUB_OFFLINE": "1",
+                "HF_HOME": str(self.folder / "hub"),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+    def checkpoint(self, name: str) -> str:
+        """The state that a recipe saved last."""
+        return json.loads((self.folder / name / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
+    folder = tmp_path_factory.mktemp("cookbook")
+    variables = environment() | {"MEGASCEND_API_KEYS": f"cookbook={KEY}", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, HERE / "cookbook_inputs.py", folder], check=True, env=variables, timeout=120)
+    options = [
+        "--name",
+        MODEL,
+        "--port",
+        "0",
+        "--precision",
+        "fp32",
+        "--storage",
+        folder / "storage",
+        "--set",
+        "platform=cpu",
+    ]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "megascend", "serve", "--model", folder / MODEL, *options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
+    try:
+        yield Here(folder, _address(server, log))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0, log.read_text()[-4000:]
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def _address(server: subprocess.Popen[bytes], log: Path) -> str:
+    until = time.monotonic() + 120
+    while (found := re.search(r"TINKER_BASE_URL=(\S+)", log.read_text())) is None:
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.2)
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def taught(here: Here) -> list[dict[str, Any]]:
+    """What sl_loop logged; its state knows how answers look, and guesses them."""
+    return here.run("sl_loop", "taught", batch_size=8, learning_rate=1e-2, save_every=0)
+
+
+def told(name: str, values: list[float]) -> None:
+    """Print a figure as docs/serve.md has it."""
+    print(f"\n{name}: {' '.join(f'{value:.3f}' for value in values)}")
+
+
+def test_supervised_learning(taught) -> None:
+    losses = [step["train_mean_nll"] for step in taught]
+    told("sl_loop, loss per token", losses[::10] + losses[-1:])
+    assert losses[0] > 5
+    assert max(losses[-5:]) < 0.1
+
+
+def reinforced(here: Here, loss: str) -> list[float]:
+    """Rewards of rl_loop, which begins with the model that was taught; the loss that is not named is the recipe's default."""
+    name = f"rl-{loss}"
+    (here.folder / name).mkdir()
+    warm = {"name": "warm", "batch": 0, "state_path": here.checkpoint("taught")}
+    (here.folder / name / "checkpoints.jsonl").write_text(json.dumps(warm) + "\n")  # where the recipe looks to resume
+    settings = {
+        "batch_size": 8,
+        "group_size": 8,
+        "learning_rate": 1e-3,
+        "max_tokens": 12,
+        "max_steps": 15,
+        "save_every": 0,
+    }
+    settings |= {} if loss == "stable_reinforce" else {"loss_fn": loss}
+    rewards = [step["reward/total"] for step in here.run("rl_loop", name, **settings)]
+    told(f"rl_loop, {loss}, reward", rewards)
+    return rewards
+
+
+@pytest.fixture(scope="module")
+def answering(here: Here, taught: Any) -> list[float]:
+    """Rewards under stable_reinforce; the model that is left knows the answer."""
+    return reinforced(here, "stable_reinforce")
+
+
+def assert_risen(rewards: list[float]) -> None:
+    assert rewards[0] < 0.6
+    assert sum(rewards[-3:]) / 3 > 0.9
+
+
+def test_reinforcement_learning_with_stable_reinforce(answering) -> None:
+    assert_risen(answering)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo"])
+def test_reinforcement_learning(here, taught, loss) -> None:
+    assert_risen(reinforced(here, loss))
+
+
+@pytest.mark.parametrize("ahead", [None, 1], ids=["in step", "one step ahead"])
+def test_math_with_stable_reinforce(here, taught, ahead) -> None:
+    settings = {"env": "gsm8k", "groups_per_batch": 8, "group_size": 8, "learning_rate": 3e-4, "max_tokens": 12}
+    settings |= {"max_steps": 16, "eval_every": 0, "save_every": 0, "load_checkpoint_path": here.checkpoint("taught")}
+    settings |= {} if ahead is None else {"max_steps_off_policy": ahead}
+    steps = here.run("math_rl.train", f"math-{ahead}", **settings)
+    rewards = [step["env/all/reward/total"] for step in steps if "env/all/reward/total" in step]
+    told(f"math_rl, {ahead or 0} steps ahead, reward", rewards)
+    last = sum(rewards[-3:]) / 3
+    assert last > rewards[0] + 0.15
+    assert last > 0.85
+    if ahead is None:  # sampler and trainer have the same weights, and say the same of the same tokens
+        assert max(abs(step["optim/kl_sample_train_v1"]) for step in steps if "optim/kl_sample_train_v1" in step) < 1e-5
+
+
+def test_preferences(here, taught) -> None:
+    settings = {"batch_size": 32, "learning_rate": 1e-3, "load_checkpoint_path": here.checkpoint("taught")}
+    steps = [step for step in here.run("preference.dpo.train", "dpo", **settings) if "dpo_loss" in step]
+    told("dpo, loss", [step["dpo_loss"] for step in steps])
+    assert steps[0]["dpo_loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert steps[-1]["dpo_loss"] < 0.1
+    assert steps[-1]["accuracy"] == 1.0
+
+
+def test_supervised_chat(here) -> None:
+    data = here.folder / "HuggingFaceH4" / "no_robots" / "train.jsonl"
+    steps = here.run(
+        "chat_sl.train", "chat", dataset=data, batch_size=16, learning_rate=1e-2, eval_every=0, save_every=20
+    )
+    losses = [step["train_mean_nll"] for step in steps if "train_mean_nll" in step]
+    told("chat_sl, loss per token", losses[::10] + losses[-1:])
+    assert losses[0] > 5
+    assert max(losses[-3:]) < 0.1 * losses[0]
+
+
+def test_distillation(here, answering) -> None:
+    """The model that guesses learns from the one that knows."""
+    settings = {
+        "teacher_model": MODEL,
+        "teacher_checkpoint": here.checkpoint("rl-stable_reinforce"),
+        "dataset": "deepmath",
+    }
+    settings |= {"load_checkpoint_path": here.checkpoint("taught"), "lora_rank": 32, "groups_per_batch": 8}
+    settings |= {"learning_rate": 3e-4, "max_tokens": 12, "max_steps": 15, "eval_every": 0, "save_every": 0}
+    steps = here.run("distillation.on_policy_distillation", "distilled", **settings)
+    found = [step["teacher_kl"] for step in steps if "teacher_kl" in step]
+    told("on_policy_distillation, KL to the teacher", found)
+    assert sum(found[-3:]) < 0.5 * sum(found[:3])
