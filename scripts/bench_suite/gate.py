@@ -23,6 +23,8 @@ class Row:
     """What the ratio is to."""
     noise: float = 0.04
     """How much of the ratio may be gone without a reason: what repeated runs on one device differ by."""
+    ours: bool = True
+    """Of megascend: what others take is printed, and neither stored nor compared."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ def compare(rows: Iterable[Row], stored: Stored, lines: Iterable[str]) -> Verdic
             missing.append(f"{name}: no ratio in this run, {ratio:.3f} stored")
         elif got < ratio * (1 - noise):
             fallen.append(f"{name}: {got:.3f}, {ratio:.3f} stored: {1 - got / ratio:.1%} less, noise is {noise:.0%}")
-    new = [name for name, row in found.items() if row.ratio is not None and name not in stored.ratios]
+    new = [name for name, row in found.items() if row.ratio is not None and row.ours and name not in stored.ratios]
     return Verdict(tuple(fallen), tuple(missing), tuple(new))
 
 
 def merged(stored: Stored | None, rows: Iterable[Row], device: str, scale: str, versions: Mapping[str, str]) -> Stored:
     """What to store after a run: its ratios, and the stored ones of rows that it has not measured."""
     ratios = dict(stored.ratios) if stored else {}
-    ratios |= {row.name: (row.ratio, row.noise) for row in rows if row.ratio is not None}
+    ratios |= {row.name: (row.ratio, row.noise) for row in rows if row.ratio is not None and row.ours}
     return Stored(device, scale, ratios, versions)
 
 

@@ -16,6 +16,7 @@ from bench_suite.gate import Row
 
 Figures = Mapping[str, Any]
 
+OTHERS = ("mcore-bridge", "transformers")
 DISK = 0.25
 """Noise of what a disk has a part in."""
 START = 0.2
@@ -81,7 +82,10 @@ def files(*ways: str, against: str, of: str) -> Callable[[str, Figures], list[Ro
         bound = Row(f"{name}/{against}", seconds[against], "s", None, "")
         return [
             bound,
-            *(Row(f"{name}/{way}", seconds[way], "s", seconds[against] / seconds[way], of, DISK) for way in ways),
+            *(
+                Row(f"{name}/{way}", seconds[way], "s", seconds[against] / seconds[way], of, DISK, way not in OTHERS)
+                for way in ways
+            ),
         ]
 
     return rows

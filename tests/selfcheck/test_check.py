@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megascend import Batching, Parallel
+from megascend.app import self_check_ahead
 from megascend.config import RunConfig
 from megascend.errors import PlatformError, SelfCheckError
 from megascend.selfcheck import check, process
@@ -178,6 +182,18 @@ class TestBackend:
         assert verdict.largest < process.BOUND / 2
         assert verdict.lengths == [3, 8, 13, 40, 48]
 
+    def test_a_verdict_asked_for_ahead_is_the_one_that_the_backend_looks_for(self, parity_folder, folder, monkeypatch):
+        calls = counted(monkeypatch, [AGREES])
+        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
+        run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
+        for rank, config in ((1, run), (0, run.model_copy(update={"self_check": False})), (0, run)):
+            if (thread := self_check_ahead.begin(config, rank)) is not None:
+                thread.join(60)
+        assert calls == [1]
+        with backend_of(model, batching=run.batching) as backend:
+            assert backend.self_check.cached
+        assert calls == [1]
+
     @pytest.mark.nightly
     def test_a_run_without_long_samples_is_checked_without_them(self, parity_folder) -> None:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
@@ -227,3 +243,25 @@ def test_the_proven_list_is_what_tests_and_documents_say() -> None:
 def test_the_setting_of_a_run_file(value, tmp_path) -> None:
     config = RunConfig(model=tmp_path, output=tmp_path, data={"path": tmp_path}, self_check=value)
     assert config.self_check is (value in ("on", True))
+
+
+def test_the_worker_does_not_outlive_the_process(tmp_path) -> None:
+    """A check in the background is not asked when the process ends."""
+    program = """
+import sys, threading, time
+from megascend.selfcheck import process
+from megascend.selfcheck.process import Trial
+sys.executable = sys.argv[1]
+threading.Thread(target=lambda: process.run([Trial({}, [3])]), daemon=True).start()
+while not open(sys.argv[2], "a+").tell():
+    time.sleep(0.01)
+"""
+    pid, worker = tmp_path / "pid", tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
+    worker.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(worker), str(pid)], timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

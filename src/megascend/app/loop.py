@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megascend.app import self_check_ahead
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.disk_room import disk_warning
 from megascend.app.event_log import EventLog
@@ -141,6 +142,7 @@ def run(
 
     check_platform(config, runtime.platform)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
+    self_check_ahead.begin(config, launch.rank)
     samples = RunSamples.prepare(config, tokenizer, limits)
     answering = None
     if config.generation is not None:
