@@ -6,7 +6,9 @@ what is asked for ahead in vain is not used.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import threading
 
 from megascend.bootstrap.engines import needs
@@ -29,19 +31,20 @@ def begin(config: RunConfig, rank: int) -> threading.Thread | None:
         return None
     from transformers import AutoConfig
 
-    found = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
+    try:
+        found = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
+    except (OSError, ValueError):  # the backend comes upon it
+        return None
     if getattr(found, "sliding_window", None) is not None:
         return None
     full = json.loads(found.to_json_string(use_diff=False))
     raw = json.loads((config.model / "config.json").read_text())
     limits = [config.batching.max_length, inspect_checkpoint(config.model).shape.max_position]
-    longest = min(limit for limit in limits if limit is not None)
+    longest = min((limit for limit in limits if limit is not None), default=sys.maxsize)
 
     def work() -> None:
-        try:
+        with contextlib.suppress(MegascendError):  # likewise
             examine(raw, full, longest, window_in_force=False)
-        except MegascendError:  # the backend comes upon it, and tells all ranks
-            pass
 
     thread = threading.Thread(target=work, name="megascend-self-check-ahead", daemon=True)
     thread.start()

@@ -133,7 +133,7 @@ def run(trials: Sequence[Trial], deadline_s: float = DEADLINE_S) -> Report:
 
 
 def faster_start() -> dict[str, str]:
-    """AMX is not tried out (:mod:`megascend.platforms.cpu_products`) for a worker that computes in fp32, which has no use for it."""
+    """No trial of AMX (:mod:`megascend.platforms.cpu_products`): the worker computes in fp32, which has no use for it."""
     if cpu_products.VARIABLE in os.environ or not cpu_products.shows_amx():
         return {}
     return {cpu_products.VARIABLE: cpu_products.WITHOUT_AMX}
