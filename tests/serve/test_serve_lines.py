@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from megascend.serve.commands import (
     Respond,
     Save,
 )
+from megascend.serve.inbox import Inbox
 from megascend.serve.lines import OTHERS_AT_ONCE, Lines
 from megascend.serve.sampling import SLICE_TOKENS
 
@@ -129,3 +132,41 @@ def test_what_has_no_room_together_is_sampled_one_by_one(backend) -> None:
 def test_a_refused_creation_does_not_run_the_steps_behind_it_on_nothing(backend) -> None:
     outcomes = run(lines_of(backend), [Create(1, "new", Lora(rank=65)), *step(2, "new")])
     assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [(n, ConfigError) for n in (1, 2, 3)]
+
+
+def test_models_that_come_again_at_once_are_waited_for() -> None:
+    """Else two groups of tenants take turns, each with half a batch."""
+    inbox = Inbox(window_s=20.0, max_tokens=100)
+
+    def came_again(number: int) -> list[Command] | None:
+        inbox.answered(["a"])
+        taker = ThreadPoolExecutor(1)
+        taken = taker.submit(inbox.take, wait=False, ready=10)
+        inbox.put(step(number, "a")[0])
+        return taken.result(20)
+
+    inbox.answered(["a", "thinks"])
+    inbox.put(step(1, "a")[0])  # at once, and "thinks" has sent nothing yet
+    assert [command.number for command in inbox.take(wait=False) or ()] == [1]
+    for number in (2, 3):
+        assert [command.number for command in came_again(number) or ()] == [number]
+    inbox.answered(["a"])
+    assert (
+        inbox.take(wait=False, ready=100) == inbox.take(wait=False, ready=0) == []
+    )  # the batch is full; there is none
+    inbox.put(Remove(4, "a"))
+    assert [command.number for command in inbox.take(wait=False, ready=10) or ()] == [4]
+
+
+def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time() -> None:
+    inbox = Inbox(window_s=0.05, max_tokens=100)
+    for number in (1, 2):
+        inbox.answered(["a"])
+        inbox.put(step(number, "a")[0])
+        assert inbox.take(wait=False)
+        assert inbox._pauses["a"] < math.inf
+        inbox.answered(["a"])
+        assert inbox.take(wait=False, ready=10) == []  # in vain
+        inbox.put(step(number, "a")[0])
+        assert inbox._pauses["a"] == math.inf
+        assert inbox.take(wait=False, ready=10)

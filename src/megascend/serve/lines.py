@@ -55,6 +55,9 @@ class Lines:
         queue: mixes steps of several models into batches.
         max_pending: most commands of a model in the queue at a time; no more than the queue takes.
         generate: answers requests to sample; collective.
+
+    Attributes:
+        answered: models whose last steps have ended in the last turn.
     """
 
     def __init__(
@@ -67,6 +70,12 @@ class Lines:
         self._one_by_one: deque[Respond] = deque()  # what had no room together
         self._removals: list[Remove] = []  # of adapters that are sampled from
         self._waits = Waits()
+        self.answered: list[str] = []
+
+    @property
+    def ready(self) -> int:
+        """Tokens of the gradients that could be computed now."""
+        return sum(line[0][0].tokens for line in self._running.values() if isinstance(line[0][0], ForwardBackward))
 
     @property
     def idle(self) -> bool:
@@ -125,6 +134,7 @@ class Lines:
 
     def _run_unit(self) -> list[Outcome]:
         """Run a unit of the queue."""
+        self.answered = []
         if not self._running:
             return []
         before = list(self._running)
@@ -138,6 +148,7 @@ class Lines:
                 waited = self._waits.of(adapter) if number == 0 else (None, 0.0)
                 outcomes.append(_outcome(command, future, together, *waited))
         self._waits.first(self._running)
+        self.answered = [adapter for adapter in before if adapter not in self._running and adapter not in self._waiting]
         return outcomes
 
     # --- sampling ---

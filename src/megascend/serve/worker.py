@@ -29,11 +29,11 @@ def work(
     """
     lines = Lines(backend, queue, max_pending, generate)
     while True:
-        idle = lines.idle
+        idle, ready = lines.idle, lines.ready
 
         def gathered():
             assert inbox is not None
-            return inbox.take(wait=idle)  # noqa: B023  called before the next turn
+            return inbox.take(wait=idle, ready=ready)  # noqa: B023  called before the next turn
 
         commands = backend.from_rank_0(gathered)
         if commands is None:
@@ -43,3 +43,5 @@ def work(
             outcomes += lines.run_once()
         if outcomes:
             report(outcomes)
+        if inbox is not None:
+            inbox.answered(lines.answered)
