@@ -138,6 +138,11 @@ assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
 leaves = [line for line in runtime.changes if 'functions that raise' in line or 'get_logger only' in line]
 inserted = [line.split(':')[0] for line in leaves]
 assert all(name in sys.modules for name in inserted), inserted
+from megatron.core.tensor_parallel.mappings import _reduce, _gather_along_first_dim  # by the program, before any engine
+assert _reduce.__module__ == 'megascend.bootstrap.patches'
+assert _gather_along_first_dim.__module__ == 'megascend.bootstrap.reference.gloo_uneven'
+from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
+assert maybe_move_tensor_to_cpu.__module__ == 'megascend.bootstrap.reference.cuda_redirect'
 runtime.load_megatron()
 for line in runtime.changes:
     name = line.split(':')[0]

@@ -1,4 +1,4 @@
-"""Faults of megatron-core that give wrong numbers without an error, mended right after its import, on every platform.
+"""Faults of megatron-core that give wrong numbers without an error, mended on every platform, whoever imports it.
 
 Each is shown to exist in ``tests/test_upstream_faults.py``, which fails when upstream has mended it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megascend.bootstrap.after_import import after_import
 from megascend.changes import patch
 
 if TYPE_CHECKING:
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
-def apply() -> None:
-    """Mend them. Call after megatron.core is imported; idempotent."""
+def apply_on_import() -> None:
+    """Mend each as soon as its module is imported; at once, if it has been."""
+    after_import(MAPPINGS, mend_reduce)
+
+
+def mend_reduce() -> None:
+    """Idempotent."""
     mappings = import_module(MAPPINGS)
     if mappings._reduce is not reduce:
         patch(mappings, "_reduce", reduce, "also reduces tensors that are not contiguous")

@@ -77,8 +77,18 @@ class PatchProvider(ABC):
             PlatformError, VersionError: something is missing or does not fit; nothing has been changed.
         """
 
+    def when_imported(self) -> dict[str, Callable[[], list[str]]]:
+        """What to patch as soon as a module is imported, whoever imports it, by the module's name; asked for once.
+
+        For modules that are imported when the bootstrap is done, at its end.
+        """
+        return {}
+
     def after_megatron(self) -> list[str]:
-        """Right after megatron.core and mcore_bridge are imported."""
+        """When a program that uses megascend's engine has imported megatron.core and mcore_bridge.
+
+        Other programs on Megatron-Core never come here: what they need as well belongs into :meth:`when_imported`.
+        """
         return []
 
     def for_topology(self, topology: Topology) -> list[str]:

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megascend.bootstrap import engines, patches, providers
+from megascend.bootstrap.after_import import after_import
 from megascend.bootstrap.import_order import require_clean
 from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
@@ -60,7 +61,9 @@ class Runtime:
         return listed()
 
     def load_megatron(self) -> None:
-        """Import megatron.core and mcore_bridge, then let the provider finish its work on them. Idempotent.
+        """Import megatron.core and mcore_bridge, quietly, for an engine of megascend's. Idempotent.
+
+        What is wrong in Megatron-Core is mended without it: see :meth:`PatchProvider.when_imported`.
 
         Raises:
             ConfigError: the process was prepared for an engine without Megatron.
@@ -83,7 +86,6 @@ class Runtime:
         for pattern in QUIET_MODULES:
             warnings.filterwarnings("ignore", module=pattern)
         changed(f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only")
-        patches.apply()
         record(self.provider.after_megatron())
         self._megatron_loaded = True
 
@@ -222,9 +224,11 @@ def bootstrap(
       (the order Megatron-Core's overlaps rely on).
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
       parts of torch (docs/npu-internals.md lists them).
-    - once Megatron is loaded: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous (see :mod:`megascend.bootstrap.patches`); a warnings filter for the modules in ``QUIET_MODULES``, and
-      mcore-bridge's logger set to warnings.
+    - when the program imports them: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
+      contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
+      (:meth:`PatchProvider.when_imported`).
+    - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
+      logger set to warnings.
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
@@ -272,8 +276,16 @@ def bootstrap(
             record([_bound(chosen)])
         if made is not None:
             record(install_missing_leaves())
+            _mend_on_import(made)
     _current = Runtime(chosen, stack, engine, made, precision, bool(tf32), affinity or "none")
     return _current
+
+
+def _mend_on_import(provider: PatchProvider) -> None:
+    """Let what must be mended in Megatron-Core be mended when it is imported, by megascend's engine or by any program."""
+    patches.apply_on_import()
+    for module, patch_module in provider.when_imported().items():
+        after_import(module, lambda patch_module=patch_module: record(patch_module()))
 
 
 def _bound(platform: Platform) -> str:

@@ -58,7 +58,10 @@ class MindSpeed(PatchProvider):
             "all_reduce of float64 works on the CPU and is refused on the NPU" + feature.told_of(self._stack.name),
         ]
 
-    def after_megatron(self) -> list[str]:
+    def when_imported(self) -> dict[str, Callable[[], list[str]]]:
+        return {feature.BRIDGE: self._keep_bridges_rotary}
+
+    def _keep_bridges_rotary(self) -> list[str]:
         self._feature.rotary = feature.bridge_rotary()
         return ["mcore-bridge's apply_rotary_pos_emb stays when MindSpeed patches again"]
 

@@ -119,24 +119,30 @@ def uninstall() -> None:
 
 
 def patch_moe_device_checks() -> list[str]:
-    """Let megatron-core's MoE dispatcher turn its token counts into numpy on the CPU too.
-
-    Its ``maybe_move_tensor_to_cpu(tensor, as_numpy=True)`` converts only tensors that are on CUDA, and the all-to-all
-    is then given a tensor where it wants integers. Call after megatron.core is imported; idempotent.
+    """:func:`patch_moe_device_check` of both modules. Call after megatron.core is imported; idempotent.
 
     Raises:
         ImportOrderError: the MoE modules are not imported yet.
     """
-    missing = [name for name in MOE_MODULES if name not in sys.modules]
-    if missing:
-        raise ImportOrderError(f"import megatron.core first; not imported: {', '.join(missing)}")
-    changes = []
-    for name in MOE_MODULES:
-        module = sys.modules[name]
-        if not hasattr(getattr(module, MOE_FUNCTION), "__megascend__"):
-            _patch(module, MOE_FUNCTION, _moe_move())
-            changes.append(f"{name}.{MOE_FUNCTION}: also converts tensors that are on the CPU already")
-    return changes
+    return [line for name in MOE_MODULES for line in patch_moe_device_check(name)]
+
+
+def patch_moe_device_check(name: str) -> list[str]:
+    """Let a module of megatron-core's MoE dispatcher turn its token counts into numpy on the CPU too. Idempotent.
+
+    Its ``maybe_move_tensor_to_cpu(tensor, as_numpy=True)`` converts only tensors that are on CUDA, and the all-to-all
+    is then given a tensor where it wants integers.
+
+    Raises:
+        ImportOrderError: module ``name`` is not imported yet.
+    """
+    if name not in sys.modules:
+        raise ImportOrderError(f"import megatron.core first; not imported: {name}")
+    module = sys.modules[name]
+    if hasattr(getattr(module, MOE_FUNCTION), "__megascend__"):
+        return []
+    _patch(module, MOE_FUNCTION, _moe_move())
+    return [f"{name}.{MOE_FUNCTION}: also converts tensors that are on the CPU already"]
 
 
 def _is_in(value: Any, functions: set[Any]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import ClassVar
 
 from megascend import reference_te
@@ -24,9 +26,12 @@ class Reference(PatchProvider):
 
         return changes + reference_te.install() + cuda_redirect.install()
 
-    def after_megatron(self) -> list[str]:
+    def when_imported(self) -> dict[str, Callable[[], list[str]]]:
         if self.setup.platform.device_type == "cuda":
-            return []
+            return {}
         from megascend.bootstrap.reference import cuda_redirect, gloo_uneven
 
-        return cuda_redirect.patch_moe_device_checks() + gloo_uneven.install()
+        patches: dict[str, Callable[[], list[str]]] = {gloo_uneven.MAPPINGS: gloo_uneven.install}
+        for module in cuda_redirect.MOE_MODULES:
+            patches[module] = functools.partial(cuda_redirect.patch_moe_device_check, module)
+        return patches

@@ -1,0 +1,106 @@
+"""What is done when another's module has been imported; and a plain Megatron program that gets right sums by it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forked_programs import run_forked
+from megascend.bootstrap.after_import import after_import
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name of a package that can be imported, with a module ``inner`` and one, ``user``, that takes a name from it."""
+    name = "imported_later"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / name / "inner.py").write_text("value = 'upstream'\n")
+    (tmp_path / name / "user.py").write_text(f"from {name}.inner import value\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before, finders = set(sys.modules), list(sys.meta_path)
+    yield name
+    sys.meta_path[:] = finders
+    for module in set(sys.modules) - before:
+        del sys.modules[module]
+
+
+def test_it_comes_before_whoever_imports_the_module_sees_it_and_once(package: str) -> None:
+    calls = []
+
+    def mend() -> None:
+        calls.append("mended")
+        sys.modules[f"{package}.inner"].value = "mended"  # type: ignore[attr-defined]
+
+    finders = list(sys.meta_path)
+    after_import(f"{package}.inner", mend)
+    after_import(f"{package}.inner", lambda: calls.append("second"))
+    assert calls == []
+    assert importlib.import_module(f"{package}.user").value == "mended"
+    assert calls == ["mended", "second"]
+    assert sys.meta_path == finders
+    inner = sys.modules[f"{package}.inner"]
+    assert type(inner.__loader__).__module__ == type(inner.__spec__.loader).__module__ != after_import.__module__
+    after_import(f"{package}.inner", lambda: calls.append("at once"))
+    assert calls == ["mended", "second", "at once"]
+
+
+def test_looking_for_the_module_does_not_use_it_up(package: str) -> None:
+    calls = []
+    after_import(f"{package}.inner", lambda: calls.append("mended"))
+    for _ in range(2):
+        found = importlib.util.find_spec(f"{package}.inner")
+        assert found is not None
+        assert found.loader.get_source(f"{package}.inner") == "value = 'upstream'\n"  # type: ignore[union-attr]
+    assert calls == []
+    importlib.import_module(f"{package}.inner")
+    assert calls == ["mended"]
+
+
+def test_an_error_of_the_call_fails_the_import(package: str) -> None:
+    def fail() -> None:
+        raise RuntimeError("cannot be mended")
+
+    after_import(f"{package}.inner", fail)
+    with pytest.raises(RuntimeError, match="cannot be mended"):
+        importlib.import_module(f"{package}.user")
+    assert f"{package}.inner" not in sys.modules
+
+
+PLAIN = """
+import os, sys, tempfile
+import torch, torch.distributed as dist
+if sys.argv[1] == "with":
+    import megascend
+    megascend.bootstrap("cpu")
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region  # all that it imports
+
+sys.stdout.flush()
+store, rank = tempfile.mktemp(), 0
+child = os.fork()
+if child == 0:
+    rank = 1
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+samples = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)  # [sequence, batch], seen through [batch, sequence]
+total = reduce_from_tensor_model_parallel_region(samples, dist.group.WORLD)
+dist.destroy_process_group()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+print(total.t().tolist())
+"""
+OF_BOTH_RANKS = [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]
+OF_RANK_0 = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(("bootstrapped", "total"), [("with", OF_BOTH_RANKS), ("without", OF_RANK_0)])
+def test_a_plain_megatron_program_sums_what_is_not_contiguous(bootstrapped: str, total: list[list[float]]) -> None:
+    """It imports mappings alone and calls nothing of megascend's but the bootstrap. Without it, a rank gets its own part."""
+    done = run_forked(PLAIN, bootstrapped, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(total)
