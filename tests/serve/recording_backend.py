@@ -19,6 +19,7 @@ from megascend.lora.queue import AdapterQueue
 from megascend.serve.application import make_application
 from megascend.serve.base_model import BaseModel
 from megascend.serve.inbox import Inbox
+from megascend.serve.journal_directory import keep_in_journal
 from megascend.serve.keys import Keys, digest_of
 from megascend.serve.service import Service
 from megascend.serve.worker import work
@@ -198,6 +199,9 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
     base = BaseModel(("tiny", "/models/tiny"), Path("/models/tiny"), "Tiny", 512, VOCABULARY, PROJECTIONS)
     backend, clock, inbox = RecordingBackend(), Clock(), Inbox(0, config.batch_tokens)
     service = Service(config, base, inbox, clock)
+    if config.durable:
+        (storage / "config.json").touch()  # of the model
+        keep_in_journal(service)
     keys = Keys({digest_of(key): name for name, key in KEYS.items()})
     with TestClient(make_application(service, keys), raise_server_exceptions=False) as client:
         queue = AdapterQueue(backend, max_batch_tokens=config.batch_tokens)  # type: ignore[arg-type]

@@ -29,6 +29,9 @@ def serve_command(
     tensor: Annotated[int | None, typer.Option("--tensor", min=1, help="Tensor parallel size.")] = None,
     pipeline: Annotated[int | None, typer.Option("--pipeline", min=1, help="Pipeline parallel size.")] = None,
     context: Annotated[int | None, typer.Option("--context", min=1, help="Context parallel size.")] = None,
+    durable: Annotated[
+        bool | None, typer.Option("--durable", help="Keep a journal in --storage, so that a restart loses no step.")
+    ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Make a small random model and serve it; shows a client program to try.")
     ] = False,
@@ -54,6 +57,7 @@ def serve_command(
 
     given: dict[str, Any] = {
         "model": model, "name": name, "host": host, "port": port, "storage": storage, "precision": precision, "engine": engine,
+        "durable": durable,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}

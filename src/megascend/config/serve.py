@@ -73,6 +73,12 @@ class ServeConfig(Section):
     log: Literal["requests", "none"] = Field(
         "requests", description="requests: note who asked for what in audit.jsonl, in storage"
     )
+    durable: bool = Field(
+        False, description="keep a journal in storage: a server that starts there again repeats what it had promised"
+    )
+    durable_steps: Size = Field(
+        20, description="with durable, optimizer steps of a model between its saves; a restart repeats about that many"
+    )
     limits: Limits = Limits()
 
     @model_validator(mode="after")

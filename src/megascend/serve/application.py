@@ -14,23 +14,23 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from megascend.serve import saving
 from megascend.serve.answering import Json
+from megascend.serve.asking import BY_PATH, number_in, settled
 from megascend.serve.audit import Audit
 from megascend.serve.catalogue import catalogue_routes
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
 from megascend.serve.guard import Guard, Handler
 from megascend.serve.keys import Keys
-from megascend.serve.names import sampler_name
+from megascend.serve.names import CheckpointPath, sampler_name
 from megascend.serve.page import show_page
 from megascend.serve.reading import LARGE, read_body, read_json
-from megascend.serve.requests import integer, lora_of, metadata_of, text
+from megascend.serve.requests import integer, metadata_of, text
 from megascend.serve.samplers import Samplers
 from megascend.serve.sampling_wire import SampleAnswer
 from megascend.serve.service import Service
 from megascend.serve.status import status
-from megascend.serve.wire import PROTOBUF, TrainAnswer, number_of, train_request_of_json, train_request_of_protobuf
+from megascend.serve.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
 
 LONG_POLL_S = 30.0
 """How long an answer is waited for; clients give up a call after 45 s."""
@@ -58,20 +58,15 @@ class Api:
             "client/config": self.client_config,
             "create_session": self.create_session,
             "session_heartbeat": self.heartbeat,
-            "create_model": self.create_model,
-            "unload_model": self.unload_model,
             "get_info": self.get_info,
             "forward_backward": self.forward_backward,
             "forward": self.forward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_weights_for_sampler,
-            "load_weights": self.load_weights,
             "create_sampling_session": self.create_sampling_session,
             "asample": self.asample,
             "retrieve_future": self.retrieve_future,
             "telemetry": self.telemetry,
         }
+        posts |= {path: partial(self.ask, path) for path in BY_PATH}
         gets: dict[str, Handler] = {"get_server_capabilities": self.capabilities, "samplers/{sampler}": self.sampler}
         found = [("POST", *each) for each in posts.items()] + [("GET", *each) for each in gets.items()]
         found += [(method, path, partial(handle, self.service)) for method, path, handle in catalogue_routes()]
@@ -92,7 +87,7 @@ class Api:
 
     async def create_session(self, request: Request, tenant: str) -> Response:
         body = await read_json(request)
-        session = self.service.tenancy.open_session(tenant, metadata_of(body))
+        session = self.service.open_session(tenant, metadata_of(body))
         answer: dict[str, Any] = {"type": "create_session", "session_id": session.name}
         if not self.service.base.adapts_output:
             answer["warning_message"] = (
@@ -103,17 +98,6 @@ class Api:
     async def heartbeat(self, request: Request, tenant: str) -> Response:
         self.service.tenancy.session((await read_json(request)).get("session_id"), tenant)
         return Json({"type": "session_heartbeat"})
-
-    async def create_model(self, request: Request, tenant: str) -> Response:
-        body = await read_json(request)
-        session = self.service.tenancy.session(body.get("session_id"), tenant)
-        wanted = lora_of(body)
-        number = integer(body, "model_seq_id")
-        return _promised(self.service.create_model(tenant, session, number, wanted, metadata_of(body)))
-
-    async def unload_model(self, request: Request, tenant: str) -> Response:
-        body = await read_json(request)
-        return _promised(self.service.unload(self.service.tenancy.model(body.get("model_id"), tenant)))
 
     async def get_info(self, request: Request, tenant: str) -> Response:
         model = self.service.tenancy.model((await read_json(request)).get("model_id"), tenant)
@@ -137,39 +121,24 @@ class Api:
     async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
         most = self.service.settings.limits.samples
         if PROTOBUF in request.headers.get("content-type", ""):
-            wanted = await asyncio.to_thread(train_request_of_protobuf, await read_body(request), most)
+            path, body = "protobuf", await read_body(request)
+            wanted = await asyncio.to_thread(train_request_of_protobuf, body, most)
         else:
-            body = await read_json(request, LARGE)
+            path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
             wanted = await asyncio.to_thread(train_request_of_json, body, most, forward_only=forward_only)
-        return _promised(self.service.train(tenant, wanted))
+        future = self.service.train(tenant, wanted)
+        self.service.durability.asked(future, path, body, wanted.number)
+        return _promised(future)
+
+    async def ask(self, path: str, request: Request, tenant: str) -> Response:
+        """Whatever else is answered with a future."""
+        body = settled(path, await read_json(request))
+        future = BY_PATH[path](self.service, tenant, body)
+        self.service.durability.asked(future, path, body, number_in(path, body))
+        return _promised(future)
 
     async def forward(self, request: Request, tenant: str) -> Response:
         return await self.forward_backward(request, tenant, forward_only=True)
-
-    async def optim_step(self, request: Request, tenant: str) -> Response:
-        body = await read_json(request)
-        model = self.service.tenancy.model(body.get("model_id"), tenant)
-        settings = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
-        settings = settings if isinstance(settings, dict) else {"learning_rate": settings}
-        return _promised(self.service.optim_step(model, number_of(body.get("seq_id")), settings))
-
-    async def save_weights(self, request: Request, tenant: str) -> Response:
-        body = await read_json(request)
-        model = self.service.tenancy.model(body.get("model_id"), tenant)
-        return _promised(saving.save(self.service, model, body, "weights"))
-
-    async def save_weights_for_sampler(self, request: Request, tenant: str) -> Response:
-        body = await read_json(request)
-        model = self.service.tenancy.model(body.get("model_id"), tenant)
-        return _promised(saving.save(self.service, model, body, "sampler_weights"))
-
-    async def load_weights(self, request: Request, tenant: str) -> Response:
-        body = await read_json(request)
-        if body.get("session_id") is not None:
-            session = self.service.tenancy.session(body["session_id"], tenant)
-            return _promised(saving.load_new(self.service, session, body))
-        model = self.service.tenancy.model(body.get("model_id"), tenant)
-        return _promised(saving.load_into(self.service, model, body))
 
     # --- sampling ---
 
@@ -179,8 +148,8 @@ class Api:
         path = None if body.get("model_path") is None else text(body, "model_path")
         name = sampler_name(session.name, integer(body, "sampling_session_seq_id"))
         if path is not None:
-            self.service.checkpoints.find(tenant, saving.CheckpointPath.parse(path), public=True)
-        session.samplers[name] = path
+            self.service.checkpoints.find(tenant, CheckpointPath.parse(path), public=True)
+        self.service.add_sampler(session, name, path)
         return Json({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def sampler(self, request: Request, tenant: str) -> Response:
@@ -217,7 +186,7 @@ class Api:
 
     async def health(self, request: Request) -> Response:
         """Healthy as soon as it answers; ready once the ranks have the model."""
-        if request.scope["path"] == "/readyz" and not self.service.ready:
+        if request.scope["path"] == "/readyz" and not (self.service.ready and self.service.durability.recovered):
             return Json({"status": "starting"}, 503)
         return Json({"status": "ok"})
 
@@ -265,6 +234,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+            await asyncio.to_thread(service.durability.close)
             api.audit.close()
 
     async def not_found(request: Request, error: Exception) -> Response:

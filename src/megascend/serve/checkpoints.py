@@ -31,6 +31,7 @@ class Record:
         size: bytes on disk.
         public: whether other tenants may load it.
         optimizer: whether the optimizer's state is there.
+        request: number of the request that saved it, in its model's order.
     """
 
     path: CheckpointPath
@@ -45,6 +46,7 @@ class Record:
     public: bool = False
     optimizer: bool = True
     user_metadata: Mapping[str, str] | None = None
+    request: int | None = None
 
 
 class Checkpoints:

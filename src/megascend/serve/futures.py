@@ -30,6 +30,8 @@ class Future:
         answer_of: makes the answer from what the ranks return.
         then: called with True when it has succeeded, False when it has failed.
         answer: for the client, once it is there.
+        number_in_line: of its model's request, if it has one.
+        noted: the journal has its request.
     """
 
     number: int
@@ -46,6 +48,8 @@ class Future:
     failure: Failure | None = None
     ended: float | None = None
     retrieved: float | None = None
+    number_in_line: int | None = None
+    noted: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -99,6 +103,16 @@ class Futures:
             if future.ended is None:
                 found[future.kind] = found.get(future.kind, 0) + 1
         return found
+
+    def ended_of(self, model: str) -> list[Future]:
+        """A model's that have ended and are not forgotten, in the order they were made."""
+        return [each for each in self._by_number.values() if each.model == model and each.ended is not None]
+
+    def keep_longer(self) -> None:
+        """Count the time of all answers from now on, as nobody could fetch them."""
+        for future in self._ended:
+            future.ended = self._clock()
+            future.retrieved = None if future.retrieved is None else self._clock()
 
     def keep(self, future: Future, value: Any) -> None:
         """End a future with what the ranks returned."""

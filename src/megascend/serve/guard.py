@@ -55,8 +55,14 @@ class Guard:
         return answer
 
     async def _answered(self, handler: Handler, request: Request, tenant: str) -> Response:
+        durability = self._service.durability
         try:
-            return await handler(request, tenant)
+            if request.method != "POST":  # nothing is promised
+                return await handler(request, tenant)
+            await durability.writable()
+            response = await handler(request, tenant)
+            await durability.durable()
+            return response
         except MegascendError as error:
             refused = error if isinstance(error, RequestRefusedError) else RequestRefusedError(str(error), 400)
         except Exception as error:

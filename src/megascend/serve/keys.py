@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megascend.errors import ConfigError
+from megascend.files import replacing, synchronise
 
 VARIABLE = "MEGASCEND_API_KEYS"
 PREFIX = "tml-"
@@ -106,3 +107,19 @@ def _add(found: dict[str, str], digest: str, name: str, where: str) -> None:
     if digest in found:
         raise ConfigError(f"{where}: this key is there twice")
     found[digest] = name
+
+
+def made_once(path: Path) -> tuple[dict[str, str], str | None]:
+    """Tenants by digest of a file that :func:`of_file` reads; made with a new key, which is then returned, if there is none.
+
+    The key itself is nowhere: whoever started the server first was shown it.
+    """
+    if path.exists():
+        return of_file(path), None
+    made = new_key()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, durable=True) as temporary:
+        temporary.touch(0o600)
+        temporary.write_text(f"local {digest_of(made)}\n", "utf-8")
+    synchronise(path.parent)
+    return of_file(path), made

@@ -44,7 +44,7 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
         now = time.time()
         return Record(
             path, service.base.names[0], model.rank, model.attention, model.mlp, model.output, now,
-            None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=metadata,
+            None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=metadata, request=number,
         )  # fmt: skip
 
     def answer(_: Any) -> dict[str, Any]:
@@ -52,12 +52,13 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
         if sampler is not None:
             session = service.tenancy.sessions.get(model.session)
             if session is not None:
-                session.samplers[sampler] = str(path)
+                service.add_sampler(session, sampler, str(path))
             return {"type": request, "path": None, "sampling_session_id": sampler}
         return {"type": request, "path": str(path)}
 
     def command(ticket: int) -> Save | None:
-        if service.checkpoints.exists(model.tenant, path) and not overwrite and sampler is None:
+        there = service.checkpoints.exists(model.tenant, path) and not overwrite and sampler is None
+        if there and not (service.durability.repeating and _made_by(service, model, path, number)):
             error = ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
             service.break_future(ticket, error)
             return None
@@ -65,6 +66,11 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
     return service.in_line(model, number, request, command, answer_of=answer)
+
+
+def _made_by(service: Service, model: Model, path: CheckpointPath, number: int | None) -> bool:
+    """Whether this very request has saved a checkpoint, before a restart."""
+    return number is not None and service.checkpoints.find(model.tenant, path)[0].request == number
 
 
 def _wanted(model: Model, body: Mapping[str, Any], kind: Kind, number: int | None) -> tuple[CheckpointPath, str | None]:

@@ -42,22 +42,33 @@ class Sequences:
     Args:
         clock: seconds, monotonic.
         most_tokens: of one tenant, prompts included.
+
+    Attributes:
+        kept, dropped: called with the name of a response that is remembered, or not any more.
     """
 
     def __init__(self, clock: Callable[[], float], most_tokens: int) -> None:
         self._clock, self._most = clock, most_tokens
         self._kept: dict[str, OrderedDict[str, RecordedSequence]] = {}
         self._tokens: dict[str, int] = {}
+        self.kept: Callable[[str, RecordedSequence], None] = lambda name, found: None
+        self.dropped: Callable[[str], None] = lambda name: None
 
     def record(self, session: Session, prompt: np.ndarray, names: list[str], result: SampleResult) -> None:
         """Keep the responses of a request under their ``names``."""
-        mine = self._kept.setdefault(session.tenant, OrderedDict())
         for name, sample in zip(names, result.samples, strict=True):
             tokens, logprobs = np.asarray(sample.tokens, np.int64), np.asarray(sample.logprobs, np.float32)
-            mine[name] = RecordedSequence(session.name, prompt, tokens, logprobs, self._clock())
-            self._tokens[session.tenant] = self._tokens.get(session.tenant, 0) + len(prompt) + len(tokens)
-        while self._tokens.get(session.tenant, 0) > self._most:
-            self._drop(session.tenant, next(iter(mine)))
+            found = RecordedSequence(session.name, prompt, tokens, logprobs, self._clock())
+            self.kept(name, found)
+            self.keep(session.tenant, name, found)
+
+    def keep(self, tenant: str, name: str, found: RecordedSequence) -> None:
+        """Keep a response of a tenant from now on; older ones make room."""
+        found.used = self._clock()
+        self._kept.setdefault(tenant, OrderedDict())[name] = found
+        self._tokens[tenant] = self._tokens.get(tenant, 0) + len(found.prompt) + len(found.tokens)
+        while self._tokens.get(tenant, 0) > self._most:
+            self._drop(tenant, next(iter(self._kept[tenant])))
 
     def watch(self, future: Future, session: Session, prompt: np.ndarray) -> None:
         """Keep what a request to sample will give, under the names that its client was told."""
@@ -99,6 +110,7 @@ class Sequences:
 
     def _drop(self, tenant: str, name: str) -> None:
         gone = self._kept[tenant].pop(name)
+        self.dropped(name)
         self._tokens[tenant] -= len(gone.prompt) + len(gone.tokens)
         if not self._kept[tenant]:
             del self._kept[tenant], self._tokens[tenant]

@@ -127,6 +127,8 @@ def check_packages() -> None:
 def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[str, str], str | None]:
     """Tenants by the digests of their keys, and a key that was made because there were none.
 
+    With ``durable``, the digest of a key that was made is kept in ``storage``, so that its holder is let in after a restart.
+
     Raises:
         ConfigError: a key is not what clients take; or there are none and the server is to listen on more than loopback.
     """
@@ -139,6 +141,8 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
         raise ConfigError(
             f"host {settings.host} is open to other machines, and there are no API keys: set {api_keys.VARIABLE}, or keys"
         )
+    if settings.durable and environment.get("RANK", "0") == "0":
+        return api_keys.made_once(settings.storage / "made_key.sha256")
     made = api_keys.new_key()
     return {api_keys.digest_of(made): "local"}, made
 
@@ -167,6 +171,10 @@ def http_server(
 
     service = Service(settings, base, inbox)
     service.memory = memory
+    if settings.durable:
+        from megascend.serve.journal_directory import keep_in_journal
+
+        keep_in_journal(service)
     application = make_application(service, api_keys.Keys(keys))
     tls = settings.tls_certificate is not None
     listening = _listen(settings)

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from megascend.serve.commands import (
     Outcome,
     Remove,
 )
+from megascend.serve.durability import Durability
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.futures import Future, Futures
@@ -73,9 +75,27 @@ class Service:
         self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
         self.packing = asyncio.Semaphore(2)
+        self.durability = Durability()
         self.ready = False
         self.started = self._swept = clock()
         self.memory: Callable[[], tuple[str, MemoryFigures]] | None = None
+
+    # --- sessions ---
+
+    def open_session(self, tenant: str, metadata: Mapping[str, str] | None) -> Session:
+        """A new session of a tenant.
+
+        Raises:
+            RequestRefusedError: 429; it has as many as it may.
+        """
+        session = self.tenancy.open_session(tenant, metadata)
+        self.durability.session(session)
+        return session
+
+    def add_sampler(self, session: Session, name: str, path: str | None) -> None:
+        """Give a session a sampler, of a checkpoint or of the base model."""
+        session.samplers[name] = path
+        self.durability.sampler(session, name, path)
 
     # --- models ---
 
@@ -112,17 +132,20 @@ class Service:
             model.ready = succeeded
             if not succeeded:
                 self.tenancy.remove_model(model)
+                self.durability.unloaded(model)
                 self._count_models()
 
         answer = {"model_id": model.name, "type": kind} | ({"path": None} if kind == "load_weights" else {})
         future = self.futures.make(name, session.tenant, model.name, kind, answer_of=lambda _: answer, then=then)
         self._inbox.put(command(model, future.number))
+        self.durability.turn(model, future, None)
         self._count_models()
         return future
 
     def unload(self, model: Model) -> Future:
         """Remove a model. It needs no turn: what of it still waits fails."""
         self.tenancy.remove_model(model)
+        self.durability.unloaded(model)
         name = f"{model.name}:unload"
         answer = {"model_id": model.name, "type": "unload_model"}
         future = self.futures.make(name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer)
@@ -138,6 +161,7 @@ class Service:
         self.sequences.forget(session)
         for model in self.tenancy.close_session(session):
             self.unload(model)
+        self.durability.ended(session)
 
     def _check_base(self, name: str) -> None:
         if name not in self.base.names and name != str(self.base.path):
@@ -157,7 +181,8 @@ class Service:
             if request.problem is not None:
                 raise DataError(request.problem)
             data = request.data
-            if loss.name == "stable_reinforce":
+            recorded = loss.name == "stable_reinforce" and not request.resolved
+            if recorded:
                 data = [with_recorded(datum, partial(self.sequences.find, tenant, model.session)) for datum in data]
             samples = [samples_of(datum, loss) for datum in data]
             flat = [sample for each in samples for sample in each]
@@ -179,7 +204,10 @@ class Service:
                 return Forward(number, model.adapter, flat)
             return ForwardBackward(number, model.adapter, flat, loss)
 
-        return self.in_line(model, request.number, kind, command, answer_of=answer, tokens=tokens)
+        future = self.in_line(model, request.number, kind, command, answer_of=answer, tokens=tokens)
+        if recorded and not request.forward_only:
+            self.durability.resolved(future, replace(request, data=data))
+        return future
 
     def optim_step(self, model: Model, number: int | None, settings: Mapping[str, Any]) -> Future:
         """One optimizer step with the client's settings of AdamW."""
@@ -213,6 +241,7 @@ class Service:
             RequestRefusedError: 429, too much of this model or tenant is pending; 400, the number was something else, or its
                 answer is forgotten.
         """
+        self.durability.check_number(number)
         name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
         if number is not None and model.order.seen(number):
             made = self.futures.get(name, model.tenant)
@@ -220,14 +249,16 @@ class Service:
                 was = "was answered, and its answer is no longer kept" if made is None else f"was a {made.kind}"
                 raise RequestRefusedError(f"request {number} of {model.name} {was}")
             return made
-        if number is None or number > model.order.following or not model.order.early:
+        new = number is None or number > model.order.following or not model.order.early
+        if new and not self.durability.repeating:
             self._check_load(model, values.get("tokens", 0))
-        future = self.futures.make(name, model.tenant, model.name, kind, **values)
+        future = self.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
 
         def submit() -> None:
             made = command(future.number)
             if made is not None:
                 self._inbox.put(made)
+            self.durability.turn(model, future, number)
 
         for turn in [submit] if number is None else model.order.offer(number, submit):
             turn()
@@ -261,6 +292,12 @@ class Service:
         """A future that fails in its turn, and nothing with it."""
         return self._failed(model, number, kind, error, spoils=False)
 
+    def spoil(self, model: Model, number: int, message: str) -> Future:
+        """In the place of a request that did not come: a failure, and with it that of the step that it belongs to."""
+        future = self._failed(model, number, "forward_backward", DataError(message), spoils=True)
+        self.durability.asked(future, "missing", message.encode(), number)
+        return future
+
     def put(self, command: Command) -> None:
         """Give a command to the ranks."""
         self._inbox.put(command)
@@ -273,8 +310,7 @@ class Service:
         """End a future that no rank was asked for."""
         future = self.futures.numbered(number)
         if future is not None:
-            self.futures.break_(future, Failure.of(error))
-            self.figures.count(future, 0, self.clock())
+            self.end(future, Outcome(number, error=error))
 
     # --- what comes back ---
 
@@ -283,16 +319,21 @@ class Service:
         ended = []
         for outcome in outcomes:
             future = self.futures.numbered(outcome.number)
-            if future is None:
+            if future is None or self.durability.hold(future, outcome):
                 continue
-            if outcome.error is not None:
-                self.futures.break_(future, Failure.of(outcome.error))
-            else:
-                self.futures.keep(future, outcome.value)
-            self.figures.count(future, outcome.together, self.clock())
-            self.figures.count_wait(future, outcome.waited, outcome.waited_s)
+            self.end(future, outcome)
             ended.append(future)
         self.figures.count_batch(ended)
+
+    def end(self, future: Future, outcome: Outcome) -> None:
+        """End a future with what came of its command."""
+        if outcome.error is not None:
+            self.futures.break_(future, Failure.of(outcome.error))
+        else:
+            self.futures.keep(future, outcome.value)
+        self.figures.count(future, outcome.together, self.clock())
+        self.figures.count_wait(future, outcome.waited, outcome.waited_s)
+        self.durability.over(future)
 
     async def wait(self, tenant: str, name: Any, timeout_s: float) -> Future:
         """A tenant's future once it has ended, or after ``timeout_s``.
@@ -322,6 +363,10 @@ class Service:
 
     def tick(self) -> None:
         """End what is over: silent sessions, waits for requests that never came, answers nobody fetched."""
+        if self.durability.stalled:  # nobody is answered: that is nobody's silence
+            self.tenancy.heard_of_all()
+            self.futures.keep_longer()
+            return
         for session in self.tenancy.silent(self.settings.session_timeout_s):
             self.end_session(session)
         for model in list(self.tenancy.models.values()):
@@ -337,5 +382,5 @@ class Service:
         """Let those run that wait for requests which have not come; the step that these belonged to fails."""
         for number in model.order.missing():
             error = DataError(f"request {number} of this model did not come within {self.settings.gap_timeout_s} s")
-            self._failed(model, number, "forward_backward", error, spoils=True)
+            self.spoil(model, number, str(error))
         model.gap_since = self.clock() if model.order.early else None

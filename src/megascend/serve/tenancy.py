@@ -88,6 +88,10 @@ class Tenancy:
         self.sessions[session.name] = session
         return session
 
+    def restore_session(self, name: str, tenant: str, metadata: Mapping[str, str] | None) -> None:
+        """A session as it was before a restart, without models and samplers."""
+        self.sessions[name] = Session(name, tenant, self._clock(), metadata=metadata)
+
     def session(self, name: Any, tenant: str) -> Session:
         """A tenant's session, which has said something now.
 
@@ -156,6 +160,11 @@ class Tenancy:
         """Sessions that have said nothing for so long."""
         now = self._clock()
         return [session for session in self.sessions.values() if now - session.heard > timeout_s]
+
+    def heard_of_all(self) -> None:
+        """Begin to count every session's silence from now on."""
+        for session in self.sessions.values():
+            session.heard = self._clock()
 
     def close_session(self, session: Session) -> list[Model]:
         """Forget a session; its models, which are to be removed."""

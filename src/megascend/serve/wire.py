@@ -42,6 +42,7 @@ class TrainRequest:
 
     Attributes:
         problem: what is wrong with the samples, of which there are none then. The request keeps its place in line.
+        resolved: what the server remembers of its samples stands in them.
     """
 
     model: str
@@ -51,6 +52,7 @@ class TrainRequest:
     forward_only: bool
     data: Sequence[Datum] = ()
     problem: str | None = None
+    resolved: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,26 @@ def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_onl
         forward_only,
     )
     return _with_data(request, data, _datum_of_json, _sparse_shapes_of_json)
+
+
+def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
+    """What :func:`train_request_of_json` reads as the same gradients' request."""
+    data = [
+        {
+            "model_input": {"chunks": [{"tokens": datum.tokens.tolist()}]},
+            "loss_fn_inputs": {
+                name: {
+                    "data": v.ravel().tolist(),
+                    "dtype": "int64" if v.dtype.kind == "i" else "float32",
+                    "shape": list(v.shape),
+                }
+                for name, v in datum.inputs.items()
+            },
+        }
+        for datum in request.data
+    ]
+    inside = {"data": data, "loss_fn": request.loss, "loss_fn_config": dict(request.settings)}
+    return {"model_id": request.model, "seq_id": request.number, "forward_backward_input": inside}
 
 
 def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:

@@ -1,0 +1,242 @@
+"""What a server finds that starts on the storage of one that was killed: a copy of its files at any moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_backend import Served, served
+
+from megascend.config.serve import ServeConfig
+from megascend.errors import CheckpointError, ConfigError
+from megascend.serve import journal_directory, journal_writer
+from megascend.serve.journal_directory import NAME
+from megascend.serve.keys import Keys
+from megascend.serve.server import keys_of
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Callable[[Path | None], AbstractContextManager[Served]]:
+    """Starts a server on a copy of another one's files as they are now, or on none."""
+    count = iter(range(100))
+
+    def start(killed: Path | None = None, **settings: Any) -> AbstractContextManager[Served]:
+        storage = tmp_path / str(next(count))
+        if killed is None:
+            storage.mkdir()
+        else:
+            shutil.copytree(killed, storage)
+        return served(storage, durable=True, **settings)
+
+    return start
+
+
+def storage_of(server: Served) -> Path:
+    return server.service.settings.storage
+
+
+def steps_of(server: Served) -> list[float]:
+    """Learning rates of the steps that the ranks were asked for, in order."""
+    return [call[-1][call[1]].lr for call in server.backend.calls if call[0] == "optimizer_step"]
+
+
+def train(server: Served, model: str, first: int, count: int) -> list[Any]:
+    """Gradients and steps number ``first``, ``first + 1``, ... and their answers."""
+    found = []
+    for number in range(first, first + 2 * count, 2):
+        names = [
+            server.alice.forward_backward(model, number, number % 7),
+            server.alice.optim_step(model, number + 1, number * 1.0),
+        ]
+        found += [server.alice.fetch(name) for name in names]
+    return found
+
+
+def test_what_was_promised_is_done_and_what_was_answered_is_answered_the_same(disks) -> None:
+    with disks(durable_steps=100) as first:
+        model = first.alice.model()
+        answers = train(first, model, 1, 2)
+        first.backend.held.clear()  # from now on nothing is done, as if the server had been killed then
+        names = [first.alice.forward_backward(model, 5, 3), first.alice.optim_step(model, 6, 5.0)]
+        early = first.alice.optim_step(model, 8, 7.0)
+        with disks(storage_of(first), durable_steps=100) as second:
+            session = model.partition(":")[0]
+            assert second.alice.post("session_heartbeat", {"session_id": session}).status_code == 200
+            assert second.bob.post("session_heartbeat", {"session_id": session}).status_code == 410
+            again = [second.alice.fetch(f"{model}:request:{number}") for number in range(1, 5)]
+            assert again == answers
+            assert [second.alice.fetch(name)["metrics"]["loss:sum"] for name in names[:1]] == [3.0]
+            assert second.alice.fetch(names[1])["metrics"]["learning_rate"] == 5.0
+            assert second.alice.forward_backward(model, 5, 3) == names[0]  # sent again by a client that got no answer
+            assert second.alice.forward_backward(model, 7, 3) == f"{model}:request:7"
+            assert second.alice.fetch(early)["metrics"]["learning_rate"] == 7.0
+            assert steps_of(second) == [1.0, 3.0, 5.0, 7.0]
+            assert second.service.durability.recovered
+
+
+def test_a_save_bounds_what_is_repeated(disks) -> None:
+    with disks(durable_steps=3) as first:
+        model = first.alice.model()
+        answers = train(first, model, 1, 4)
+        wait_until(lambda: saves_of(first) == 1)
+        with disks(storage_of(first), durable_steps=3) as second:
+            again = [second.alice.fetch(f"{model}:request:{number}") for number in range(1, 9)]
+            assert again == answers
+            assert steps_of(second) == [7.0]
+            (load,) = [call for call in second.backend.calls if call[0] == "load"]
+            assert load[2] is True
+            train(second, model, 9, 2)
+            wait_until(lambda: saves_of(second) == 1 and ("save", load[1], True) in second.backend.calls)
+            with disks(storage_of(second), durable_steps=3) as third:
+                third.alice.fetch(f"{model}:request:12")
+                assert steps_of(third) == []
+                assert third.service.tenancy.models[model].steps == 6
+
+
+def saves_of(server: Served) -> int:
+    return len(list((storage_of(server) / NAME / "saves").glob("s-*")))
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_a_client_saved_is_not_saved_again_and_what_it_loaded_is_what_it_was(disks) -> None:
+    with disks() as first:
+        model = first.alice.model()
+        train(first, model, 1, 1)
+        body = {"model_id": model, "seq_id": 3, "path": "kept"}
+        path = first.alice.ask("save_weights", body)["path"]
+        refused = first.alice.ask("save_weights", {**body, "seq_id": 4})
+        loaded = {"session_id": model.partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
+        other = first.alice.ask("load_weights", loaded)["model_id"]
+        first.alice.ask("load_weights", {"model_id": model, "seq_id": 5, "path": path})
+        missing = first.alice.ask("load_weights", {"model_id": model, "seq_id": 6, "path": path + "2"})
+        assert first.alice.get(f"training_runs/{model}/checkpoints/weights/kept", "DELETE").status_code == 204
+        with disks(storage_of(first)) as second:
+            found = [second.alice.fetch(f"{model}:request:{number}") for number in (3, 4, 6)]
+            assert found == [{"type": "save_weights", "path": path}, refused, missing]
+            assert second.alice.post("get_info", {"model_id": other}).json()["lora_rank"] == 4
+            assert second.alice.get("checkpoints").json()["checkpoints"] == []
+            assert [call[0] for call in second.backend.calls] == ["load", "load"]
+            assert steps_of(second) == []
+
+
+def test_a_request_that_failed_fails_again_though_its_reason_is_gone(disks, monkeypatch) -> None:
+    with disks() as first:
+        model = first.alice.model()
+
+        def full(*args: Any, **options: Any) -> Any:
+            raise ConfigError("memory is full")
+
+        first.backend.forward_backward = full
+        names = [first.alice.forward_backward(model, 1, 3), first.alice.optim_step(model, 2, 1.0)]
+        failures = [first.alice.fetch(name) for name in names]
+        assert "memory is full" in failures[0]["error"]
+        with disks(storage_of(first)) as second:
+            assert [second.alice.fetch(name) for name in names] == failures
+            train(second, model, 3, 1)
+            assert steps_of(second) == [3.0]
+
+
+def test_what_never_came_is_given_up_once(disks) -> None:
+    with disks() as first:
+        model = first.alice.model()
+        late = first.alice.optim_step(model, 2, 1.0)
+        first.tick(200)
+        failure = first.alice.fetch(late)
+        assert "did not come" in failure["error"]
+        with disks(storage_of(first)) as second:
+            assert second.alice.fetch(late) == failure
+            train(second, model, 3, 1)
+            assert steps_of(second) == [3.0]
+
+
+def test_sessions_that_ended_stay_ended(disks) -> None:
+    with disks(durable_steps=1) as first:
+        gone, unloaded = first.alice.model(), first.alice.model()
+        train(first, gone, 1, 1)
+        wait_until(lambda: saves_of(first) == 1)
+        first.alice.post(f"sessions/{gone.partition(':')[0]}/finish")
+        first.alice.ask("unload_model", {"model_id": unloaded})
+        wait_until(lambda: saves_of(first) == 0)
+        with disks(storage_of(first)) as second:
+            assert second.alice.get("sessions").json()["sessions"] == [unloaded.partition(":")[0]]
+            assert second.alice.post("get_info", {"model_id": unloaded}).status_code == 404
+            assert second.backend.calls == []
+
+
+def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch) -> None:
+    monkeypatch.setattr(journal_writer, "RETRY_S", 0.02)
+    with disks() as first:
+        model = first.alice.model()
+        first.service.durability._writer._wait_s = 0.1
+        real = os.pwrite
+
+        def full(*args: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "pwrite", full)
+        body = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 1.0}}
+        for _ in range(2):  # the second one is not even begun
+            refused = first.alice.post("optim_step", body)
+            assert refused.status_code == 503
+            assert "No space left" in refused.json()["detail"]
+        waiting = first.alice.post("retrieve_future", {"request_id": f"{model}:request:1"})
+        assert waiting.status_code == 503
+        first.tick(1000)  # longer than a session may be silent
+        with disks(storage_of(first)) as lost:
+            assert f"{model}:request:1" not in lost.service.futures._by_name
+        monkeypatch.setattr(os, "pwrite", real)
+        name = first.alice.post("optim_step", body).json()["request_id"]
+        assert first.alice.fetch(name)["metrics"]["learning_rate"] == 1.0
+        assert len(steps_of(first)) == 1
+        with disks(storage_of(first)) as second:
+            second.alice.fetch(name)
+            assert steps_of(second) == [1.0]
+
+
+def test_what_cannot_be_continued_is_refused(disks, monkeypatch) -> None:
+    monkeypatch.setattr(journal_directory, "LOCK_S", 0.0)
+    with disks(durable_steps=1) as first:
+        refused = first.alice.post("optim_step", {"model_id": first.alice.model(), "adam_params": {}})
+        assert refused.status_code == 422
+        assert "seq_id" in refused.json()["detail"]
+        with pytest.raises(ConfigError, match="another server uses"), served(storage_of(first), durable=True):
+            pass
+        with (
+            pytest.raises(ConfigError, match="precision 'bf16' then, 'fp32' now"),
+            disks(storage_of(first), precision="fp32"),
+        ):
+            pass
+        train(first, first.alice.model(), 1, 1)
+        wait_until(lambda: saves_of(first) == 1)
+        (save,) = (storage_of(first) / NAME / "saves").glob("s-*")
+        copy = storage_of(first).with_name("copy")
+        shutil.copytree(storage_of(first), copy)
+        shutil.rmtree(copy / NAME / "saves" / save.name)
+        with pytest.raises(CheckpointError, match=f"{save.name} is missing"), served(copy, durable=True):
+            pass
+
+
+def test_a_key_that_was_made_is_let_in_again_and_is_nowhere(tmp_path) -> None:
+    settings = ServeConfig(model=tmp_path, storage=tmp_path / "storage", durable=True)
+    tenants, made = keys_of(settings, {})
+    assert made is not None
+    again, none = keys_of(settings, {})
+    assert none is None
+    assert again == tenants
+    assert Keys(again).tenant(made.encode()) == "local"
+    (file,) = (tmp_path / "storage").iterdir()
+    assert made not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,141 @@
+"""Servers that are killed at random points under load, and end where an undisturbed one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from restarted_server import RestartedServer
+from safetensors.torch import load_file
+
+from megascend.serve.names import CheckpointPath
+from megascend.testing import write_tiny_checkpoint
+
+HERE = Path(__file__).parent
+KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob", "carol")}
+VOCABULARY = 320
+DEADLINE_S = 1500.0
+LAYOUTS = {
+    "one rank": (1, [], 26),
+    "TP2": (2, ["--tensor", "2"], 14),
+    "DP2": (2, [], 12),
+}
+
+
+def start_clients(
+    folder: Path, model: Path, url: str, steps: dict[str, int] | None
+) -> dict[str, subprocess.Popen[bytes]]:
+    """A client program for each tenant; it takes so many steps, or goes on until the file ``enough`` is there."""
+    clients = {}
+    folder.mkdir(exist_ok=True)
+    for number, (name, key) in enumerate(KEYS.items()):
+        job: dict[str, Any] = {
+            "url": url, "key": key, "model": str(model), "rank": (4, 8, 16)[number], "seed": number + 1, "vocabulary": VOCABULARY,
+            "learning_rate": 1e-3, "eps": 1e-3, "enough": str(folder / "enough"), "started": str(folder / f"{name}.started"),
+            "steps": None if steps is None else steps[name],
+        }  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(job))
+        command = [
+            sys.executable,
+            str(HERE / "restarted_client.py"),
+            *(str(folder / f"{name}{end}") for end in (".json", ".out")),
+        ]
+        log = (folder / f"{name}.log").open("wb")
+        clients[name] = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return clients
+
+
+def results_of(folder: Path, clients: dict[str, subprocess.Popen[bytes]]) -> dict[str, dict[str, Any]]:
+    """What each client wrote in the end."""
+    end = time.monotonic() + DEADLINE_S
+    for name, client in clients.items():
+        code = client.wait(max(1.0, end - time.monotonic()))
+        assert code == 0, (folder / f"{name}.log").read_text()[-3000:]
+    return {name: json.loads((folder / f"{name}.out").read_text()) for name in clients}
+
+
+def wait_for(files: list[Path]) -> None:
+    """Return when all are there."""
+    end = time.monotonic() + 120
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end, "the clients did not begin"
+        time.sleep(0.05)
+
+
+def adapter_of(storage: Path, tenant: str, path: str) -> dict[str, Any]:
+    return load_file(CheckpointPath.parse(path).directory(storage, tenant) / "adapter_model.safetensors")
+
+
+def kill_often(server: RestartedServer, kills: int, ranks: int, chance: random.Random, note: Any) -> None:
+    """Kill the server at random moments, most of them while it serves, some while it recovers, and start it again each time."""
+    for number in range(kills):
+        recovering = chance.random() < 0.2
+        server.wait("/healthz" if recovering else "/readyz")
+        time.sleep(chance.uniform(0.0, 0.3) if recovering else chance.uniform(0.1, 2.5))
+        whom = chance.choice(["first", "last", "all"] if ranks > 1 else ["all"])
+        server.kill(whom)
+        note(number, whom, recovering)
+        server.start()
+    server.wait("/readyz")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_server_ends_where_an_undisturbed_one_does(tmp_path, layout, capsys) -> None:
+    ranks, options, kills = LAYOUTS[layout]
+    kills = int(os.environ.get("MEGASCEND_TEST_KILLS", kills))
+    model = write_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    keys = ",".join(f"{name}={key}" for name, key in KEYS.items())
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    servers = {}
+    steps = None
+    for run in ("killed", "undisturbed"):
+        folder, storage = tmp_path / run, tmp_path / run / "storage"
+        folder.mkdir()
+        own = ["--model", str(model), "--precision", "fp32", "--storage", str(storage), *options]
+        own += ["--durable", "--set", "durable_steps=7"] if run == "killed" else []
+        server = servers[run] = RestartedServer(own, ranks, keys, folder / "server.log")
+        clients: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            server.start()
+            server.wait("/readyz")
+            clients = start_clients(folder, model, server.url, steps)
+            if run == "killed":
+                wait_for([folder / f"{name}.started" for name in KEYS])
+                begun = time.monotonic()
+
+                def note(number: int, whom: str, recovering: bool) -> None:
+                    with capsys.disabled():
+                        when = "while it recovers" if recovering else "under load"
+                        print(f"\n{layout}: kill {number} of {whom} {when}, {time.monotonic() - begun:.0f} s", end="")  # noqa: B023
+
+                kill_often(server, kills, ranks, random.Random(layout), note)
+                (folder / "enough").touch()
+            found[run] = results_of(folder, clients)
+            steps = {name: each["steps"] for name, each in found[run].items()}
+        finally:
+            server.end()
+            for client in clients.values():
+                client.kill()
+                client.wait()
+    worst = 0.0
+    for name in KEYS:
+        killed, undisturbed = (found[run][name] for run in ("killed", "undisturbed"))
+        one, other = (adapter_of(tmp_path / run / "storage", name, found[run][name]["path"]) for run in found)
+        assert killed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5)
+        assert one.keys() == other.keys()
+        worst = max(worst, *(float((one[key] - other[key]).abs().max()) for key in one))
+    back = sorted(servers["killed"].back_s[1:])
+    with capsys.disabled():
+        print(f"\n{layout}: {kills} kills, steps {steps}, parameters differ by {worst:.1e}; back after", end=" ")
+        print(f"{back[0]:.1f} / {statistics.median(back):.1f} / {back[-1]:.1f} s (min, median, max)")
+    assert worst < 1e-6
+    assert set(servers["killed"].codes) <= {2}  # a rank that has lost another says so and ends
