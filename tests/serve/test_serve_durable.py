@@ -11,15 +11,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from recording_backend import Served, served
 
 from megascend.config.serve import ServeConfig
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.sampling.request import SampledSequence, SampleResult
 from megascend.serve import journal_directory, journal_writer
 from megascend.serve.journal_directory import NAME
 from megascend.serve.keys import Keys
 from megascend.serve.server import keys_of
+from megascend.serve.spans import Span
+from megascend.serve.wire import Datum, TrainRequest
 
 
 @pytest.fixture
@@ -147,6 +151,29 @@ def test_a_request_that_failed_fails_again_though_its_reason_is_gone(disks, monk
             assert [second.alice.fetch(name) for name in names] == failures
             train(second, model, 3, 1)
             assert steps_of(second) == [3.0]
+
+
+def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_them(disks) -> None:
+    result = SampleResult([SampledSequence([7, 8], [-1.0, -2.0], "stop"), SampledSequence([9], [-3.0], "stop")])
+    spans = [Span("one", 0, 1, False), Span("one", 0, 1, True)], [Span("one", 0, 2, True)]
+    inputs = {"target_tokens": np.array([7, 8]), "advantages": np.ones(2, np.float32)}
+    datum = Datum(np.array([5, 7]), inputs, *spans)
+    with disks() as first:
+        model = first.alice.model()
+        session = first.service.tenancy.sessions[model.partition(":")[0]]
+        on_the_loop = first.client.portal.call
+        on_the_loop(first.service.sequences.record, session, np.array([5]), ["one", "two"], result)
+        request = TrainRequest(model, 1, "stable_reinforce", {}, False, [datum])
+        name = on_the_loop(first.service.train, "alice", request).name
+        answer = first.alice.fetch(name)
+        on_the_loop(first.service.sequences._drop, "alice", "one")
+        on_the_loop(first.service.durability.durable)
+        with disks(storage_of(first)) as second:
+            assert second.alice.fetch(name) == answer
+            assert second.service.sequences.find("alice", session.name, "two").logprobs.tolist() == [-3.0]
+            assert second.service.sequences.find("alice", session.name, "two").prompt.tolist() == [5]
+            with pytest.raises(DataError):
+                second.service.sequences.find("alice", session.name, "one")
 
 
 def test_what_never_came_is_given_up_once(disks) -> None:

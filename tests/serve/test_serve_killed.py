@@ -132,6 +132,7 @@ def test_a_killed_server_ends_where_an_undisturbed_one_does(tmp_path, layout, ca
         one, other = (adapter_of(tmp_path / run / "storage", name, found[run][name]["path"]) for run in found)
         assert killed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5)
         assert one.keys() == other.keys()
+        assert all(float(each.abs().max()) > 1e-3 for each in one.values())  # it has moved: half of them begin as zeros
         worst = max(worst, *(float((one[key] - other[key]).abs().max()) for key in one))
     back = sorted(servers["killed"].back_s[1:])
     with capsys.disabled():
