@@ -18,6 +18,7 @@ from megascend.errors import ConfigError, OutOfDeviceMemoryError
 from megascend.lora.queue import AdapterQueue
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.serve.commands import (
+    Cancel,
     Command,
     Create,
     ForwardBackward,
@@ -29,7 +30,7 @@ from megascend.serve.commands import (
 )
 from megascend.serve.inbox import Inbox
 from megascend.serve.lines import OTHERS_AT_ONCE, Lines
-from megascend.serve.sampling import SLICE_TOKENS
+from megascend.serve.sampling import CANCELLED, SLICE_TOKENS, Cancelled
 
 
 class SlowSampler:
@@ -38,13 +39,15 @@ class SlowSampler:
     def __init__(self, calls: list[Any], room: int = 99) -> None:
         self.calls, self.room = calls, room
 
-    def in_slices(self, requests: Sequence[SampleRequest], tokens: int) -> Iterator[Mapping[int, SampleResult]]:
+    def in_slices(
+        self, requests: Sequence[SampleRequest], tokens: int, cancelled: Cancelled = lambda: ()
+    ) -> Iterator[Mapping[int, SampleResult]]:
         left = {number: request.params.max_tokens for number, request in enumerate(requests)}
         while left:
             self.calls.append(("slice", len(left)))
             if len(requests) > self.room:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            left = {number: most - tokens for number, most in left.items()}
+            left = {number: 0 if number in cancelled() else most - tokens for number, most in left.items()}
             ended = {number: SampleResult(error=f"{number}") for number, most in left.items() if most <= 0}
             left = {number: most for number, most in left.items() if most > 0}
             yield ended
@@ -170,3 +173,17 @@ def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time() -> None:
         inbox.put(step(number, "a")[0])
         assert inbox._pauses["a"] == math.inf
         assert inbox.take(wait=False, ready=10)
+
+
+def test_what_is_cancelled_is_left_out_or_ends_with_the_next_slice(backend) -> None:
+    lines = lines_of(backend, room=2)
+    lines.add([respond(1, "a", 10 * SLICE_TOKENS), respond(2, "a", 2 * SLICE_TOKENS)])
+    lines.run_once()
+    lines.add([respond(3, "b", SLICE_TOKENS), respond(4, "b", SLICE_TOKENS)])
+    outcomes = lines.add([Cancel(3, ""), Cancel(1, ""), Cancel(99, "")])
+    assert [(each.number, each.error) for each in outcomes] == [(3, CANCELLED)]
+    while not lines.idle:
+        outcomes += lines.run_once()
+    ended = {each.number: each.error for each in outcomes}
+    assert ended == {1: CANCELLED, 2: None, 3: CANCELLED, 4: None}
+    assert backend.calls.count(("slice", 2)) == 2

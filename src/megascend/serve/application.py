@@ -18,6 +18,7 @@ from megascend.serve.answering import Json
 from megascend.serve.asking import BY_PATH, number_in, settled
 from megascend.serve.audit import Audit
 from megascend.serve.catalogue import catalogue_routes
+from megascend.serve.elsewhere import absent_routes
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
 from megascend.serve.guard import Guard, Handler
@@ -26,6 +27,7 @@ from megascend.serve.names import CheckpointPath, sampler_name
 from megascend.serve.page import show_page
 from megascend.serve.reading import LARGE, read_body, read_json
 from megascend.serve.requests import integer, metadata_of, text
+from megascend.serve.sampler_routes import sampler_routes
 from megascend.serve.samplers import Samplers
 from megascend.serve.sampling_wire import SampleAnswer
 from megascend.serve.service import Service
@@ -69,7 +71,11 @@ class Api:
         posts |= {path: partial(self.ask, path) for path in BY_PATH}
         gets: dict[str, Handler] = {"get_server_capabilities": self.capabilities, "samplers/{sampler}": self.sampler}
         found = [("POST", *each) for each in posts.items()] + [("GET", *each) for each in gets.items()]
-        found += [(method, path, partial(handle, self.service)) for method, path, handle in catalogue_routes()]
+        found += [
+            (method, path, partial(handle, self.service))
+            for method, path, handle in [*sampler_routes(), *catalogue_routes()]
+        ]
+        found += absent_routes()
         before = self._guard.before
         routes = [Route(f"/api/v1/{path}", before(handler), methods=[method]) for method, path, handler in found]
         routes += [Route(path, self.health) for path in ("/api/v1/healthz", "/healthz", "/readyz")]

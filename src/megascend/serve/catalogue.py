@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from functools import partial
@@ -17,7 +18,7 @@ from megascend.serve.checkpoints import Record
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import CheckpointPath
 from megascend.serve.reading import read_json
-from megascend.serve.requests import text
+from megascend.serve.requests import integer, text
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
 
@@ -36,6 +37,7 @@ def catalogue_routes() -> list[tuple[str, str, Listing]]:
         ("DELETE", checkpoint, delete),
         ("POST", f"{checkpoint}/publish", publish),
         ("DELETE", f"{checkpoint}/publish", unpublish),
+        ("PUT", f"{checkpoint}/ttl", keep_for),
         ("GET", f"{checkpoint}/archive", archive),
         ("GET", "sessions", list_sessions),
         ("GET", "sessions/{session}", get_session),
@@ -138,6 +140,15 @@ async def publish(service: Service, request: Request, tenant: str) -> Response:
 
 async def unpublish(service: Service, request: Request, tenant: str) -> Response:
     service.checkpoints.change(tenant, _path(request), public=False)
+    return Response(status_code=204)
+
+
+async def keep_for(service: Service, request: Request, tenant: str) -> Response:
+    """Have a checkpoint expire some time from now, or never."""
+    body = await read_json(request)
+    seconds = None if body.get("ttl_seconds") is None else integer(body, "ttl_seconds")
+    expires = None if seconds is None else time.time() + seconds
+    service.checkpoints.change(tenant, _path(request), expires=expires)
     return Response(status_code=204)
 
 

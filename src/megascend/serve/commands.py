@@ -112,6 +112,11 @@ class Respond(Command):
     request: SampleRequest
 
 
+@dataclass(frozen=True, eq=False)
+class Cancel(Command):
+    """Nobody waits any more for the request to sample of this ``number``. It needs no turn."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a command: a value, or an error.

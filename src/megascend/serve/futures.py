@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megascend.serve.completions import Completions
 from megascend.serve.errors import Failure
 
 RETRIEVED_S = 120.0
@@ -67,6 +68,7 @@ class Futures:
         self._by_number: dict[int, Future] = {}
         self._ended: deque[Future] = deque()
         self._count = 0
+        self.completions = Completions()
         self._tokens: dict[str, int] = {}
         self._pending: dict[str, int] = {}
 
@@ -135,9 +137,16 @@ class Futures:
         _subtract(self._tokens, future.tenant, future.tokens)
         _subtract(self._pending, future.model or "", 1)
         self._ended.append(future)
+        self.completions.add(future.name, succeeded=succeeded)
         future.then(succeeded)
         future.changed.set()
         future.answer_of = _answered  # what it held of the request is not needed any more
+
+    def release(self, name: str, tenant: str) -> None:
+        """Forget an answer that its client has, as it says."""
+        future = self.get(name, tenant)
+        if future is not None and future.ended is not None:
+            future.retrieved = future.retrieved or self._clock()
 
     def forget(self) -> None:
         """Drop answers whose time is over."""
@@ -154,6 +163,7 @@ class Futures:
         self._by_number.pop(future.number, None)
         if self._by_name.get(future.name) is future:
             del self._by_name[future.name]
+            self.completions.drop(future.name)
 
 
 def _subtract(counts: dict[str, int], key: str, number: int) -> None:

@@ -15,6 +15,7 @@ from megascend.config import Lora
 from megascend.errors import ConfigError, DataError, MegascendError, OutOfDeviceMemoryError, ProcessGroupError
 from megascend.lora.queue import AdapterFuture, AdapterQueue
 from megascend.serve.commands import (
+    Cancel,
     Command,
     Create,
     Forward,
@@ -26,7 +27,7 @@ from megascend.serve.commands import (
     Respond,
     Save,
 )
-from megascend.serve.sampling import SAMPLES_AT_ONCE, Generate, Sampling
+from megascend.serve.sampling import CANCELLED, SAMPLES_AT_ONCE, Generate, Sampling
 from megascend.serve.waits import Waits
 
 OTHERS_AT_ONCE = 8
@@ -90,6 +91,8 @@ class Lines:
                 self._removals.append(command)
             elif isinstance(command, Remove):
                 outcomes += self._remove(command)
+            elif isinstance(command, Cancel):
+                outcomes += self._cancel(command.number)
             else:
                 self._waiting.setdefault(command.adapter, deque()).append(command)
         return outcomes
@@ -201,6 +204,18 @@ class Lines:
             if not line:
                 del self._waiting[adapter]
         return taken
+
+    def _cancel(self, number: int) -> list[Outcome]:
+        """Leave out a request to sample; one that is under way ends with the next slice."""
+        for line in (*self._waiting.values(), self._one_by_one):
+            command = next((each for each in line if isinstance(each, Respond) and each.number == number), None)
+            if command is not None:
+                line.remove(command)  # type: ignore[arg-type]
+                self._waiting = {adapter: left for adapter, left in self._waiting.items() if left}
+                return [Outcome(number, error=CANCELLED)]
+        if self._sampling is not None:
+            self._sampling.cancel(number)
+        return []
 
     def _sampled_from(self) -> set[str]:
         left = [*self._one_by_one, *(self._sampling.left if self._sampling is not None else ())]

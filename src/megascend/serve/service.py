@@ -20,6 +20,7 @@ from megascend.platforms.base import MemoryFigures
 from megascend.serve.base_model import BaseModel
 from megascend.serve.checkpoints import Checkpoints
 from megascend.serve.commands import (
+    Cancel,
     Command,
     Create,
     Forward,
@@ -301,6 +302,10 @@ class Service:
     def put(self, command: Command) -> None:
         """Give a command to the ranks."""
         self._inbox.put(command)
+
+    def cancel(self, future: Future) -> None:
+        """Have the ranks leave out a request to sample."""
+        self._inbox.put(Cancel(future.number, ""))
 
     def new_label(self, kind: str) -> str:
         """A name for a future that nobody can guess."""

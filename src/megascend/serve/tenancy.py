@@ -19,6 +19,7 @@ class Session:
         heard: when it last said something.
         models: names of its models.
         samplers: by name, the checkpoint each samples from, or None for the base model.
+        clones: by the sampler's name, how many further clients use it.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Session:
     heard: float
     models: list[str] = field(default_factory=list)
     samplers: dict[str, str | None] = field(default_factory=dict)
+    clones: dict[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] | None = None
 
 

@@ -1,0 +1,126 @@
+"""Everything that the installed client can ask for is answered; what is not here, by name."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recording_backend import Served, served
+
+from megascend.serve.elsewhere import ABSENT
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path / "storage") as found:
+        yield found
+
+
+CALL = re.compile(r"""\.?_?(post|get|put|delete|request)\(\s*(?:"([A-Z]+)",\s*)?f?"/api/v1/([^"]+)\"""")
+IDS = {"checkpoint_id": "weights/one"}
+
+
+def calls_of_the_client() -> set[tuple[str, str]]:
+    """(method, path under /api/v1) of every call in the client's package, with names in the place of ids."""
+    tinker = pytest.importorskip("tinker", reason="the client needs Python 3.11")
+    found = set()
+    for file in Path(tinker.__file__).parent.rglob("*.py"):
+        if not file.stem.endswith("_test"):
+            for kind, method, path in CALL.findall(file.read_text("utf-8")):
+                found.add((method or kind.upper(), re.sub(r"\{(\w+)\}", lambda m: IDS.get(m[1], "x"), path)))
+    return found
+
+
+def test_every_call_of_the_client_has_a_route(here) -> None:
+    calls = calls_of_the_client()
+    assert {("POST", "forward_backward"), ("PUT", "training_runs/x/checkpoints/weights/one/ttl")} <= calls
+    assert len(calls) > 40
+    model = here.alice.model()
+    for method, path in sorted(calls):
+        at = path.replace("training_runs/x", f"training_runs/{model}").replace(
+            "sessions/x", f"sessions/{model.partition(':')[0]}"
+        )
+        answer = here.client.request(method, f"/api/v1/{at}", json={}, headers=here.alice.headers)
+        detail = "" if answer.status_code < 300 else answer.json().get("detail", "")
+        assert answer.status_code < 500, (method, path, answer.text)
+        assert detail not in ("not found", "not allowed"), (method, path)
+
+
+def test_what_is_not_here_is_named_and_not_tried_again(here) -> None:
+    for method, path in ABSENT:
+        at = path.format(model="m", kind="weights", name="n", session="s")
+        answer = here.client.request(method, f"/api/v1/{at}", json={}, headers=here.alice.headers)
+        assert (answer.status_code, path in answer.json()["detail"]) == (400, True)
+
+
+def test_a_checkpoints_time_is_set_and_taken_away(here) -> None:
+    model = here.alice.model()
+    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    at = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
+    for seconds, expires in ((3600, True), (None, False)):
+        answer = here.client.put(at, json={"ttl_seconds": seconds}, headers=here.alice.headers)
+        assert answer.status_code == 204
+        (found,) = here.alice.get("checkpoints").json()["checkpoints"]
+        assert (found["expires_at"] is not None) == expires
+    assert here.client.put(at, json={"ttl_seconds": 0}, headers=here.bob.headers).status_code == 404
+    here.client.put(at, json={"ttl_seconds": 0}, headers=here.alice.headers)
+    assert here.alice.get("checkpoints").json()["checkpoints"] == []
+
+
+SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "num_samples": 1}
+
+
+def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
+    session = here.alice.post("create_session", {}).json()["session_id"]
+    sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
+    name = sampler.json()["sampling_session_id"]
+    joined = [here.alice.post("join_sampling_session", {"sampling_session_id": name}).json() for _ in range(2)]
+    assert [each["client_counter"] for each in joined] == [1, 2]
+    target = {"type": "sampling_session", "sampling_session_id": name, "cloned_sampler_id": 0}
+
+    def poll(seen: int, clone: int = 0, **values):
+        body = {"target": {**target, "cloned_sampler_id": clone}, "prev_cursor": seen, **values}
+        return here.alice.post("retrieve_futures", body).json()
+
+    assert poll(0, timeout=0) == {"completions": [], "cursor": 0}
+    answers = []
+    waits = threading.Thread(target=lambda: answers.append(poll(0)))
+    waits.start()
+    asked = [
+        here.alice.post("asample", {**SAMPLE, "sampling_session_id": name, "seq_id": n}).json() for n in (1, 2, 10**9)
+    ]
+    ids = [each["request_id"] for each in asked]
+    waits.join(20)
+    assert answers[0]["completions"][0]["request_id"] == ids[0]
+    for each in ids:
+        here.alice.fetch(each)
+    found = poll(0)
+    assert [(each["request_id"], each["state"]) for each in found["completions"]] == [
+        (each, "failed") for each in ids[:2]
+    ]
+    assert [each["request_id"] for each in poll(0, clone=1)["completions"]] == ids[2:]
+    assert poll(found["cursor"], timeout=0, retrieved_request_ids=ids) == {"completions": [], "cursor": found["cursor"]}
+    here.tick(121)
+    assert here.alice.post("retrieve_future", {"request_id": ids[2]}).status_code == 410
+    assert here.service.futures.completions._logs == {}
+    assert here.bob.post("retrieve_futures", {"target": target}).status_code == 410
+
+
+def test_what_nobody_waits_for_is_cancelled_by_its_tenant_alone(here) -> None:
+    model = here.alice.model()
+    here.backend.held.clear()
+    step = here.alice.forward_backward(model, 1, 10)  # holds the ranks
+    while here.service._inbox._commands:
+        pass
+    here.alice.forward_backward(model, 2, 10)
+    request = here.alice.post("asample", SAMPLE).json()["request_id"]
+    assert here.bob.post("cancel_future", {"request_id": request}).status_code == 204
+    assert [type(each).__name__ for each in here.service._inbox._commands] == ["ForwardBackward", "Respond"]
+    for each in (request, step, "nothing"):
+        assert here.alice.post("cancel_future", {"request_id": each}).status_code == 204
+    here.backend.held.set()
+    assert here.alice.fetch(request)["error"] == "the client has cancelled this request"
+    assert "error" not in here.alice.fetch(step)
