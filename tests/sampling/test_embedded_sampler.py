@@ -28,10 +28,18 @@ LORAS = {
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
 GREEDY, WARM = SamplingParams(7, temperature=0.0), SamplingParams(9, temperature=1.3, top_p=0.95, top_k=40, seed=11)
 REQUESTS = [
-    SampleRequest([5, 6, 7, 8, 9], GREEDY, "a", prompt_logprobs=True, topk_prompt_logprobs=3),
+    SampleRequest(
+        [5, 6, 7, 8, 9],
+        GREEDY,
+        "a",
+        prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        prompt_draws=1,
+        target_tokens=((6, 300), (-1, -1), (0, -1), (9, 9)),
+    ),
     SampleRequest([40], WARM, None, num_samples=3, topk_logprobs=2, prompt_logprobs=True),
     SampleRequest([11, 12, 13], GREEDY, "b"),
-    SampleRequest([11, 12, 13], WARM, "b", num_samples=2, prompt_logprobs=True),
+    SampleRequest([11, 12, 13], WARM, "b", num_samples=2, prompt_logprobs=True, prompt_draws=3),
     SampleRequest([20] * 60, SamplingParams(9), "a"),  # with its response longer than what is allowed
 ]
 LAYOUTS = {
@@ -213,6 +221,18 @@ def check(checkpoint: Path, adapters: dict[str, Path], results: list[SampleResul
                 assert found is not None
                 assert [token for token, _ in found] == expected.topk(3).indices.tolist()
                 assert [value for _, value in found] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
+        if request.target_tokens is not None:
+            assert result.target_logprobs is not None
+            for row, found, expected in zip(request.target_tokens, result.target_logprobs, logprobs, strict=False):
+                wanted = [0.0 if token < 0 else float(expected[token]) for token in row]
+                assert list(found) == pytest.approx(wanted, abs=1e-5)
+        if request.prompt_draws:
+            assert result.prompt_draws is not None
+            assert len(result.prompt_draws) == start - 1
+            for found, expected in zip(result.prompt_draws, logprobs, strict=False):
+                assert len(found) == request.prompt_draws
+                assert [value for _, value in found] == pytest.approx([float(expected[t]) for t, _ in found], abs=1e-5)
+                assert request.params.temperature > 0 or found[0][0] == int(expected.argmax())
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +257,8 @@ def same(mine: list[SampleResult], theirs: list[SampleResult]) -> None:
     """Equal tokens and reasons, and log-probabilities but for rounding."""
     for one, other in zip(mine, theirs, strict=True):
         assert one.error == other.error
+        for mine_there, theirs_there in zip(one.prompt_draws or (), other.prompt_draws or (), strict=True):
+            assert [token for token, _ in mine_there] == [token for token, _ in theirs_there]
         for sample, expected in zip(one.samples, other.samples, strict=True):
             assert (sample.tokens, sample.stop_reason) == (expected.tokens, expected.stop_reason)
             assert sample.logprobs == pytest.approx(expected.logprobs, abs=5e-6)
@@ -256,10 +278,12 @@ def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, alon
     same(results, alone[0])
     same(few, alone[0][2:3])
     for request, result, expected in zip(REQUESTS, results, alone[0], strict=True):
-        for name in ("prompt_logprobs", "topk_prompt_logprobs"):
+        for name in ("prompt_logprobs", "topk_prompt_logprobs", "target_logprobs", "prompt_draws"):
             assert (getattr(result, name) is None) == (getattr(expected, name) is None)
         if request.prompt_logprobs:
             assert result.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=5e-6)
+        for row, expected_row in zip(result.target_logprobs or (), expected.target_logprobs or (), strict=True):
+            assert row == pytest.approx(expected_row, abs=5e-6)
 
 
 def test_engines_without_megatron_sample_the_same(checkpoint, adapters, alone, tmp_path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megascend.sampling.choice import Draw, choose, top_logprobs, truncated, uniform
+from megascend.sampling.picks import fields_of, picked
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.sampling.rows import batches, rows_of, shares
 from megascend.sampling.stops import ends
@@ -135,3 +136,41 @@ def test_batches_keep_within_the_budget_and_every_row_is_in_one() -> None:
     assert [[row.number for row in batch] for batch in found] == [[0, 1, 2], [3], [4, 5]]
     assert all(max(row.longest for row in batch) * len(batch) <= 21 for batch in found)
     assert [[row.number for row in share] for share in shares(rows, 4)] == [[0, 4], [1, 5], [2], [3]]
+
+
+def test_tokens_are_drawn_at_the_requests_temperature_and_scored_by_the_model() -> None:
+    draws = 4000
+    uniforms = torch.rand(2, draws, generator=torch.Generator().manual_seed(3))
+    logits = PROBABILITIES.log().expand(2, -1)
+    named, ids, values = picked(logits, torch.tensor([[1, 5], [3, 2]]), uniforms, torch.tensor([0.5, 0.0]))
+    assert named.exp().tolist() == [pytest.approx([0.4, 0.1]), pytest.approx([0.3, 0.0])]
+    expected = PROBABILITIES**2 / (PROBABILITIES**2).sum()
+    shares = torch.bincount(ids[0], minlength=6) / draws
+    assert shares.tolist() == pytest.approx(expected.tolist(), abs=0.03)
+    assert set(ids[1].tolist()) == {1}
+    assert values[0].exp().tolist() == pytest.approx(PROBABILITIES[ids[0]].tolist())
+
+
+def test_draws_of_a_prompt_depend_on_the_seed_alone() -> None:
+    request = SampleRequest([1, 2, 3], SamplingParams(1), target_tokens=((7, -1), (8, 9)), prompt_draws=2)
+    found, wider, other = (fields_of(request, *args) for args in ((2, 2, 5), (3, 4, 5), (2, 2, 6)))
+    assert all(torch.equal(found[name], wider[name]) for name in found)
+    assert not torch.equal(found["draw 0"], other["draw 0"])
+    assert not torch.equal(found["draw 0"], found["draw 1"])
+    assert (found["target 0"].tolist(), found["target 1"].tolist()) == ([7, 8], [0, 9])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"target_tokens": ((1,),)}, "a row for each but the first"),
+        ({"target_tokens": ((1,), (1, 2))}, "a row for each but the first"),
+        ({"target_tokens": ((1,), (6,))}, "target token 6 is not in"),
+        ({"target_tokens": ((0,) * 65,) * 2}, "at most 64"),
+        ({"prompt_draws": 65}, "from 0 to 64"),
+        ({"prompt_draws": -1}, "from 0 to 64"),
+    ],
+)
+def test_what_cannot_be_picked_is_refused(changes, why) -> None:
+    request = SampleRequest([1, 2, 3], SamplingParams(1), **changes)
+    assert why in request.refusal((), 6, 99, "x")

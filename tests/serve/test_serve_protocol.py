@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from recording_backend import Served, served
 
+from megascend.sampling.request import SampleResult
 from megascend.serve.elsewhere import ABSENT
+from megascend.serve.prompt_targets import targets_of
+from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
 
 
 @pytest.fixture
@@ -124,3 +127,59 @@ def test_what_nobody_waits_for_is_cancelled_by_its_tenant_alone(here) -> None:
     here.backend.held.set()
     assert here.alice.fetch(request)["error"] == "the client has cancelled this request"
     assert "error" not in here.alice.fetch(step)
+
+
+def sample_body(**values):
+    return {**SAMPLE, "prompt": {"chunks": [{"tokens": [1, 2, 3]}]}, **values}
+
+
+DENSE = {"data": [7, -1, 5, 6], "dtype": "int64", "shape": [2, 2]}
+SPARSE = {
+    "data": [4, 9],
+    "dtype": "int64",
+    "shape": [2, 50],
+    "sparse_crow_indices": [0, 0, 2],
+    "sparse_col_indices": [3, 40],
+}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rows", "computed", "answered"),
+    [
+        (DENSE, ((7, -1), (5, 6)), ((-1.0, 0.0), (-2.0, -3.0)), [[-1.0, 0.0], [-2.0, -3.0]]),
+        (SPARSE, ((-1, -1), (4, 9)), ((0.0, 0.0), (-2.0, -3.0)), [-2.0, -3.0]),
+    ],
+)
+def test_tokens_named_for_a_prompt_come_back_in_their_layout(tensor, rows, computed, answered) -> None:
+    conversion = pytest.importorskip("tinker.proto.response_conv", reason="the client needs Python 3.11")
+    body = sample_body(target_prompt_logprobs=tensor, prompt_alt_tokens_k=2)
+    request = sample_request_of(body, None, 9)
+    assert (request.target_tokens, request.prompt_draws) == (rows, 2)
+    draws = (((8, -0.5), (9, -1.5)), ((3, -2.5), (3, -2.5)))
+    result = SampleResult((), (None, -1.0, -2.0), (None, ((1, -1.0),), ((2, -2.0),)), computed, draws)
+    answer = SampleAnswer(result, None, targets_of(body))
+    read = conversion.deserialize_sample_response(answer.protobuf())
+    named, drawn = read.target_prompt_logprobs, read.prompt_alt_tokens
+    assert list(named.data) == [each for row in answered for each in row] if tensor is DENSE else answered
+    assert (named.shape, named.sparse_crow_indices) == (tensor["shape"], tensor.get("sparse_crow_indices"))
+    assert (list(drawn.tokens.data), drawn.tokens.shape) == ([8, 9, 3, 3], [2, 2])
+    assert list(drawn.logprobs.data) == [-0.5, -1.5, -2.5, -2.5]
+    assert read.topk_prompt_logprobs == [None, [(1, -1.0)], [(2, -2.0)]]
+    written = answer.json()["target_prompt_logprobs"]
+    assert (written["shape"], written["data"]) == (tensor["shape"], list(named.data))
+
+
+def test_requests_to_sample_that_would_grow_are_refused(here) -> None:
+    for changes in (
+        {"target_prompt_logprobs": {**SPARSE, "shape": [2, 2**30]}},
+        {"target_prompt_logprobs": {**SPARSE, "shape": [2, 2**22]}},
+        {"target_prompt_logprobs": {**DENSE, "shape": [4]}},
+        {"target_prompt_logprobs": {**DENSE, "dtype": "float32"}},
+        {"target_prompt_logprobs": "all"},
+        {"topk_prompt_logprobs": 2**40},
+        {"topk_sample_logprobs": 2**20, "num_samples": 1024},
+        {"sampling_params": {"max_tokens": 2**40}},
+        {"num_samples": 2**30},
+        {"prompt": {"chunks": [{"tokens": [1] * 600}]}},
+    ):
+        assert here.alice.ask("asample", sample_body(**changes))["category"] == "user"

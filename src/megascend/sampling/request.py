@@ -16,6 +16,10 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, log-probability) of the likeliest tokens of one position, the likeliest first."""
 
 
+MAX_PICKS = 64
+"""Most tokens that are named, or drawn, for one place of a prompt."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a response is sampled.
@@ -61,6 +65,10 @@ class SampleRequest:
         prompt_logprobs: also give the log-probability of each of the prompt's tokens.
         topk_prompt_logprobs: also give so many of the likeliest tokens at each place of the prompt, with their log-probabilities.
         topk_logprobs: the same at each place of the responses.
+        target_tokens: for each of the prompt's tokens but the first, token ids whose log-probabilities in its place are wanted,
+            as many in every row; -1: none.
+        prompt_draws: also draw so many tokens in the place of each of the prompt's but the first, at the request's temperature,
+            from all tokens, each draw by itself.
     """
 
     prompt: Sequence[int]
@@ -70,6 +78,8 @@ class SampleRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_logprobs: int = 0
+    target_tokens: tuple[tuple[int, ...], ...] | None = None
+    prompt_draws: int = 0
 
     def refusal(self, adapters: Collection[str], vocab_size: int, limit: int, setting: str) -> str | None:
         """Why it cannot be answered, or None. Pure.
@@ -96,7 +106,22 @@ class SampleRequest:
         most = max(self.topk_prompt_logprobs, self.topk_logprobs)
         if not 0 <= min(self.topk_prompt_logprobs, self.topk_logprobs) <= most <= vocab_size:
             return f"{most} of the likeliest tokens: at least 0, at most {vocab_size}"
-        return None
+        return self._refusal_of_picks(vocab_size)
+
+    def _refusal_of_picks(self, vocab_size: int) -> str | None:
+        rows, most = self.target_tokens, self.prompt_draws
+        if not 0 <= most <= MAX_PICKS:
+            return f"{most} draws at each place of the prompt: from 0 to {MAX_PICKS}"
+        if rows is None:
+            return None
+        if len(rows) != len(self.prompt) - 1 or len({len(row) for row in rows}) > 1:
+            return (
+                f"target tokens for {len(rows)} places of a prompt of {len(self.prompt)}: a row for each but the first"
+            )
+        if rows and len(rows[0]) > MAX_PICKS:
+            return f"{len(rows[0])} target tokens for a place of the prompt: at most {MAX_PICKS}"
+        outside = next((token for row in rows for token in row if not -1 <= token < vocab_size), None)
+        return None if outside is None else f"target token {outside} is not in [0, {vocab_size})"
 
 
 @dataclass(frozen=True)
@@ -125,10 +150,14 @@ class SampleResult:
         samples: the responses; none if the request was refused.
         prompt_logprobs: of each of the prompt's tokens, None for the first; if asked for.
         topk_prompt_logprobs: at each place of the prompt, None for the first; if asked for.
+        target_logprobs: of ``target_tokens``, 0 in the place of -1; if asked for.
+        prompt_draws: (token id, log-probability) of the draws for each of the prompt's tokens but the first; if asked for.
         error: why the request was refused, or None.
     """
 
     samples: tuple[SampledSequence, ...] = ()
     prompt_logprobs: tuple[float | None, ...] | None = None
     topk_prompt_logprobs: tuple[TopLogprobs | None, ...] | None = None
+    target_logprobs: tuple[tuple[float, ...], ...] | None = None
+    prompt_draws: tuple[TopLogprobs, ...] | None = None
     error: str | None = None

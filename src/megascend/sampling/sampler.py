@@ -127,7 +127,7 @@ class Sampler:
         with self._groups.monitor.phase("sample"):
             errors, seeds = self._agree(requests)
             accepted = [(of, request) for of, request in enumerate(requests) if errors[of] is None]
-            prompts = score_prompts(self._backend, self._step, accepted)
+            prompts = score_prompts(self._backend, self._step, accepted, seeds)
         rows = rows_of(accepted, seeds)
         answers: dict[int, list[Row]] = {of: [] for of, _ in accepted}
         for row in rows:
@@ -260,4 +260,5 @@ def _result(rows: Sequence[Row], scores: PromptScores | None) -> SampleResult:
     if problem is not None:
         return SampleResult(error=problem)
     found = scores or PromptScores()
-    return SampleResult(tuple(row.sequence() for row in rows), found.logprobs, found.top)
+    samples = tuple(row.sequence() for row in rows)
+    return SampleResult(samples, found.logprobs, found.top, found.targets, found.draws)

@@ -13,6 +13,7 @@ from megascend.serve.commands import Create, Remove, Respond
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
 from megascend.serve.names import CheckpointPath
+from megascend.serve.prompt_targets import targets_of
 from megascend.serve.requests import flag, integer, text
 from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
 from megascend.serve.service import Service
@@ -92,7 +93,7 @@ class Samplers:
         def answer(result: Any) -> SampleAnswer:
             if result.error is not None:
                 raise ConfigError(result.error)
-            return SampleAnswer(result, last_n)
+            return SampleAnswer(result, last_n, targets_of(body) if request.target_tokens is not None else None)
 
         tokens = len(request.prompt) + request.num_samples * request.params.max_tokens
         future = service.futures.make(label, tenant, owner, "sample", answer_of=answer, then=then, tokens=tokens)

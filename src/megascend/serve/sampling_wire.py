@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,16 @@ import numpy as np
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams, Stop, TopLogprobs
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.prompt_targets import PromptTargets, json_of_tensor, message_of_tensor, targets_of
 from megascend.serve.requests import flag, integer
 from megascend.serve.wire import messages_of_client, tokens_of_json
 
 MAX_SAMPLES = 1024
+EMPTY = -99999.0
+"""Log-probability of what is not there, where the likeliest tokens are one matrix."""
 MAX_STOPS = 64
-_ELSEWHERE = ("target_prompt_logprobs", "prompt_alt_tokens_k")
+MAX_TOP = 2**22
+"""Most pairs of a token and its log-probability in the answer to one request."""
 
 
 def sample_request_of(body: Mapping[str, Any], adapter: str | None, max_length: int) -> SampleRequest:
@@ -29,9 +34,6 @@ def sample_request_of(body: Mapping[str, Any], adapter: str | None, max_length: 
     Raises:
         RequestRefusedError, ConfigError, DataError: a value cannot be, or asks for what is not here.
     """
-    asked = next((name for name in _ELSEWHERE if body.get(name)), None)
-    if asked is not None:
-        raise ConfigError(f"{asked} is not supported by this server")
     try:
         prompt = tokens_of_json(body["prompt"]).tolist()
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -42,10 +44,17 @@ def sample_request_of(body: Mapping[str, Any], adapter: str | None, max_length: 
     count = integer(body, "num_samples", 1)
     if not 1 <= count <= MAX_SAMPLES:
         raise ConfigError(f"num_samples={count}: from 1 to {MAX_SAMPLES}")
+    longest = integer(params, "max_tokens", max(max_length - len(prompt), 0))
+    if len(prompt) + longest > max_length:
+        raise DataError(f"{len(prompt)} prompt tokens and max_tokens={longest} are together more than {max_length}")
+    of_prompt, of_samples = integer(body, "topk_prompt_logprobs", 0), integer(body, "topk_sample_logprobs", 0)
+    if of_prompt * len(prompt) + of_samples * count * longest > MAX_TOP:
+        raise ConfigError(f"the likeliest tokens of all places would be more than {MAX_TOP}: ask for fewer at a time")
+    targets = targets_of(body)
     return SampleRequest(
         prompt,
         SamplingParams(
-            integer(params, "max_tokens", max(max_length - len(prompt), 0)),
+            longest,
             _number(params, "temperature", 1.0),
             _number(params, "top_p", 1.0),
             int(_number(params, "top_k", -1)),
@@ -55,8 +64,10 @@ def sample_request_of(body: Mapping[str, Any], adapter: str | None, max_length: 
         adapter,
         count,
         prompt_logprobs=flag(body, "prompt_logprobs", False),
-        topk_prompt_logprobs=integer(body, "topk_prompt_logprobs", 0),
-        topk_logprobs=integer(body, "topk_sample_logprobs", 0),
+        topk_prompt_logprobs=of_prompt,
+        topk_logprobs=of_samples,
+        target_tokens=None if targets is None else targets.rows(),
+        prompt_draws=integer(body, "prompt_alt_tokens_k", 0),
     )
 
 
@@ -82,10 +93,12 @@ class SampleAnswer:
 
     Attributes:
         last_n: of the prompt's log-probabilities, leave out those of earlier tokens; None: of none.
+        targets: tokens that the client named for places of the prompt.
     """
 
     result: SampleResult
     last_n: int | None = None
+    targets: PromptTargets | None = None
 
     def _prompt(self) -> list[float | None] | None:
         found = self.result.prompt_logprobs
@@ -93,6 +106,17 @@ class SampleAnswer:
             return None
         first = 0 if self.last_n is None else max(len(found) - self.last_n, 0)
         return [value if place >= first else None for place, value in enumerate(found)]
+
+    def _of_places(self, written: Callable[[np.ndarray, dict[str, np.ndarray] | None], Any]) -> dict[str, Any]:
+        """What is known of named and of drawn tokens, each tensor as ``written``."""
+        found: dict[str, Any] = {}
+        if self.targets is not None and self.result.target_logprobs is not None:
+            found["target_prompt_logprobs"] = written(*self.targets.answered(self.result.target_logprobs))
+        if self.result.prompt_draws is not None:
+            pairs = np.array(self.result.prompt_draws, np.float64).reshape(len(self.result.prompt_draws), -1, 2)
+            tokens, values = pairs[..., 0].astype(np.int64), pairs[..., 1].astype(np.float32)
+            found["prompt_alt_tokens"] = {"tokens": written(tokens, None), "logprobs": written(values, None)}
+        return found
 
     def json(self) -> dict[str, Any]:
         """As older clients read it."""
@@ -104,7 +128,7 @@ class SampleAnswer:
             ],
             "prompt_logprobs": self._prompt(),
             "topk_prompt_logprobs": self.result.topk_prompt_logprobs,
-        }
+        } | self._of_places(json_of_tensor)
 
     def protobuf(self) -> bytes:
         """As newer clients read it."""
@@ -124,6 +148,11 @@ class SampleAnswer:
             answer.prompt_logprobs = np.asarray(values, np.float32).tobytes()
         if self.result.topk_prompt_logprobs is not None:
             _fill(answer.topk_prompt_logprobs, self.result.topk_prompt_logprobs)
+        known = answer.DESCRIPTOR.fields_by_name
+        for name, found in self._of_places(partial(message_of_tensor, messages)).items():
+            for part, tensor in found.items() if isinstance(found, dict) else [(None, found)]:
+                if name in known:
+                    (getattr(answer, name) if part is None else getattr(getattr(answer, name), part)).CopyFrom(tensor)
         return answer.SerializeToString()
 
 
@@ -132,9 +161,9 @@ def _reason(sequence: SampledSequence) -> str:
 
 
 def _fill(message: Any, top: Sequence[TopLogprobs | None]) -> None:
-    """The likeliest tokens of every place; none: token 0 with no number."""
+    """The likeliest tokens of every place; none: token 0 with the number that stands for it."""
     width = max((len(each) for each in top if each is not None), default=0)
-    ids, values = np.zeros((len(top), width), np.int32), np.full((len(top), width), np.nan, np.float32)
+    ids, values = np.zeros((len(top), width), np.int32), np.full((len(top), width), EMPTY, np.float32)
     for place, each in enumerate(top):
         for column, (token, logprob) in enumerate(each or ()):
             ids[place, column], values[place, column] = token, logprob

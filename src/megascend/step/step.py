@@ -106,7 +106,7 @@ class Step:
 
         names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))
         call = f"forward({entropy=}, {logits=}, {reference=})"
-        return ForwardResult(**self._scores(call, samples, adapter, names, scores, reference=reference))
+        return ForwardResult(**self.place_scores(call, samples, adapter, names, scores, reference=reference))
 
     @torch.no_grad()
     def top_logprobs(
@@ -125,10 +125,10 @@ class Step:
                 "values": torch.cat([part.values for part in parts]),
             }
 
-        found = self._scores(f"top_logprobs({count})", samples, adapter, ("ids", "values"), scores)
+        found = self.place_scores(f"top_logprobs({count})", samples, adapter, ("ids", "values"), scores)
         return list(zip(found["ids"], found["values"], strict=True))
 
-    def _scores(
+    def place_scores(
         self,
         call: str,
         samples: Sequence[Sample],
@@ -138,7 +138,13 @@ class Step:
         *,
         reference: bool = False,
     ) -> dict[str, Any]:
-        """Under each of ``names`` a CPU tensor for every sample, from what ``scores`` makes of a micro batch's output."""
+        """Under each of ``names`` a CPU tensor [length, ...] for every sample, with dropout off.
+
+        Args:
+            call: what it is, for messages; ranks must agree on it.
+            scores: makes of a micro batch's output the tensors under ``names``, each with a row for every place; also called
+                with what other ranks wait for, where it has no samples.
+        """
         engine, trainable = self._engine, self._engine.trainable
 
         def stored_scores(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Any]]:
