@@ -16,6 +16,7 @@ from megascend.batch.results import AdapterLoss, StepResult
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.lora.queue import AdapterQueue
+from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
 from megascend.serve.application import make_application
 from megascend.serve.base_model import BaseModel
 from megascend.serve.inbox import Inbox
@@ -75,6 +76,15 @@ class RecordingBackend:
     def forward(self, samples: Sequence[Any]) -> Result:
         self.calls.append(("forward", samples[0].adapter))
         return Result({}, [-sample.target_ids.float() for sample in samples])
+
+    def generate(self, requests: Sequence[SampleRequest], tokens: int) -> Iterator[Mapping[int, SampleResult]]:
+        """Every response goes on counting from the last token of its prompt."""
+        found = {}
+        for number, request in enumerate(requests):
+            counted = tuple(request.prompt[-1] + 1 + place for place in range(request.params.max_tokens))
+            sample = SampledSequence(counted, tuple(-float(token) for token in counted), "length")
+            found[number] = SampleResult((sample,) * request.num_samples)
+        yield found
 
     def optimizer_step(self, adapters: Sequence[str], adam: Any = None) -> Result:
         self.calls.append(("optimizer_step", *adapters, adam))
@@ -209,7 +219,7 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
         def report(outcomes: list[Any]) -> None:
             client.portal.call(service.finish, outcomes)  # type: ignore[union-attr]
 
-        worker = threading.Thread(target=work, args=(backend, queue, inbox, report))
+        worker = threading.Thread(target=work, args=(backend, queue, inbox, report, backend.generate))
         worker.start()
         try:
             yield Served(service, backend, client, clock)

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from recording_backend import served
 
 from megascend.errors import DataError
 from megascend.sampling.request import SampledSequence, SampleResult
@@ -123,6 +124,55 @@ def test_provenance_is_what_the_client_wrote() -> None:
     assert found.token_spans == [Span("a", 0, 2, False), Span("a", 0, 1, True)]
     assert found.target_spans == [Span("a", 1, 1, False), Span("a", 0, 2, True)]
     assert wire.train_request_of_protobuf(body + b"\x1a\x04\x1a\x00\x22\x00", 10).problem is not None
+
+
+def test_a_model_learns_from_what_its_own_session_sampled(tmp_path) -> None:
+    conversion = pytest.importorskip("tinker.proto.request_conv", reason="the client needs Python 3.11")
+    from tinker import types
+
+    with served(tmp_path / "storage") as here:
+        model, elsewhere = here.alice.model(), here.alice.model()
+        session = model.partition(":")[0]
+        sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1})
+        body = {
+            "sampling_session_id": sampler.json()["sampling_session_id"], "seq_id": 1, "num_samples": 2,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}, "sampling_params": {"max_tokens": 2},
+        }  # fmt: skip
+        names = {}
+        for recorded in (True, False):
+            body |= {"seq_id": body["seq_id"] + 1, "record_stability_info": recorded}
+            promised = here.alice.post("asample", body).json()
+            assert here.alice.fetch(promised["request_id"])["sequences"][1]["tokens"] == [6, 7]
+            names[recorded] = promised["sample_sequence_ids"][1]
+
+        def learned(of: str, sequence: str) -> dict:
+            prompt = types.PromptProvenanceSpan(sequence_id=sequence, length=3)
+            inputs = {"target_tokens": [4, 5, 6, 7], "advantages": [0.0, 0.0, 1.0, 1.0]}
+            given = types.Datum(model_input=types.ModelInput.from_ints([*PROMPT, 6]), loss_fn_inputs=inputs)
+            given = given.with_provenance(
+                model_input=[prompt, types.SampledProvenanceSpan(sequence_id=sequence, length=1)],
+                loss_fn_inputs=[
+                    types.PromptProvenanceSpan(sequence_id=sequence, offset=1, length=2),
+                    types.SampledProvenanceSpan(sequence_id=sequence, length=2),
+                ],
+            )
+            inside = types.ForwardBackwardInput(data=[given], loss_fn="stable_reinforce")
+            numbers[of] = numbers.get(of, 0) + 1
+            wanted = types.ForwardBackwardRequest(forward_backward_input=inside, model_id=of, seq_id=numbers[of])
+            content = conversion.forward_backward_request_to_proto(wanted).SerializeToString()
+            made = here.alice.client.post(
+                "/api/v1/forward_backward",
+                content=content,
+                headers={**here.alice.headers, "content-type": wire.PROTOBUF},
+            )
+            return here.alice.fetch(made.json()["request_id"])
+
+        numbers: dict[str, int] = {}
+        assert learned(model, names[True])["metrics"]["loss:sum"] == 6 + 7  # the prompt's tokens have weight 0
+        assert "no sequence" in learned(model, names[False])["error"]
+        assert "no sequence" in learned(elsewhere, names[True])["error"]
+        here.tick(301)
+        assert not here.service.sequences._kept  # its session has ended
 
 
 def test_the_ratio_of_gspo_is_that_of_the_masks_tokens() -> None:
