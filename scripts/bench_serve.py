@@ -99,9 +99,10 @@ class Tenant:
         number: decides its rank, learning rate and data.
     """
 
-    def __init__(self, http: Connections, model: str, number: int, tokens: int, vocabulary: int) -> None:
+    def __init__(self, http: Connections, model: str, number: int, options: argparse.Namespace) -> None:
         self._http, self._model = http, model
-        self._rank, self._rate = (8, 16, 32, 64)[number % 4], 1e-4 * (1 + number % 7)
+        self._rank, self._rate = options.ranks[number % len(options.ranks)], 1e-4 * (1 + number % 7)
+        tokens, vocabulary = options.tokens, options.vocabulary
         chance = random.Random(number)
         ids = [chance.randrange(vocabulary) for _ in range(tokens + 1)]
         inputs = {"target_tokens": ids[1:], "weights": [1.0] * tokens}
@@ -178,7 +179,7 @@ def counted(url: str) -> tuple[float, float]:
 async def load(url: str, model: str, count: int, options: argparse.Namespace) -> dict[str, float]:
     """What ``count`` tenants get of a server in ``options.seconds``, after a step of each."""
     with connected(url) as http:
-        tenants = [Tenant(http, model, number, options.tokens, options.vocabulary) for number in range(count)]
+        tenants = [Tenant(http, model, number, options) for number in range(count)]
         await asyncio.gather(*(tenant.begin() for tenant in tenants))
         await asyncio.gather(*(tenant.step() for tenant in tenants))
         before, began, seconds = counted(url), time.perf_counter(), list[float]()
@@ -206,7 +207,7 @@ async def memory(url: str, pid: int, model: str, options: argparse.Namespace) ->
 
         async def requests(number: int) -> None:
             nonlocal done
-            tenant = Tenant(http, model, number, options.tokens, options.vocabulary)
+            tenant = Tenant(http, model, number, options)
             while done < options.memory:
                 await tenant.begin()
                 for _ in range(25):
@@ -233,6 +234,7 @@ def main() -> None:
     parser.add_argument("--platform", default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--tenants", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 16, 32, 64], help="of the tenants, by turns")
     parser.add_argument("--tokens", type=int, default=64, help="of a request")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--memory", type=int, default=0, metavar="REQUESTS")
@@ -267,7 +269,7 @@ def measure(options: argparse.Namespace, model: Path, folder: Path) -> dict[str,
                     )
         if options.memory:
             remembered = asyncio.run(memory(*mixed, str(model), options))
-    return {"loads": loads, "memory_mib": remembered, "tokens": options.tokens, "precision": options.precision}
+    return {"loads": loads, "memory_mib": remembered, "tokens": options.tokens, "ranks": options.ranks}
 
 
 if __name__ == "__main__":
