@@ -19,6 +19,7 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleResult
 from megascend.serve import journal_directory, journal_writer
+from megascend.serve.journal import Entry
 from megascend.serve.journal_directory import NAME
 from megascend.serve.keys import Keys
 from megascend.serve.server import keys_of
@@ -126,12 +127,15 @@ def test_what_a_client_saved_is_not_saved_again_and_what_it_loaded_is_what_it_wa
         other = first.alice.ask("load_weights", loaded)["model_id"]
         first.alice.ask("load_weights", {"model_id": model, "seq_id": 5, "path": path})
         missing = first.alice.ask("load_weights", {"model_id": model, "seq_id": 6, "path": path + "2"})
+        sampling = {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0}
+        sampler = first.alice.ask("save_weights_for_sampler", sampling)["sampling_session_id"]
         assert first.alice.get(f"training_runs/{model}/checkpoints/weights/kept", "DELETE").status_code == 204
         with disks(storage_of(first)) as second:
             found = [second.alice.fetch(f"{model}:request:{number}") for number in (3, 4, 6)]
             assert found == [{"type": "save_weights", "path": path}, refused, missing]
             assert second.alice.post("get_info", {"model_id": other}).json()["lora_rank"] == 4
-            assert second.alice.get("checkpoints").json()["checkpoints"] == []
+            (left,) = second.alice.get("checkpoints").json()["checkpoints"]
+            assert second.alice.get(f"samplers/{sampler}").json()["model_path"] == left["tinker_path"]
             assert [call[0] for call in second.backend.calls] == ["load", "load"]
             assert steps_of(second) == []
 
@@ -231,6 +235,16 @@ def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch) -> None:
         with disks(storage_of(first)) as second:
             second.alice.fetch(name)
             assert steps_of(second) == [1.0]
+
+
+def test_nothing_is_promised_after_an_error_of_the_journals_own(disks) -> None:
+    with disks() as first:
+        model = first.alice.model()
+        first.service.durability._writer._wait_s = 0.1
+        first.service.durability._writer.put(Entry("session", {"session": object()}))
+        refused = first.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        assert refused.status_code == 503
+        assert "internal error (TypeError)" in refused.json()["detail"]
 
 
 def test_what_cannot_be_continued_is_refused(disks, monkeypatch) -> None:

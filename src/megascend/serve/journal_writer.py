@@ -39,7 +39,7 @@ class JournalWriter:
         self._closed = False
         self._problem: OSError | None = None
         self._callers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_tell, name="journal", daemon=True)
         self._thread.start()
 
     @property
@@ -81,6 +81,13 @@ class JournalWriter:
             self._changed.notify()
         self._thread.join(10)
         self._journal.close()
+
+    def _run_or_tell(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # from here on nothing is promised any more
+            log.exception("the journal's thread has ended")
+            self._problem = OSError(0, f"internal error ({type(error).__name__}); the server has to be started again")
 
     def _run(self) -> None:
         while True:
