@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Tests of `megascend serve` with Tinker clients of several versions, each in an environment of its own that sees megascend's packages.
+# `tests/serve/test_serve_client.py` with Tinker clients of several versions, each in an environment of its own that sees megascend's packages.
 #
 #     bash scripts/test_serve.sh [VERSION...]      default: 0.16.0 0.22.0 0.25.0 0.30.0 newest
 #
 # "newest" is the newest on the package index; that of .venv-0.16 is tested in any case. Needs .venv-0.16 (bash scripts/test.sh makes it).
-# The environments are kept in .venv-tinker/VERSION. Takes about ten minutes on two cores.
+# The environments are kept in .venv-tinker/VERSION. Takes some minutes on two cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,4 +33,4 @@ for version in "${versions[@]}"; do
 done
 echo "clients: $(ls "$clients" | tr '\n' ' ')"
 export MEGASCEND_TINKER_CLIENTS=$clients OMP_NUM_THREADS=1
-"$python" -m pytest -q tests/serve
+"$python" -m pytest -q tests/serve/test_serve_client.py

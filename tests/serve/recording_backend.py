@@ -110,7 +110,7 @@ class RecordingBackend:
     def save_adapter(self, name: str, path: str, optimizer: bool = True) -> None:
         if Path(path).name == "disk-full":
             raise CheckpointError("no space left")
-        Path(path).mkdir(parents=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / "adapter_model.safetensors").write_bytes(b"12345")
         self.calls.append(("save", name, optimizer))
 

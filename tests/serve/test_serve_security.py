@@ -19,7 +19,7 @@ from recording_backend import KEYS, Served, served, train_body
 import megascend
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError
-from megascend.serve import keys, reading, server, wire
+from megascend.serve import futures, keys, reading, server, tenancy, wire
 from megascend.serve.body import MAX_CONTAINERS
 from megascend.serve.elsewhere import ABSENT
 from megascend.serve.errors import RequestRefusedError
@@ -214,6 +214,24 @@ def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
             late.add(1)
     with bodies.of("alice") as again:
         again.add(400)
+
+
+def test_what_is_kept_for_a_tenant_is_bounded(here, monkeypatch) -> None:
+    monkeypatch.setattr(futures, "MOST_KEPT", 3)
+    monkeypatch.setattr(tenancy, "MOST_SAMPLERS", 2)
+    session = here.alice.post("create_session", {}).json()["session_id"]
+    for number in (0, 1, 2, 2):
+        here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": number})
+    assert here.alice.get(f"sessions/{session}").json()["sampler_ids"] == [f"{session}:sample:{n}" for n in (1, 2)]
+    theirs = here.bob.forward_backward(here.bob.model(), 1, 10)
+    model = here.alice.model()
+    names = [here.alice.forward_backward(model, number, 10, weights=[1.0, 2.0]) for number in range(1, 6)]  # which fail
+    here.alice.ask("optim_step", {"model_id": model, "seq_id": 6})
+    there = [here.alice.post("retrieve_future", {"request_id": name}).status_code for name in names]
+    assert there == [410, 410, 410, 200, 200]
+    here.tick(1)
+    assert len(here.service.futures._ended) == 3 + 2  # bob's, too
+    assert here.bob.fetch(theirs)["metrics"]["loss:sum"] == 10
 
 
 HOSTILE = (

@@ -54,6 +54,10 @@ class Future:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+MOST_KEPT = 16384
+"""Answers of one tenant that are kept; the oldest makes room, fetched or not."""
+
+
 class Futures:
     """All futures that are not forgotten.
 
@@ -67,6 +71,7 @@ class Futures:
         self._by_name: dict[str, Future] = {}
         self._by_number: dict[int, Future] = {}
         self._ended: deque[Future] = deque()
+        self._kept: dict[str, deque[int]] = {}
         self._count = 0
         self.completions = Completions()
         self._tokens: dict[str, int] = {}
@@ -137,6 +142,7 @@ class Futures:
         _subtract(self._tokens, future.tenant, future.tokens)
         _subtract(self._pending, future.model or "", 1)
         self._ended.append(future)
+        self._make_room(future)
         self.completions.add(future.name, succeeded=succeeded)
         future.then(succeeded)
         future.changed.set()
@@ -148,10 +154,21 @@ class Futures:
         if future is not None and future.ended is not None:
             future.retrieved = future.retrieved or self._clock()
 
+    def _make_room(self, future: Future) -> None:
+        """Count an answer that is kept from now on, and drop the tenant's oldest if there are too many."""
+        kept = self._kept.setdefault(future.tenant, deque())
+        kept.append(future.number)
+        while len(kept) > MOST_KEPT:
+            oldest = self._by_number.get(kept.popleft())
+            if oldest is not None:
+                self._drop(oldest)
+
     def forget(self) -> None:
         """Drop answers whose time is over."""
         now, left = self._clock(), deque[Future]()
         for future in self._ended:
+            if future.number not in self._by_number:
+                continue
             old = future.ended is not None and now - future.ended > self._keep_s
             if old or (future.retrieved is not None and now - future.retrieved > RETRIEVED_S):
                 self._drop(future)

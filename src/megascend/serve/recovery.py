@@ -82,7 +82,7 @@ class Recovery:
             self._service.tenancy.restore_session(name, values["tenant"], values["metadata"])
         for name, kept in ledger.samplers.items():
             values = kept.entry.values
-            self._service.tenancy.sessions[values["session"]].samplers[name] = values["path"]
+            self._service.tenancy.sessions[values["session"]].add_sampler(name, values["path"])
         for name, kept in ledger.sequences.items():
             session = self._service.tenancy.sessions[kept.entry.values["session"]]
             self._service.sequences.keep(session.tenant, name, sequence_of(kept.entry, self._body(kept)))

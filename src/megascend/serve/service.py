@@ -95,7 +95,7 @@ class Service:
 
     def add_sampler(self, session: Session, name: str, path: str | None) -> None:
         """Give a session a sampler, of a checkpoint or of the base model."""
-        session.samplers[name] = path
+        session.add_sampler(name, path)
         self.durability.sampler(session, name, path)
 
     # --- models ---

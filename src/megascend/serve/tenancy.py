@@ -10,6 +10,9 @@ from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import model_name, new_session
 from megascend.serve.order import Order
 
+MOST_SAMPLERS = 4096
+"""Samplers of a session."""
+
 
 @dataclass(eq=False)
 class Session:
@@ -29,6 +32,14 @@ class Session:
     samplers: dict[str, str | None] = field(default_factory=dict)
     clones: dict[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] | None = None
+
+    def add_sampler(self, name: str, path: str | None) -> None:
+        """A sampler more; the oldest makes room."""
+        while len(self.samplers) >= MOST_SAMPLERS and name not in self.samplers:
+            oldest = next(iter(self.samplers))
+            del self.samplers[oldest]
+            self.clones.pop(oldest, None)
+        self.samplers[name] = path
 
 
 @dataclass(eq=False)
