@@ -72,9 +72,11 @@ def block(page: str, beginning: str) -> Block:
 
 # --- programs ---
 
+MEGATRON_START = "tests/integrations/test_megatron_start.py::test_the_page_runs_as_it_is_written"
 OWN_DATA = "tests/test_own_data.py::test_a_new_user_follows_the_page"
 ELSEWHERE = {
     ("docs/own-data.md", "import json"): OWN_DATA,
+    ("docs/integrations/megatron.md", "import torch"): MEGATRON_START,
     ("README.md", "megascend.bootstrap()"): "tests/test_readme.py::test_the_program_in_the_readme_runs",
     ("README.md", "backend = megascend.MegatronBackend("): "tests/test_readme.py::test_the_programs_about_lora_run",
     (
@@ -383,8 +385,9 @@ def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
     return found
 
 
-FOLLOWED = ("docs/own-data.md", "docs/integrations/verl.md")
-"""Pages that tests of their own follow from top to bottom: test_own_data.py, integrations/verl/test_verl_start.py."""
+FOLLOWED = ("docs/own-data.md", "docs/integrations/verl.md", "docs/integrations/megatron.md")
+"""Pages that tests of their own follow from top to bottom: test_own_data.py, integrations/verl/test_verl_start.py,
+integrations/test_megatron_start.py."""
 
 
 def test_fences_name_languages_that_are_looked_at() -> None:
@@ -417,6 +420,7 @@ COMMANDS = {
     "python -m pytest tests": "tests/test_docs.py::test_the_examples_of_tests_run",
     "python make_data.py": OWN_DATA,
     "python ask.py": OWN_DATA,
+    "megascend run --platform cpu": MEGATRON_START,
     "megascend show-config": "tests/cli/test_cli_new_model.py",
     "megascend new-model": "tests/cli/test_cli_new_model.py",
     "megascend export": "tests/cli/test_cli_train_lora.py",

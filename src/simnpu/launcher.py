@@ -26,17 +26,28 @@ print(f"torch_npu {torch_npu.__version__}, {npu.device_count()} x {npu.get_devic
 """
 
 
-def launch(command: Sequence[str]) -> NoReturn:
-    """Become ``command``, with the simulated device in front of it; its exit code is this process's.
+def prepared() -> dict[str, str]:
+    """The environment of this process with the simulated device in it, after a look at its settings.
 
     Raises:
-        ConfigError: there is no such program, or a variable that sets the device up has a value that cannot be.
+        ConfigError: a variable that sets the device up has a value that cannot be.
         PlatformError, MissingDependencyError: see :func:`simnpu.environment`.
     """
     identity.chip()  # torch would say of a wrong setting that a backend failed to load
     identity.device_count()
+    return environment()
+
+
+def launch(command: Sequence[str]) -> NoReturn:
+    """Become ``command``, with the simulated device in front of it; its exit code is this process's.
+
+    Raises:
+        ConfigError: there is no such program, or as :func:`prepared`.
+        PlatformError, MissingDependencyError: see :func:`prepared`.
+    """
+    env = prepared()
     try:
-        os.execvpe(command[0], list(command), environment())
+        os.execvpe(command[0], list(command), env)
     except OSError as error:
         raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
 

@@ -53,6 +53,8 @@ FINE = (
             "module.__spec__",
             "module.__path__",
             "module.__package__",
+            "spec.submodule_search_locations",
+            "sys.modules[__name__]",  # a sitecustomize under megascend run: the user's own takes its name
             "modules[name]",
             "setattr(modules[parent], child, module)",
             "setattr(modules[ROOT], MARK, True)",
@@ -75,6 +77,8 @@ FINE = (
             "message.logprobs",
             "message.k",
             "message.length",
+            *("entry.uid", "entry.gid", "entry.uname", "entry.gname", "entry.mode"),  # of an archive that we write
+            "function.argtypes",  # of a library that has just been loaded
             "server.should_exit",  # uvicorn's, which megascend serve has made
         ],
         "made here",

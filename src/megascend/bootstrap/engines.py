@@ -12,6 +12,7 @@ from megascend.bootstrap.versions import PACKAGES
 from megascend.errors import ConfigError
 
 DEFAULT = "megatron"
+MEGATRON_CORE = "megatron-core"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class EngineNeeds:
 
 _registry = {
     "megatron": EngineNeeds(megatron=True, packages=PACKAGES),
+    # Programs of others on Megatron-Core, which need nothing of mcore-bridge's.
+    MEGATRON_CORE: EngineNeeds(megatron=True, packages=("torch", "megatron-core")),
     "single": EngineNeeds(megatron=False, packages=("torch", "transformers", "peft")),
     "fsdp": EngineNeeds(megatron=False, packages=("torch", "transformers")),
 }

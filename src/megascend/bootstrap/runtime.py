@@ -139,7 +139,8 @@ class Runtime:
                 f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: threads have "
                 f"been started since. Say so in the first call: megascend.bootstrap(affinity={affinity!r})"
             )
-        if engine not in (None, self.engine):
+        on_megatron_core = {engines.DEFAULT, engines.MEGATRON_CORE}
+        if engine not in (None, self.engine) and not {engine, self.engine} <= on_megatron_core:
             wanted, found = engines.needs(engine), engines.needs(self.engine)
             if wanted.megatron or found.megatron:
                 state = (
@@ -158,6 +159,12 @@ class Runtime:
                 f"this process was bootstrapped with {used}; it cannot become {provider!r}. Say so in the first call: "
                 f"megascend.bootstrap(provider={provider!r})"
             )
+
+    def add_mcore_bridge(self, engine: str | None) -> None:
+        """What was prepared for a program on Megatron-Core alone is ready for megascend's engine if the packages are there."""
+        if self.engine == engines.MEGATRON_CORE and engine == engines.DEFAULT:
+            self.stack = require_supported(installed_versions(), engines.needs(engine).packages)
+            self.engine = engine
 
     def _names_of_provider(self) -> tuple[str, ...]:
         kind = type(self.provider)
@@ -219,7 +226,8 @@ def bootstrap(
       :mod:`megascend.bootstrap.stub_modules`).
     - provider ``reference`` (``cpu``, and ``cuda`` by request): ``transformer_engine`` in ``sys.modules`` becomes
       :mod:`megascend.reference_te`; on the CPU ``torch.cuda`` names that Megatron-Core calls act on the CPU
-      (``torch.cuda.is_available()`` stays False), and ``TORCHDYNAMO_DISABLE=1``.
+      (``torch.cuda.is_available()`` stays False), process groups of backend ``nccl`` are made of Gloo, and
+      ``TORCHDYNAMO_DISABLE=1``.
     - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set
       (the order Megatron-Core's overlaps rely on).
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
@@ -235,7 +243,8 @@ def bootstrap(
         parallel: the layout, where it is known already. It may be another one later; on an NPU with context
             parallelism, telling it here saves patching Megatron once more for it (about a second).
         tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: no, or what an earlier call has said.
-        engine: what the process is prepared for: ``megatron``, ``single``, ``fsdp``, or one registered with
+        engine: what the process is prepared for: ``megatron``; ``megatron-core``, for a program of another's on Megatron-Core
+            that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
             ``megascend.register_engine``; default: what an earlier call has said, or ``megatron``.
         precision: of the model, where it is known already, for providers that patch otherwise for some; those of this package
             do not, so that it may be another one later.
@@ -254,10 +263,13 @@ def bootstrap(
     global _current
     if _current is not None:
         _current.require_same(platform, tf32, engine, provider, affinity)
+        _current.add_mcore_bridge(engine)
         return _current
     from megascend.config import Parallel
     from megascend.platforms import choose
 
+    if (hook := sys.modules.get("megascend_run")) is not None:  # under `megascend run`: the program has come before it
+        hook.disarm()
     engine = engine or engines.DEFAULT
     needs = engines.needs(engine)
     if provider is not None and not needs.megatron:

@@ -23,6 +23,7 @@ KERNEL_LEAVES = (
     # (top package, path inside it)
     ("mcore_bridge", "model/modules/kernels/qsa_block_sparse_attn"),
     ("megatron", "core/inference/contexts/attention_context/triton/tensor_ops"),
+    ("megatron", "core/transformer/custom_layers/batch_invariant_kernels"),  # megatron.training imports it
 )
 
 

@@ -1,0 +1,107 @@
+"""The hook of ``megascend run``: ``megascend.bootstrap()`` just before a process first imports Megatron or what belongs to it.
+
+It is loaded into every Python process of the command, with megascend or without it, so it imports the standard library alone
+until then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+PLATFORM_VARIABLE = "MEGASCEND_RUN_PLATFORM"
+ENGINE = "megatron-core"  # nothing of mcore-bridge's is needed
+FIRST = ("megatron", "mindspeed", "transformer_engine", "mcore_bridge")
+EXIT_ERROR = 2
+
+
+def arm(environment: Mapping[str, str]) -> None:
+    """Bootstrap this process when one of the packages is first imported."""
+    sys.meta_path.insert(0, _BeforeImport(environment.get(PLATFORM_VARIABLE, "auto")))
+
+
+def disarm() -> None:
+    """The process bootstraps itself."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _BeforeImport)]
+
+
+class _BeforeImport(MetaPathFinder):
+    def __init__(self, platform: str) -> None:
+        self._platform = platform
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in FIRST or not _is_import(sys._getframe(1)):
+            return None
+        disarm()
+        try:
+            from megascend.bootstrap.runtime import bootstrap
+
+            bootstrap(self._platform, engine=ENGINE)
+        except Exception as error:  # noqa: BLE001  whatever it is, the process must not go on
+            end(error)
+        return _of_what_is_there(fullname)
+
+
+def _is_import(frame: object) -> bool:
+    """Whether the finder's caller is an import; it may also be a program that looks whether a package is installed."""
+    for _ in range(4):
+        if frame is None:
+            return False
+        code = frame.f_code  # type: ignore[attr-defined]
+        if code.co_name == "_find_and_load_unlocked" and "importlib._bootstrap" in code.co_filename:
+            return True
+        frame = frame.f_back  # type: ignore[attr-defined]
+    return False
+
+
+def end(error: Exception) -> NoReturn:
+    """Say what failed, and end the process at once.
+
+    Programs take an exception here for "Megatron is not installed", and would go on without what they asked for.
+    """
+    rank = os.environ.get("RANK")
+    if not type(error).__module__.startswith("megascend.") or os.environ.get("MEGASCEND_DEBUG") == "1":
+        traceback.print_exc()
+    where = f" (rank {rank})" if rank is not None else ""
+    hint = ""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "megascend":
+        hint = f"; megascend is not installed for {sys.executable}"
+    print(f"megascend run{where}: {type(error).__name__}: {error}{hint}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_ERROR)
+
+
+def _of_what_is_there(name: str) -> ModuleSpec | None:
+    """None, or the specification of a module that the bootstrap has imported: the import in progress shall find this one.
+
+    Python takes the ``__spec__`` of a module that has appeared while it looked, and would run the module's file again.
+    """
+    module = sys.modules.get(name)
+    own = getattr(module, "__spec__", None)
+    if module is None or own is None:
+        return None
+    spec = ModuleSpec(name, _Present(module, own), origin=own.origin, is_package=hasattr(module, "__path__"))
+    spec.submodule_search_locations = own.submodule_search_locations
+    module.__spec__ = spec
+    return spec
+
+
+class _Present(Loader):
+    """Gives the module that is there, with its own specification."""
+
+    def __init__(self, module: ModuleType, own: ModuleSpec) -> None:
+        self._module, self._own = module, own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own

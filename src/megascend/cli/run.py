@@ -1,0 +1,73 @@
+"""``megascend run``: run a program on Megatron-Core, whoever wrote it, on one of the platforms."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import megascend
+
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # options behind the command's name are the command's
+PLATFORMS = ("auto", "cpu", "cuda", "npu")
+SITE = Path(megascend.__file__).parent / "bootstrap" / "run_site"
+PLATFORM_VARIABLE = "MEGASCEND_RUN_PLATFORM"
+
+
+def run_command(
+    command: Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="-- COMMAND...")],
+    platform: Annotated[str, typer.Option(help=f"One of {', '.join(PLATFORMS)}.")] = "auto",
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Platform npu on a simulated device, on this machine.")
+    ] = False,
+) -> None:
+    """Run COMMAND with Megatron-Core made ready for a platform: megascend run --platform cpu -- torchrun pretrain_gpt.py
+
+    Every Python process of COMMAND calls megascend.bootstrap() just before it first imports Megatron. Ends with COMMAND's
+    exit code.
+    """
+    from megascend.errors import ConfigError
+
+    if platform not in PLATFORMS:
+        raise ConfigError(f"--platform: there is no {platform!r}; there are {', '.join(PLATFORMS)}")
+    if simulated and platform not in ("auto", "npu"):
+        raise ConfigError(f"--simulated is platform npu on a simulated device, and --platform says {platform}")
+    if (option := isolating_option(command)) is not None:
+        raise ConfigError(
+            f"{command[0]} {option}: with this option Python does not look at PYTHONPATH or imports no sitecustomize, so nothing "
+            "can be prepared in it. Leave it out, or make `import megascend; megascend.bootstrap()` the program's first lines"
+        )
+    environment = os.environ.copy()
+    if simulated:
+        from megascend.bootstrap.versions import installed_versions, require_package
+        from simnpu.launcher import prepared
+
+        require_package("torch", installed_versions())
+        environment = prepared()
+        platform = "npu"
+    try:
+        os.execvpe(command[0], command, with_hook(environment, platform))
+    except OSError as error:
+        raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+def with_hook(environment: Mapping[str, str], platform: str) -> dict[str, str]:
+    """``environment`` in which every Python process is bootstrapped for ``platform`` when it imports Megatron."""
+    paths = [str(SITE), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), PLATFORM_VARIABLE: platform}
+
+
+def isolating_option(command: Sequence[str]) -> str | None:
+    """Python's own option in ``command`` that keeps the hook out (``-I``, ``-E``, ``-S``, alone or among others), if any."""
+    if not re.fullmatch(r"python[\d.]*", Path(command[0]).name):
+        return None
+    for argument in command[1:]:
+        if not re.fullmatch(r"-[A-Za-z]+", argument) or argument[1] in "cm":
+            return None
+        if set(argument[1:]) & set("IES") and argument[1] not in "WX":
+            return argument
+    return None

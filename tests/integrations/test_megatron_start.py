@@ -1,0 +1,48 @@
+"""The five-minute start of docs/integrations/megatron.md, as it is written there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs/integrations/megatron.md"
+
+
+def page_start() -> tuple[str, list[str]]:
+    """The program of the page, and the words of the command that starts it."""
+    text = PAGE.read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (command,) = re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL)
+    return program, command.split()
+
+
+@pytest.mark.nightly
+@pytest.mark.torchrun
+def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
+    program, command = page_start()
+    assert command[:2] == ["megascend", "run"]
+    assert command[5] == "torchrun"
+    (tmp_path / "plain.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    whole = [sys.executable, "-m", "megascend.cli.main", *command[1:5], *torchrun, *command[6:]]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHDYNAMO_DISABLE")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        whole,
+        cwd=tmp_path,
+        env=env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(number) for number in re.findall(r"step \d loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 1
