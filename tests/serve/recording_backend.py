@@ -77,7 +77,9 @@ class RecordingBackend:
         self.calls.append(("forward", samples[0].adapter))
         return Result({}, [-sample.target_ids.float() for sample in samples])
 
-    def generate(self, requests: Sequence[SampleRequest], tokens: int) -> Iterator[Mapping[int, SampleResult]]:
+    def generate(
+        self, requests: Sequence[SampleRequest], tokens: int, cancelled: Any = None
+    ) -> Iterator[Mapping[int, SampleResult]]:
         """Every response goes on counting from the last token of its prompt."""
         found = {}
         for number, request in enumerate(requests):
