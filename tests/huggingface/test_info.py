@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
+import numpy
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
+from megascend.errors import CheckpointError
 from megascend.huggingface.files import tensor_shapes
 from megascend.huggingface.info import inspect_checkpoint, linear_layers
 from megascend.testing.parity import case_checkpoint
@@ -98,3 +103,20 @@ def test_head_dim_defaults_to_the_hidden_size_over_the_heads(parity_folder, tmp_
     config.pop("head_dim")
     (path / "config.json").write_text(json.dumps(config))
     assert inspect_checkpoint(path).attention_width == 64
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_of_a_reward_model_is_refused_by_name(parity_folder, tmp_path, tied):
+    """With a tied embedding, engine single trained such a model without its head."""
+    source = case_checkpoint(parity_folder, "qwen3", **({"tie_word_embeddings": True} if tied else {}))
+    target = Path(shutil.copytree(source, tmp_path / "reward-model"))
+    save_file({"score.weight": numpy.zeros((1, HIDDEN), numpy.float32)}, target / "model-score.safetensors")
+    index = {name: path.name for path in target.glob("*.safetensors") for name in tensor_headers_of(path)}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match=r"score\.weight is the head of .*a reward model"):
+        inspect_checkpoint(target)
+
+
+def tensor_headers_of(path: Path) -> list[str]:
+    with safe_open(path, "numpy") as file:
+        return list(file.keys())

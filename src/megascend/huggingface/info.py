@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,20 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return list(found)
 
 
+def scalar_head(names: Iterable[str]) -> str | None:
+    """Why a reward model or critic is not trained here, from the names of its weights; None for other models. Pure.
+
+    Where the embedding is tied, transformers' causal model lacks no weight without such a head, and leaves it out with a warning.
+    """
+    head = next((name for name in names if name.split(".")[-2:] == ["score", "weight"]), None)
+    if head is None:
+        return None
+    return (
+        f"{head} is the head of a sequence or token classifier (a reward model, a critic), and every engine here trains causal "
+        "language models alone; train a checkpoint of a ...ForCausalLM class"
+    )
+
+
 def inspect_checkpoint(model_dir: Path) -> ModelInfo:
     """Read ``config.json`` and the headers of the weight files.
 
@@ -88,6 +102,8 @@ def inspect_checkpoint(model_dir: Path) -> ModelInfo:
     for name in extra_tensors(config, tensors):
         del tensors[name]
     shapes = {name: header.shape for name, header in tensors.items()}
+    if found := scalar_head(shapes):
+        raise CheckpointError(f"{model_dir}: {found}")
     tied = "lm_head.weight" not in shapes
     active = 0.0
     for name, dims in shapes.items():
