@@ -46,6 +46,12 @@ def test_real_megatron_core_and_mcore_bridge_import() -> None:
         assert len(cuda_redirect.patch_moe_device_checks()) == 2 and cuda_redirect.patch_moe_device_checks() == []
         import importlib.util
         assert importlib.util.find_spec("transformer_engine").name == "transformer_engine"
+        import transformer_engine.pytorch as te
+        assert not hasattr(te, "TransformerLayer")
+        try:
+            te.TransformerLayer
+        except AttributeError as error:
+            assert "has no transformer_engine.pytorch.TransformerLayer" in str(error), error
 
         import peft, torch
         model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"]))

@@ -6,9 +6,10 @@ offload, cuda graphs) are left out on purpose: megatron-core then reports the fe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from megascend.reference_te.unsupported import unavailable, unavailable_class
 
@@ -25,12 +26,23 @@ def build_modules() -> dict[str, ModuleType]:
         module.__spec__ = spec
         module.__path__ = []  # type: ignore[attr-defined]
         module.__package__ = name
-        module.__dict__.update(contents)
+        module.__dict__.update(contents, __getattr__=_absent(name))
         modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(modules[parent], child, module)
     return modules
+
+
+def _absent(module: str) -> Callable[[str], NoReturn]:
+    """``__getattr__`` of a module: what it has not is an AttributeError, as programs that probe expect, and says whose it is."""
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(
+            f"megascend's reference Transformer Engine has no {module}.{name}; the real one, on CUDA, may have it"
+        )
+
+    return __getattr__
 
 
 def _contents() -> dict[str, dict[str, Any]]:
