@@ -102,7 +102,7 @@ def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
         here.alice.fetch(each)
     found = poll(0)
     assert [(each["request_id"], each["state"]) for each in found["completions"]] == [
-        (each, "failed") for each in ids[:2]
+        (each, "finished") for each in ids[:2]
     ]
     assert [each["request_id"] for each in poll(0, clone=1)["completions"]] == ids[2:]
     assert poll(found["cursor"], timeout=0, retrieved_request_ids=ids) == {"completions": [], "cursor": found["cursor"]}
