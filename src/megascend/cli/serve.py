@@ -32,6 +32,10 @@ def serve_command(
     durable: Annotated[
         bool | None, typer.Option("--durable", help="Keep a journal in --storage, so that a restart loses no step.")
     ] = None,
+    vllm: Annotated[
+        list[str] | None,
+        typer.Option("--vllm", metavar="URL", help="A vLLM server that samples, http://HOST:PORT; may be repeated."),
+    ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Make a small random model and serve it; shows a client program to try.")
     ] = False,
@@ -59,7 +63,7 @@ def serve_command(
         "model": model, "name": name, "host": host, "port": port, "storage": storage, "precision": precision, "engine": engine,
         "durable": durable,
     }  # fmt: skip
-    values = {key: value for key, value in given.items() if value is not None}
+    values = {key: value for key, value in given.items() if value is not None} | ({"vllm": vllm} if vllm else {})
     parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}
     values["parallel"] = {key: value for key, value in parallel.items() if value is not None}
     show_messages()

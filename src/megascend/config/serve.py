@@ -52,7 +52,11 @@ class ServeConfig(Section):
     timeout_s: Seconds = Field(600, description="a rank that is missing for so long is an error on the others")
     max_models: Size = Field(64, description="models (adapters) of all tenants at a time")
     max_samplers: Size = Field(
-        8, description="saved adapters that are loaded for sampling at a time, beside max_models"
+        8, description="saved adapters that are loaded for sampling at a time, by the ranks beside max_models"
+    )
+    vllm: list[str] = Field(
+        [],
+        description="vLLM servers that sample, http://HOST:PORT each; default: the ranks sample, in turns with training",
     )
     max_rank: Size = Field(64, description="largest LoRA rank")
     alpha: float = Field(32.0, gt=0, description="LoRA's alpha; clients do not send one")

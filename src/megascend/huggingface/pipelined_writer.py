@@ -83,7 +83,7 @@ class PipelinedWriter:
 
     def _put(self, descriptor: int, offset: int, piece: Tensor, count: int) -> None:
         try:
-            view = memoryview(piece.numpy())[:count]
+            view = piece.numpy().data[:count]
             written = 0
             while written < count:
                 written += os.pwrite(descriptor, view[written:], offset + written)

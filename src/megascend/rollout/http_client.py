@@ -20,9 +20,16 @@ class Answer:
 
 
 async def exchange(
-    host: str, port: int, target: str, headers: dict[str, str], body: bytes, *, max_answer_bytes: int
+    host: str,
+    port: int,
+    target: str,
+    headers: dict[str, str],
+    body: bytes,
+    *,
+    max_answer_bytes: int,
+    method: str = "POST",
 ) -> tuple[Answer, dict[str, str]]:
-    """POST a body; returns the answer and its headers, whose names are in lower case.
+    """Send a body; returns the answer and its headers, whose names are in lower case.
 
     It takes as long as the peer does; callers set a deadline.
 
@@ -35,7 +42,7 @@ async def exchange(
     try:
         http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         fields = {"Host": f"{host}:{port}", "Connection": "close", "Content-Length": str(len(body)), **headers}
-        request = h11.Request(method="POST", target=target, headers=list(fields.items()))
+        request = h11.Request(method=method, target=target, headers=list(fields.items()))
         for event in (request, h11.Data(data=body), h11.EndOfMessage()):
             writer.write(http.send(event) or b"")
         with contextlib.suppress(ConnectionError):  # refused before it was read: the answer may be there

@@ -49,7 +49,8 @@ class Api:
 
     def __init__(self, service: Service, keys: Keys) -> None:
         self.service = service
-        self._samplers = Samplers(service, service.settings.max_samplers)
+        put = service.put if service.vllm is None else service.vllm.put
+        self._samplers = Samplers(service, service.settings.max_samplers, put)
         storage = service.settings.storage
         self.audit = Audit(storage / "audit.jsonl" if service.settings.log == "requests" else None)
         self._guard = Guard(service, keys, self.audit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megascend.errors import CheckpointError, MegascendError, OutOfDeviceMemoryError
+from megascend.errors import CheckpointError, EngineError, MegascendError, OutOfDeviceMemoryError
 
 Category = Literal["user", "server"]
 """Whose fault a failure is, in the words of the protocol."""
@@ -35,8 +35,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What a client is told of an error: those of storage and memory are the server's, our other ones the user's."""
+        """What a client is told of an error: those of storage, memory and engines are the server's, our other ones the user's."""
         ours = isinstance(error, MegascendError)
-        of_server = isinstance(error, CheckpointError | OutOfDeviceMemoryError)
+        of_server = isinstance(error, CheckpointError | EngineError | OutOfDeviceMemoryError)
         category: Category = "user" if ours and not of_server else "server"
         return cls(str(error) if ours else f"internal error ({type(error).__name__})", category)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.serve.checkpoints import Record
-from megascend.serve.commands import Create, Remove, Respond
+from megascend.serve.commands import Command, Create, Remove, Respond
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
 from megascend.serve.names import CheckpointPath
@@ -36,10 +36,11 @@ class Samplers:
     Args:
         service: whose clients ask.
         most: adapters at a time. One that is not sampled from makes room, that used longest ago first.
+        put: takes commands.
     """
 
-    def __init__(self, service: Service, most: int) -> None:
-        self._service, self._most = service, most
+    def __init__(self, service: Service, most: int, put: Callable[[Command], None]) -> None:
+        self._service, self._most, self._put = service, most, put
         self._loaded: OrderedDict[tuple[str, float], _Loaded] = OrderedDict()
         self._count = 0
 
@@ -98,7 +99,7 @@ class Samplers:
         tokens = len(request.prompt) + request.num_samples * request.params.max_tokens
         future = service.futures.make(label, tenant, owner, "sample", answer_of=answer, then=then, tokens=tokens)
         future.parts = request.num_samples
-        service.put(Respond(future.number, BASE if loaded is None else loaded.adapter, request))
+        self._put(Respond(future.number, BASE if loaded is None else loaded.adapter, request))
         return future
 
     def _failed(self, tenant: str, label: str, owner: str, error: MegascendError) -> Future:
@@ -126,7 +127,7 @@ class Samplers:
 
         label = self._service.new_label("load_sampler")
         future = self._service.futures.make(label, tenant, None, "load_sampler", then=then)
-        self._service.put(Create(future.number, found.adapter, None, directory, False))
+        self._put(Create(future.number, found.adapter, None, directory, False))
 
     def _make_room(self) -> None:
         """Remove the adapter that was used longest ago, if there are as many as may be.
@@ -141,4 +142,4 @@ class Samplers:
             raise RequestRefusedError(f"{self._most} saved models are being sampled from; one more has to wait", 429)
         gone = self._loaded.pop(key)
         future = self._service.futures.make(self._service.new_label("unload_sampler"), "", None, "unload_sampler")
-        self._service.put(Remove(future.number, gone.adapter))
+        self._put(Remove(future.number, gone.adapter))

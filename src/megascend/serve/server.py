@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,8 @@ from megascend.platforms.base import MemoryFigures
 from megascend.serve import keys as api_keys
 from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
 from megascend.serve.commands import Outcome
+from megascend.serve.vllm_sampling import VllmSampling, vllm_servers
+from megascend.serve.vllm_server import VllmServer
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -47,6 +50,7 @@ def serve(
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
+        servers = vllm_servers(settings, backend)
         generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
             work(backend, queue, None, lambda outcomes: None, generate)
@@ -56,7 +60,10 @@ def serve(
         )
         base = base_model(settings, backend)
         device = backend.platform
-        with http_server(settings, keys, base, inbox, lambda: (device.name, device.memory())) as (address, report):
+        with http_server(settings, keys, base, inbox, lambda: (device.name, device.memory()), servers) as (
+            address,
+            report,
+        ):
             ready(address)
             work(backend, queue, inbox, report, generate)
 
@@ -71,7 +78,9 @@ def make_backend(settings: ServeConfig) -> Any:
         linear_layers(tensor_shapes(settings.model)), unembed=settings.unembed and settings.engine != "single"
     )
     adapters = Adapters(
-        max_count=settings.max_models + settings.max_samplers, max_rank=settings.max_rank, targets=targets
+        max_count=settings.max_models + (0 if settings.vllm else settings.max_samplers),
+        max_rank=settings.max_rank,
+        targets=targets,
     )
     values: dict[str, Any] = {"precision": settings.precision, "adapters": adapters, "seed": settings.seed}
     values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}
@@ -82,17 +91,25 @@ def make_backend(settings: ServeConfig) -> Any:
 
 def sampler(settings: ServeConfig, backend: Any) -> Any:
     """What answers requests to sample. Without a tokenizer beside the weights, texts that end a response are refused."""
+    from megascend.sampling.sampler import Sampler
+
+    tokenizer, ends = end_tokens(settings)
+    if tokenizer is None:
+        return Sampler(backend)
+    return Sampler(backend, decode=lambda tokens: str(tokenizer.decode(list(tokens))), end_tokens=ends)
+
+
+def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
+    """The tokenizer beside the weights, and the tokens that end every response; (None, []) if there is none."""
     from megascend.app.generation import stop_tokens
     from megascend.app.run import load_tokenizer
     from megascend.errors import CheckpointError
-    from megascend.sampling.sampler import Sampler
 
     try:
         tokenizer = load_tokenizer(settings.model)
     except CheckpointError:
-        return Sampler(backend)
-    ends = sorted(stop_tokens(tokenizer, settings.model, None))
-    return Sampler(backend, decode=lambda tokens: str(tokenizer.decode(list(tokens))), end_tokens=ends)
+        return None, []
+    return tokenizer, sorted(stop_tokens(tokenizer, settings.model, None))
 
 
 def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
@@ -154,11 +171,13 @@ def http_server(
     base: BaseModel,
     inbox: Any,
     memory: Callable[[], tuple[str, MemoryFigures]] | None = None,
+    servers: Sequence[tuple[VllmServer, str]] = (),
 ) -> Iterator[tuple[str, Callable[[list[Outcome]], None]]]:
     """The HTTP server in a thread of its own: its address, and the function that tells it what commands gave.
 
     Args:
         memory: the device's name and its memory, for the page.
+        servers: that sample, with the names that they have for the model; none: the ranks do.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -175,6 +194,9 @@ def http_server(
         from megascend.serve.journal_directory import keep_in_journal
 
         keep_in_journal(service)
+    if servers:
+        ends = end_tokens(settings)[1]
+        service.vllm = VllmSampling(servers, service.finish, base.vocab_size, base.max_length, ends)
     application = make_application(service, api_keys.Keys(keys))
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
@@ -201,6 +223,8 @@ def http_server(
     try:
         yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
     finally:
+        if service.vllm is not None:
+            asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
         server.should_exit = True
         inbox.close()
         thread.join(10)

@@ -39,6 +39,7 @@ from megascend.serve.requests import LoraRequest, adam_of
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
 from megascend.serve.sequences import Sequences
 from megascend.serve.tenancy import Model, Session, Tenancy
+from megascend.serve.vllm_sampling import VllmSampling
 from megascend.serve.wire import TrainAnswer, TrainRequest
 
 SWEEP_S = 600.0
@@ -58,6 +59,7 @@ class Service:
         ready: the ranks have the model.
         started: when this was made, by the clock.
         memory: the device's name and its memory, where somebody can tell.
+        vllm: what samples, if it is not the ranks.
         packing: held while an archive is made, which takes a thread and room for a temporary file.
     """
 
@@ -80,6 +82,7 @@ class Service:
         self.ready = False
         self.started = self._swept = clock()
         self.memory: Callable[[], tuple[str, MemoryFigures]] | None = None
+        self.vllm: VllmSampling | None = None
 
     # --- sessions ---
 
@@ -304,7 +307,9 @@ class Service:
         self._inbox.put(command)
 
     def cancel(self, future: Future) -> None:
-        """Have the ranks leave out a request to sample."""
+        """Have a request to sample left out by whoever samples."""
+        if self.vllm is not None and self.vllm.cancel(future.number):
+            return
         self._inbox.put(Cancel(future.number, ""))
 
     def new_label(self, kind: str) -> str:

@@ -39,11 +39,12 @@ class VllmProcess:
     Args:
         python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` makes one).
         model: a Hugging Face checkpoint directory.
-        key_file: of the job's key, mode 0600.
+        key_file: of the job's key, mode 0600; a server without weightwire's parts needs none.
         log: file that its output goes to.
         options: further options of vLLM.
         environment: further variables, beside this process's own. A process that is in a Ray cluster hands its address on.
         port: default: a free one.
+        module: that is run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
 
     Raises:
         ConfigError: there is no such interpreter.
@@ -54,22 +55,23 @@ class VllmProcess:
         python: str | Path,
         model: str | Path,
         *,
-        key_file: str | Path,
+        key_file: str | Path | None = None,
         log: str | Path,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         port: int | None = None,
+        module: str = MODULE,
     ) -> None:
         if not os.access(python, os.X_OK):
             raise ConfigError(f"no interpreter at {python}: bash scripts/vllm_env.sh makes vLLM's environment")
         self._log, self._port = Path(log), port
-        self._command = [str(python), "-m", MODULE, "--model", str(model), *options]
+        self._command = [str(python), "-m", module, "--model", str(model), *options]
         self._variables = {
             **ray_address(sys.modules.get("ray")),
             **os.environ,
             **ON_A_CPU,
             **(environment or {}),
-            "WEIGHTWIRE_KEY_FILE": str(key_file),
+            **({} if key_file is None else {"WEIGHTWIRE_KEY_FILE": str(key_file)}),
         }
         self._variables.pop("WEIGHTWIRE_KEY", None)
         self._process = self._start()

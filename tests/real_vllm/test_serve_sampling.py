@@ -1,0 +1,131 @@
+"""``megascend serve`` with a real vLLM that samples, and the real Tinker client: the same model on both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driving import START_S, vllm_python
+
+from megascend.config.serve import ServeConfig
+from megascend.rollout.engines.vllm_process import VllmProcess
+from megascend.serve.vllm_sampling import KEY_VARIABLE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+from serve_ranks import KEYS, service
+
+BOUND = 1e-5
+OPTIONS = [
+    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "16", "--disable-uvicorn-access-log"),
+    *("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--api-key", "engine-secret"),
+]  # fmt: skip
+TEXTS = {"alice": "one two three four five six seven", "bob": "red green blue red green blue red"}
+WORDS = {"alice": "four", "bob": "blue"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vllm_python()
+    folder = tmp_path_factory.mktemp("model") / "model"
+    command = [
+        sys.executable,
+        "-m",
+        "megascend",
+        "new-model",
+        str(folder),
+        "--hidden",
+        "128",
+        "--layers",
+        "2",
+        "--heads",
+        "4",
+    ]
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vllm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a plain vLLM server."""
+    folder = tmp_path_factory.mktemp("vllm")
+    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with VllmProcess(
+        vllm_python(),
+        model,
+        log=folder / "log",
+        options=OPTIONS,
+        environment=environment,
+        module="vllm.entrypoints.openai.api_server",
+    ) as process:
+        process.wait_until_listening(START_S)
+        yield process.address
+
+
+def adapters(address: str) -> list[str]:
+    request = urllib.request.Request(f"{address}/v1/models", headers={"Authorization": "Bearer engine-secret"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return [each["id"] for each in json.load(answer)["data"] if each.get("parent") is not None]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tenants_sample_what_they_trained(model: Path, vllm: str, tmp_path: Path, monkeypatch, ranks: int) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "engine-secret")
+    settings = ServeConfig.model_validate(
+        {
+            "model": model, "storage": tmp_path / "storage", "port": 0, "precision": "fp32", "platform": "cpu", "vllm": [vllm],
+            "parallel": {"tensor": ranks},
+        }
+    )  # fmt: skip
+    names = ("alice", "bob")
+    job = {
+        "keys": {name: KEYS[name] for name in names}, "ranks": {"alice": 8, "bob": 4}, "model": str(model), "steps": 60,
+        "texts": {name: list(TEXTS[name].encode()) for name in names}, "words": WORDS,
+    }  # fmt: skip
+    with service(settings, ranks, tmp_path / "service") as url:
+        (tmp_path / "job.json").write_text(json.dumps(job | {"url": url}))
+        program = [sys.executable, str(Path(__file__).with_name("serve_client.py"))]
+        subprocess.run(
+            [*program, str(tmp_path / "job.json"), str(tmp_path / "result.json")],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300, check=True,
+        )  # fmt: skip
+        answer = json.loads((tmp_path / "result.json").read_text())
+        loaded = adapters(vllm)
+        assert len(loaded) == 2
+        assert all(name.startswith("megascend-") for name in loaded)
+    assert adapters(vllm) == [], "the server takes its adapters with it"
+    for name in names:
+        check_tenant(answer[name], job["texts"][name], WORDS[name])
+    assert "100000" in answer["refused"]
+    of_alice = answer["alice"]["prompt"]
+    assert largest(answer["base"][1:], of_alice[1:]) > 0.1, "the base model has not learned"
+
+
+def check_tenant(found: dict[str, Any], text: list[int], word: str) -> None:
+    first, second = found["responses"]
+    assert len(first) == 3
+    assert [each[0] for each in first] == [each[0] for each in second], "the same seed"
+    worst = 0.0
+    for (tokens, logprobs, _), trainer in zip(first, found["trainer"], strict=True):
+        worst = max(worst, largest(logprobs, trainer[-len(tokens) :]))
+    worst = max(worst, largest(found["prompt"][1:], found["trainer"][0][:7]))
+    print(f"log-probabilities of sampler and trainer differ by {worst:.1e} at most")
+    assert worst < BOUND
+    greedy = found["greedy"][0]
+    assert greedy[:8] == text[8:16], "what it has learned"
+    assert found["stopped by a token"][0] == greedy[: greedy.index(greedy[2]) + 1]
+    assert found["stopped by a token"][2].endswith("stop")
+    stopped = bytes(found["stopped by a text"][0]).decode()
+    assert stopped.endswith(word)
+    assert bytes(greedy).decode().startswith(stopped)
+
+
+def largest(one: list[float], other: list[float]) -> float:
+    return float((torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).abs().max())

@@ -1,0 +1,320 @@
+"""Requests to sample that vLLM servers answer: what is sent and read, who is asked, what happens when one fails.
+
+A double of a vLLM server stands in; tests/real_vllm/test_serve_sampling.py has the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megascend.errors import ConfigError, EngineError, EngineLostError
+from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
+from megascend.serve.commands import Create, Outcome, Remove, Respond
+from megascend.serve.errors import Failure
+from megascend.serve.vllm_sampling import VllmSampling, check
+from megascend.serve.vllm_server import RefusedError, UnknownModelError, VllmServer, body_of, result_of
+
+REQUEST = SampleRequest(
+    [5, 6, 7],
+    SamplingParams(2, 0.7, 0.9, 40, seed=11, stop=("END", 3)),
+    "p1",
+    2,
+    prompt_logprobs=True,
+    topk_prompt_logprobs=2,
+    topk_logprobs=2,
+)
+
+
+def choice(index: int, tokens: list[int], finish_reason: str) -> dict[str, Any]:
+    """As vLLM 0.32 writes it; the second likeliest token is token 9, the likeliest the one that was drawn."""
+    top = [{f"token_id:{token}": -0.5, "token_id:9": -1.5, "token_id:8": -2.5} for token in tokens]
+    prompt = [
+        None,
+        *(
+            {str(token): {"logprob": -3.25, "rank": 9}, "1": {"logprob": -0.1}, "2": {"logprob": -0.2}}
+            for token in (6, 7)
+        ),
+    ]
+    return {
+        "index": index,
+        "finish_reason": finish_reason,
+        "token_ids": tokens,
+        "prompt_logprobs": prompt,
+        "logprobs": {"token_logprobs": [-0.5] * len(tokens), "top_logprobs": top},
+    }  # fmt: skip
+
+
+def test_every_setting_is_sent_so_that_the_server_adds_none() -> None:
+    body = body_of(REQUEST, "a model", ends=[2])
+    assert body["model"] == "a model"
+    assert (body["prompt"], body["n"], body["max_tokens"], body["seed"]) == ([5, 6, 7], 2, 2, 11)
+    assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 0.9, 40, 0.0)
+    assert (body["repetition_penalty"], body["presence_penalty"], body["frequency_penalty"]) == (1.0, 0.0, 0.0)
+    assert (body["stop"], body["stop_token_ids"], body["include_stop_str_in_output"]) == (["END"], [2, 3], True)
+    assert (body["logprobs"], body["prompt_logprobs"], body["return_token_ids"]) == (2, 2, True)
+    plain = body_of(SampleRequest([1], SamplingParams(0)), "m")
+    assert plain["max_tokens"] == 1, "it refuses 0"
+    assert plain["top_k"] == -1
+    assert "seed" not in plain
+    assert "prompt_logprobs" not in plain
+
+
+def test_answers_are_read_by_token_ids() -> None:
+    found = result_of(REQUEST, {"choices": [choice(1, [8, 3], "stop"), choice(0, [4, 4], "length")]})
+    assert [each.tokens for each in found.samples] == [(4, 4), (8, 3)]
+    assert [each.stop_reason for each in found.samples] == ["length", "stop"]
+    assert found.samples[0].logprobs == (-0.5, -0.5)
+    assert found.samples[0].topk_logprobs == (((4, -0.5), (9, -1.5)), ((4, -0.5), (9, -1.5)))
+    assert found.prompt_logprobs == (None, -3.25, -3.25)
+    assert found.topk_prompt_logprobs == (None, ((1, -0.1), (2, -0.2)), ((1, -0.1), (2, -0.2)))
+    nothing = result_of(SampleRequest([1], SamplingParams(0)), {"choices": [choice(0, [4], "length")]})
+    assert nothing.samples == (SampledSequence((), (), "length"),)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"choices": [choice(0, [4], "stop")]},
+        {"choices": [choice(0, [4], "stop"), choice(1, [4], "abort")]},
+        {"choices": [choice(0, [4], "stop"), choice(1, [4], "stop") | {"token_ids": [4, 5]}]},
+        {"choices": [choice(0, [4], "stop") | {"prompt_logprobs": [None]}, choice(1, [4], "stop")]},
+    ],
+    ids=["too few", "aborted", "fewer numbers than tokens", "another prompt"],
+)
+def test_an_answer_that_does_not_fit_is_none(broken) -> None:
+    with pytest.raises(ValueError, match=r"responses|finish_reason|log-probabilities"):
+        result_of(REQUEST, broken)
+
+
+class Double:
+    """A vLLM server in memory: its answers are one token each, number ``token``."""
+
+    def __init__(self, token: int) -> None:
+        self.name, self.token = f"vLLM {token}", token
+        self.loaded: dict[str, str] = {}
+        self.calls: list[str] = []
+        self.lost = False
+        self.held: asyncio.Event | None = None
+        self.logprobs = (None, -1.0, -2.0)
+        self.listed = [{"id": "base", "parent": None, "max_model_len": 64}]
+
+    async def models(self) -> list[dict[str, Any]]:
+        return self.listed
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        self.calls.append("load")
+        await asyncio.sleep(0)
+        if directory.endswith("bad"):
+            raise RefusedError("rank 64 is more than max_lora_rank 16")
+        self.loaded[name] = directory
+
+    async def unload_adapter(self, name: str) -> None:
+        self.calls.append("unload")
+        del self.loaded[name]
+
+    async def sample(self, request: SampleRequest, model: str, ends=()) -> SampleResult:
+        self.calls.append("sample")
+        if self.held is not None:
+            await self.held.wait()
+        if self.lost:
+            raise EngineLostError(f"{self.name}: connection refused")
+        if model != "base" and model not in self.loaded:
+            raise UnknownModelError(f"{self.name}: no model {model}")
+        return SampleResult((SampledSequence((self.token,), (-0.5,), "length"),), self.logprobs)
+
+
+def run(doubles: list[Double], work: Callable[[VllmSampling, list[Outcome]], Any]) -> list[Outcome]:
+    """Outcomes after ``work`` and when all is quiet."""
+
+    async def main() -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        sampling = VllmSampling([(each, "base") for each in doubles], outcomes.extend, 100, 64)  # type: ignore[misc]
+        await work(sampling, outcomes)
+        await quiet()
+        return outcomes
+
+    return asyncio.run(main())
+
+
+async def quiet() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def respond(number: int, adapter: str | None = None) -> Respond:
+    return Respond(number, adapter or "base", SampleRequest([1, 2, 3], SamplingParams(1), adapter))
+
+
+def token_of(outcomes: list[Outcome], number: int) -> int:
+    (found,) = [each for each in outcomes if each.number == number]
+    assert found.error is None, found.error
+    return found.value.samples[0].tokens[0]
+
+
+def test_an_adapter_is_loaded_where_it_is_sampled_from_and_once() -> None:
+    one, two = Double(1), Double(2)
+
+    async def work(sampling, outcomes) -> None:
+        sampling.put(Create(1, "p1", None, "/storage/a", False))
+        for number in range(2, 6):
+            sampling.put(respond(number, "p1"))
+        await quiet()
+        assert sorted(token_of(outcomes, number) for number in range(2, 6)) == [1, 1, 2, 2], "the least busy one"
+        assert one.calls.count("load") == two.calls.count("load") == 1
+        assert list(one.loaded.values()) == ["/storage/a"]
+        sampling.put(Remove(6, "p1"))
+
+    outcomes = run([one, two], work)
+    assert {each.number for each in outcomes} == set(range(1, 7))
+    assert not one.loaded
+    assert not two.loaded
+
+
+def test_names_of_adapters_are_those_of_one_server_alone() -> None:
+    """An engine may still have an adapter "p1" of a server that is gone."""
+    double = Double(1)
+
+    async def work(sampling, outcomes) -> None:
+        sampling.put(Create(1, "p1", None, "/storage/a", False))
+        sampling.put(respond(2, "p1"))
+        await quiet()
+
+    run([double], work)
+    run([double], work)
+    assert len(double.loaded) == 2
+
+
+def test_another_server_answers_for_one_that_is_lost_and_one_that_came_back_loads_again() -> None:
+    one, two = Double(1), Double(2)
+
+    async def work(sampling, outcomes) -> None:
+        sampling.put(Create(1, "p1", None, "/storage/a", False))
+        one.lost = True
+        sampling.put(respond(2, "p1"))
+        await quiet()
+        assert token_of(outcomes, 2) == 2
+        one.lost, two.lost = False, True
+        one.loaded.clear()  # started again
+        sampling.put(respond(3, "p1"))
+        await quiet()
+        assert token_of(outcomes, 3) == 1
+        one.lost = True
+        sampling.put(respond(4))
+
+    (last,) = [each for each in run([one, two], work) if each.number == 4]
+    assert isinstance(last.error, EngineLostError)
+    failure = Failure.of(last.error)
+    assert failure.category == "server"
+    assert "connection refused" in failure.message
+
+
+def test_what_a_server_refuses_is_the_clients_fault_and_nobody_elses() -> None:
+    async def work(sampling, outcomes) -> None:
+        sampling.put(Create(1, "p1", None, "/storage/bad", False))
+        sampling.put(respond(2, "p1"))
+        sampling.put(respond(3))
+
+    outcomes = {each.number: each for each in run([Double(7)], work)}
+    assert isinstance(outcomes[2].error, ConfigError)
+    assert "max_lora_rank" in str(outcomes[2].error)
+    assert outcomes[3].value.samples[0].tokens == (7,)
+
+
+def test_a_request_that_nobody_waits_for_is_given_up() -> None:
+    double = Double(1)
+
+    async def work(sampling, outcomes) -> None:
+        double.held = asyncio.Event()
+        sampling.put(respond(1))
+        await quiet()
+        assert sampling.cancel(1)
+        await quiet()
+        assert not sampling.cancel(1)
+
+    (outcome,) = run([double], work)
+    assert "nobody waits" in str(outcome.error)
+
+
+def test_a_server_with_another_model_is_refused() -> None:
+    def checked(double: Double, expected=(-1.0, -2.0)) -> Any:
+        return asyncio.run(check([double], [1, 2, 3], expected, 64))  # type: ignore[list-item]
+
+    assert checked(Double(1))[0][1] == "base"
+    with pytest.raises(ConfigError, match=r"vLLM 1 does not have the model.*differ by 1\.5"):
+        checked(Double(1), (-2.0, -4.0))
+    nan = Double(1)
+    nan.logprobs = (None, float("nan"), -2.0)
+    with pytest.raises(ConfigError, match="does not have the model"):
+        checked(nan)
+    two = Double(1)
+    two.listed = [{"id": "a"}, {"id": "b"}, {"id": "adapter", "parent": "a"}]
+    with pytest.raises(ConfigError, match="serves 2 models"):
+        checked(two)
+
+
+@pytest.mark.parametrize("address", ["https://host:1", "host:1", "http://host", "http://host:1/v1"])
+def test_an_address_that_is_none(address) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        VllmServer(address)
+
+
+def answered(status: int, body: Any, call: Callable[[VllmServer], Any], key: str | None = None) -> tuple[Any, str]:
+    """What ``call`` returns or raises, of a server that answers so, and what it was sent."""
+
+    async def main() -> tuple[Any, str]:
+        sent: list[bytes] = []
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            sent.append(head + await reader.readexactly(length))
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            found: Any = await call(VllmServer(f"http://127.0.0.1:{port}", key))
+        except EngineError as error:
+            found = error
+        server.close()
+        return found, b"".join(sent).decode()
+
+    return asyncio.run(main())
+
+
+def test_errors_of_the_server_are_told_with_its_address() -> None:
+    def of(status: int, message: str) -> Any:
+        body = {"error": {"message": message, "type": "BadRequestError", "code": status}}
+        return answered(status, body, lambda server: server.sample(REQUEST, "m"))[0]
+
+    refused, unknown, broken = of(400, "the prompt is too long"), of(404, "no model m"), of(500, "out of memory")
+    assert isinstance(refused, RefusedError)
+    assert isinstance(unknown, UnknownModelError)
+    assert type(broken) is EngineError
+    for error, text in ((refused, "too long"), (unknown, "no model m"), (broken, "status 500: out of memory")):
+        assert text in str(error)
+        assert "vLLM at 127.0.0.1:" in str(error)
+    unreadable, _ = answered(200, {"choices": []}, lambda server: server.sample(REQUEST, "m"))
+    assert "the answer cannot be read" in str(unreadable)
+
+
+def test_adapters_are_loaded_by_name_and_directory_with_the_key() -> None:
+    found, sent = answered(200, b"Success", lambda server: server.load_adapter("n", "/storage/a"), key="secret")
+    assert found is None
+    assert sent.startswith("POST /v1/load_lora_adapter HTTP/1.1")
+    assert "Authorization: Bearer secret" in sent
+    assert json.loads(sent.split("\r\n\r\n")[1]) == {"lora_name": "n", "lora_path": "/storage/a"}
+    missing = {"error": {"message": "No adapter found for /storage/a", "code": 404}}
+    error, _ = answered(404, missing, lambda server: server.load_adapter("n", "/storage/a"))
+    assert "No adapter found for /storage/a" in str(error)
+    assert "storage at the same path" in str(error)
+    twice = {"error": {"message": "The lora adapter 'n' has already been loaded.", "code": 400}}
+    assert answered(400, twice, lambda server: server.load_adapter("n", "/storage/a"))[0] is None
