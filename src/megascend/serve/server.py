@@ -196,7 +196,7 @@ def http_server(
         keep_in_journal(service)
     if servers:
         ends = end_tokens(settings)[1]
-        service.vllm = VllmSampling(servers, service.finish, base.vocab_size, base.max_length, ends)
+        service.vllm = VllmSampling(servers, service.finish, base.vocabulary, base.max_length, ends)
     application = make_application(service, api_keys.Keys(keys))
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
