@@ -19,7 +19,7 @@ def datum(tokens: list[int]) -> types.Datum:
 def trained(job: dict[str, Any], name: str) -> Any:
     """A tenant's client after some steps."""
     service = tinker.ServiceClient(base_url=job["url"], api_key=job["keys"][name])
-    client = service.create_lora_training_client(base_model=job["model"], rank=job["ranks"][name], seed=1)
+    client = service.create_lora_training_client(base_model=job["model"], rank=job["ranks"][name], seed=1).result()
     for _ in range(job["steps"]):
         client.forward_backward([datum(job["texts"][name])], "cross_entropy")
         client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
@@ -37,7 +37,7 @@ def sampled(client: Any, job: dict[str, Any], name: str) -> dict[str, Any]:
     """Responses of a tenant's model, and what the trainer says of their tokens."""
     prompt = job["texts"][name][:8]
     text = types.ModelInput.from_ints(prompt)
-    sampling = client.save_weights_and_get_sampling_client()
+    sampling = client.save_weights_and_get_sampling_client().result()
     warm = types.SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, top_k=50, seed=5)
     found = [sampling.sample(prompt=text, num_samples=3, sampling_params=warm).result() for _ in range(2)]
     wholes = [prompt + tokens for tokens, _, _ in sequences(found[0])]
@@ -45,11 +45,13 @@ def sampled(client: Any, job: dict[str, Any], name: str) -> dict[str, Any]:
     greedy = types.SamplingParams(max_tokens=24, temperature=0.0)
     plain = sequences(sampling.sample(prompt=text, num_samples=1, sampling_params=greedy).result())[0]
     stop = types.SamplingParams(max_tokens=24, temperature=0.0, stop=[plain[0][2]])
-    word = types.SamplingParams(max_tokens=24, temperature=0.0, stop=[job["words"][name]])
+    ending = bytes(plain[0][3:6]).decode()
+    word = types.SamplingParams(max_tokens=24, temperature=0.0, stop=[ending])
     return {
         "responses": [sequences(each) for each in found],
         "trainer": [list(map(float, each["logprobs"].data)) for each in outputs],
         "greedy": plain,
+        "ending": ending,
         "stopped by a token": sequences(sampling.sample(prompt=text, num_samples=1, sampling_params=stop).result())[0],
         "stopped by a text": sequences(sampling.sample(prompt=text, num_samples=1, sampling_params=word).result())[0],
         "prompt": [None if v is None else float(v) for v in sampling.compute_logprobs(text).result()],
@@ -63,7 +65,7 @@ def main(job_path: str, result_path: str) -> None:
     answer: dict[str, Any] = {name: sampled(client, job, name) for name, (_, client) in clients.items()}
     service = clients["alice"][0]
     text = types.ModelInput.from_ints(job["texts"]["alice"][:8])
-    base = service.create_sampling_client(base_model=job["model"])
+    base = service.create_sampling_client(base_model=job["model"]).result()
     answer["base"] = [None if v is None else float(v) for v in base.compute_logprobs(text).result()]
     long = types.SamplingParams(max_tokens=100_000, temperature=1.0)
     try:

@@ -28,7 +28,6 @@ OPTIONS = [
     *("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--api-key", "engine-secret"),
 ]  # fmt: skip
 TEXTS = {"alice": "one two three four five six seven", "bob": "red green blue red green blue red"}
-WORDS = {"alice": "four", "bob": "blue"}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_tenants_sample_what_they_trained(model: Path, vllm: str, tmp_path: Path
     names = ("alice", "bob")
     job = {
         "keys": {name: KEYS[name] for name in names}, "ranks": {"alice": 8, "bob": 4}, "model": str(model), "steps": 60,
-        "texts": {name: list(TEXTS[name].encode()) for name in names}, "words": WORDS,
+        "texts": {name: list(TEXTS[name].encode()) for name in names},
     }  # fmt: skip
     with service(settings, ranks, tmp_path / "service") as url:
         (tmp_path / "job.json").write_text(json.dumps(job | {"url": url}))
@@ -102,13 +101,13 @@ def test_tenants_sample_what_they_trained(model: Path, vllm: str, tmp_path: Path
         assert all(name.startswith("megascend-") for name in loaded)
     assert adapters(vllm) == [], "the server takes its adapters with it"
     for name in names:
-        check_tenant(answer[name], job["texts"][name], WORDS[name])
+        check_tenant(answer[name])
     assert "100000" in answer["refused"]
-    of_alice = answer["alice"]["prompt"]
-    assert largest(answer["base"][1:], of_alice[1:]) > 0.1, "the base model has not learned"
+    learned, base = (sum(values[1:]) / 7 for values in (answer["alice"]["prompt"], answer["base"]))
+    assert learned > base + 2, "alice's prompt is likelier to her model than to the base model"
 
 
-def check_tenant(found: dict[str, Any], text: list[int], word: str) -> None:
+def check_tenant(found: dict[str, Any]) -> None:
     first, second = found["responses"]
     assert len(first) == 3
     assert [each[0] for each in first] == [each[0] for each in second], "the same seed"
@@ -119,11 +118,10 @@ def check_tenant(found: dict[str, Any], text: list[int], word: str) -> None:
     print(f"log-probabilities of sampler and trainer differ by {worst:.1e} at most")
     assert worst < BOUND
     greedy = found["greedy"][0]
-    assert greedy[:8] == text[8:16], "what it has learned"
     assert found["stopped by a token"][0] == greedy[: greedy.index(greedy[2]) + 1]
     assert found["stopped by a token"][2].endswith("stop")
     stopped = bytes(found["stopped by a text"][0]).decode()
-    assert stopped.endswith(word)
+    assert stopped.endswith(found["ending"])
     assert bytes(greedy).decode().startswith(stopped)
 
 
