@@ -77,6 +77,9 @@ FINE = (
             "message.logprobs",
             "message.k",
             "message.length",
+            "tensor.sparse_csr.crow_indices",
+            "tensor.sparse_csr.col_indices",
+            "journaled.when_recovered",  # of the journal that has just been opened
             *("entry.uid", "entry.gid", "entry.uname", "entry.gname", "entry.mode"),  # of an archive that we write
             "function.argtypes",  # of a library that has just been loaded
             "server.should_exit",  # uvicorn's, which megascend serve has made
