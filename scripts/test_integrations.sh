@@ -6,11 +6,22 @@
 # A part is a function part_NAME below: it makes its environment if it is not there, and runs its tests.
 #
 # MEGASCEND_VERL_PYTHON     verl's interpreter, which has everything installed, instead of .venv-verl
+# MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_SKYRL_PYTHON    likewise
+# MEGASCEND_TWINKLE         a checkout of twinkle, whose cookbook is then run, too
+# SKYRL_BASE_PYTHON         a Python of 3.12 or later, which SkyRL needs (default: python3.12 or python3.13)
 # MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 1800)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
+
+# What megascend itself requires, beside torch: installed without it, so that no part's own pins are overruled.
+MEGASCEND_REQUIRES=(megatron-core==0.16.1 mcore-bridge==1.6.5 datasets pillow safetensors filelock h11 xxhash packaging psutil
+  "pydantic>=2.7" pyyaml "typer>=0.12" "rich>=13")
+TWINKLE=(twinkle-kit==0.5.1 peft==0.19.0 "numpy<2.3")
+BRIDGES=("transformers<5" "peft==0.19.*" omegaconf hydra-core accelerate wandb regex six tensorboard)
+SKYRL=("transformers>=5.6.1,<=5.8.0" peft==0.19.1 "fastapi[standard]" sqlmodel "sqlalchemy[asyncio]" aiosqlite cloudpathlib
+  tinker==0.16.1 starlette zstandard protobuf)
 
 run_tests() { # PYTHON pytest-arguments
   OMP_NUM_THREADS=1 PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" \
@@ -25,6 +36,48 @@ part_verl() {
   fi
   export MEGASCEND_VERL_PYTHON
   run_tests "$MEGASCEND_VERL_PYTHON" tests/integrations/verl tests/integrations/test_verl_checkpoint_engine.py "$@"
+}
+
+make_env() { # DIRECTORY PYTHON requirements: with what they require
+  local venv=$1 python=$2
+  shift 2
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/pip" install --quiet --no-compile "${MEGASCEND_TORCH:-torch==2.13.0}" pytest "$@"
+  "$venv/bin/pip" install --quiet --no-compile --no-deps --editable .
+}
+
+# twinkle: its Megatron models on the CPU platform
+part_twinkle() {
+  if [ -z "${MEGASCEND_TWINKLE_PYTHON:-}" ]; then
+    make_env .venv-twinkle "${PYTHON:-python3}" "${TWINKLE[@]}" "${MEGASCEND_REQUIRES[@]}"
+    MEGASCEND_TWINKLE_PYTHON=$PWD/.venv-twinkle/bin/python
+  fi
+  run_tests "$MEGASCEND_TWINKLE_PYTHON" tests/integrations/twinkle "$@"
+}
+
+# megatron-bridge and mcore-bridge: models in, trained, out
+part_bridges() {
+  if [ -z "${MEGASCEND_BRIDGES_PYTHON:-}" ]; then
+    make_env .venv-bridges "${PYTHON:-python3}" "${BRIDGES[@]}" "${MEGASCEND_REQUIRES[@]}"
+    .venv-bridges/bin/pip install --quiet --no-compile --no-deps megatron-bridge==0.3.1
+    MEGASCEND_BRIDGES_PYTHON=$PWD/.venv-bridges/bin/python
+  fi
+  run_tests "$MEGASCEND_BRIDGES_PYTHON" tests/integrations/bridges "$@"
+}
+
+# SkyRL: its Tinker server on megascend
+part_skyrl() {
+  if [ -z "${MEGASCEND_SKYRL_PYTHON:-}" ]; then
+    local python=${SKYRL_BASE_PYTHON:-$(command -v python3.12 || command -v python3.13 || true)}
+    if [ -z "$python" ]; then
+      echo "SkyRL 0.3.0 needs Python 3.12 or later, and there is none here: set SKYRL_BASE_PYTHON" >&2
+      return 1
+    fi
+    make_env .venv-skyrl "$python" "${SKYRL[@]}" "${MEGASCEND_REQUIRES[@]}"
+    .venv-skyrl/bin/pip install --quiet --no-compile --no-deps skyrl==0.3.0
+    MEGASCEND_SKYRL_PYTHON=$PWD/.venv-skyrl/bin/python
+  fi
+  run_tests "$MEGASCEND_SKYRL_PYTHON" tests/integrations/skyrl "$@"
 }
 
 parts=$(declare -F | sed -n 's/^declare -f part_//p')

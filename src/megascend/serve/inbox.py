@@ -36,11 +36,12 @@ class Inbox:
         self._pauses: dict[str, float] = {}  # of models, from their last answer to what came after it
         self._missed: set[str] = set()  # were waited for in vain
 
-    def put(self, command: Command) -> None:
-        """Add a command."""
+    def put(self, *commands: Command) -> None:
+        """Add commands; several are taken together."""
         with self._changed:
-            self._commands.append(command)
-            self._note(command)
+            self._commands.extend(commands)
+            for command in commands:
+                self._note(command)
             self._changed.notify()
 
     def set_models(self, count: int) -> None:

@@ -105,6 +105,11 @@ def as_the_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np
 
 def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:
     """The sum of a loss over samples, from log-probabilities that are known already."""
+    return float(values_of(loss, samples, logprobs).double().sum())
+
+
+def values_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> Tensor:
+    """What each token of all samples adds to the sum, [n] one sample after the other."""
 
     def joined(name: str) -> Tensor | None:
         return None if getattr(samples[0], name) is None else torch.cat([getattr(each, name) for each in samples])
@@ -124,4 +129,4 @@ def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) 
     )
     values = loss(torch.cat(list(logprobs)), inputs)
     values = values[0] if isinstance(values, tuple) else values
-    return float(torch.where(weights != 0, values * weights, 0.0).double().sum())
+    return torch.where(weights != 0, values * weights, 0.0)

@@ -1,0 +1,1 @@
+"""megascend behind SkyRL's Tinker server: ``ranks`` (commands, without SkyRL), ``batches`` (pure), ``backend``, ``launch``."""

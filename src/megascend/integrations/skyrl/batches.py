@@ -1,0 +1,101 @@
+"""SkyRL's prepared batches as megascend's samples and requests, and back. Reads attributes only: no SkyRL, no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megascend.batch.losses import Loss
+from megascend.batch.sample import Sample
+from megascend.errors import DataError
+from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.serve.samples import loss_of, samples_of, values_of
+from megascend.serve.wire import Datum
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One request of a batch: samples of one model under one loss."""
+
+    request: str
+    model: str
+    samples: Sequence[Sample]
+    loss: Loss
+
+    def outputs(self, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
+        """What SkyRL answers for each sample: log-probabilities of the targets, and the loss's value at each of them."""
+        values = values_of(self.loss, self.samples, logprobs).split([len(sample) for sample in self.samples])
+        return [
+            {"elementwise_loss": _tensor(value), "logprobs": _tensor(found)}
+            for value, found in zip(values, logprobs, strict=True)
+        ]
+
+
+def pass_of(batch: Any, number: int) -> Pass:
+    """A request of a ``PreparedModelPassBatch``, by its place in ``request_batch_slices``.
+
+    Raises:
+        ConfigError: a loss that is not here, or a setting that it does not have.
+        DataError: images; fields of another length, missing or not finite.
+    """
+    request, model, start, end = batch.request_batch_slices[number]
+    if start == end:
+        raise DataError("the request has no samples")
+    loss = loss_of(batch.all_loss_fns[start], batch.all_loss_fn_configs[start] or {})
+    samples = [sample for index in range(start, end) for sample in samples_of(_datum(batch, index, loss), loss)]
+    return Pass(request, model, samples, loss)
+
+
+def _datum(batch: Any, index: int, loss: Loss) -> Datum:
+    inputs = {"target_tokens": np.array(batch.all_targets[index], np.int64)}
+    if batch.all_token_weights[index]:
+        inputs["weights"] = np.array(batch.all_token_weights[index], np.float32)
+    if loss.requires:
+        inputs["logprobs"] = np.array(batch.all_sampling_logprobs[index], np.float32)
+        inputs["advantages"] = np.array(batch.all_advantages[index], np.float32)
+    return Datum(np.array(tokens_of(batch.all_model_inputs[index]), np.int64), inputs)
+
+
+def tokens_of(model_input: Any) -> list[int]:
+    """Token ids of a ``ModelInput``.
+
+    Raises:
+        DataError: it has something else in it.
+    """
+    other = next((chunk.type for chunk in model_input.chunks if chunk.type != "encoded_text"), None)
+    if other is not None:
+        raise DataError(f"model_input: {other} chunks are not supported, encoded_text is")
+    return [token for chunk in model_input.chunks for token in chunk.tokens]
+
+
+def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleRequest:
+    """A request of a ``PreparedSampleBatch``. SkyRL counts a request's seeds up from the first; megascend takes that one.
+
+    Raises:
+        DataError: images.
+    """
+    _, _, start, end, prompt_logprobs, *more = batch.request_batch_slices[number]
+    given = batch.all_sampling_params[start]
+    params = SamplingParams(
+        max_tokens=given.max_tokens,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        seed=given.seed,
+        stop=(*(given.stop_tokens or ()), *(given.stop_strings or ())),
+    )
+    return SampleRequest(
+        prompt=tokens_of(batch.all_model_inputs[start]),
+        params=params,
+        adapter=adapter,
+        num_samples=end - start,
+        prompt_logprobs=bool(prompt_logprobs),
+        topk_prompt_logprobs=more[0] if more else 0,
+    )
+
+
+def _tensor(values: Any) -> dict[str, Any]:
+    return {"data": values.float().tolist(), "dtype": "float32", "shape": [len(values)]}

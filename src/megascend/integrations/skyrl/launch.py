@@ -1,0 +1,114 @@
+"""SkyRL's Tinker server with megascend as its backend, until SkyRL takes a class path for ``--backend``.
+
+    python -m megascend.integrations.skyrl.launch --base-model MODEL --backend-config '{"ranks": 2}' [SkyRL's options]
+
+starts SkyRL's own API server, whose engine process is this module again (with ``--engine``), under torchrun where
+there are several ranks. Two functions of SkyRL's are replaced: the one that knows the names of backends, and the one that
+starts the engine by ``uv run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from typing import Any
+
+from megascend.integrations.skyrl.settings import NAME, BackendConfig, settings_of
+
+ENGINE = "--engine"
+MODULE = "megascend.integrations.skyrl.launch"
+
+
+def backend_classes(name: str) -> tuple[Any, Any]:
+    """The backend that a class path names, ``package.module:Class``, and the class of its settings."""
+    module, _, attribute = name.partition(":")
+    backend = getattr(import_module(module), attribute)
+    return backend, backend.config_class
+
+
+def engine_command(config: Any, arguments: list[str]) -> list[str]:
+    """The command line of the engine process.
+
+    Args:
+        config: SkyRL's EngineConfig.
+        arguments: its options again.
+    """
+    ranks = BackendConfig(**config.backend_config).ranks
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *torchrun, "-m", MODULE, ENGINE, *arguments]
+
+
+def take_class_paths() -> None:
+    """Let SkyRL's engine find a backend by its class path, in this process."""
+    from skyrl.tinker import engine
+
+    from megascend.changes import patch
+
+    known = engine.get_backend_classes
+
+    def get_backend_classes(backend_name: str, use_ray: bool = False) -> tuple[Any, Any]:
+        return backend_classes(backend_name) if ":" in backend_name else known(backend_name, use_ray=use_ray)
+
+    patch(engine, "get_backend_classes", get_backend_classes, "takes a class path, too")
+
+
+def run_server(arguments: list[str]) -> None:
+    """SkyRL's API server; it starts the engine."""
+    from skyrl.tinker import config as skyrl_config
+
+    from megascend.changes import patch
+
+    sys.argv = ["skyrl.tinker.api", *arguments]
+    api = import_module("skyrl.tinker.api")
+
+    def command(parent_cmd: list[str], engine_config: Any) -> list[str]:
+        return engine_command(engine_config, skyrl_config.config_to_argv(engine_config))
+
+    patch(api, "_build_uv_run_cmd_engine", command, "starts megascend's ranks instead of uv")
+    parser = argparse.ArgumentParser(prog="SkyRL's Tinker server on megascend")
+    skyrl_config.add_model(parser, skyrl_config.EngineConfig)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    found = vars(parser.parse_args(arguments))
+    host, port = found.pop("host"), found.pop("port")
+    api.app.state.engine_config = skyrl_config.EngineConfig.model_validate(found)
+    import uvicorn
+
+    uvicorn.run(api.app, host=host, port=port, log_level="warning")
+
+
+def run_engine(arguments: list[str]) -> None:
+    """SkyRL's engine on rank 0; megascend's ranks on the others."""
+    import os
+
+    if os.environ.get("RANK", "0") == "0":
+        take_class_paths()
+        from skyrl.tinker import engine
+
+        sys.argv = ["skyrl.tinker.engine", *arguments]
+        engine.main()
+        return
+    from megascend.integrations.skyrl.ranks import follow
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--base-model")
+    parser.add_argument("--backend-config", type=json.loads, default={})
+    found, _ = parser.parse_known_args(arguments)
+    follow(settings_of(found.base_model, BackendConfig(**found.backend_config)))
+
+
+def main() -> None:
+    """``--engine`` first: the engine process; else the server, with megascend's backend unless another is named."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == [ENGINE]:
+        run_engine(arguments[1:])
+        return
+    if "--backend" not in arguments:
+        arguments = ["--backend", NAME, *arguments]
+    run_server(arguments)
+
+
+if __name__ == "__main__":
+    main()

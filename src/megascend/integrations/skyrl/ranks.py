@@ -1,0 +1,110 @@
+"""The job's ranks, told what to do from a thread of rank 0 that belongs to somebody else's server. Knows nothing of SkyRL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from megascend.config.serve import ServeConfig
+from megascend.errors import MegascendError, ProcessGroupError
+from megascend.serve.base_model import BaseModel
+from megascend.serve.commands import Command, Outcome
+from megascend.serve.inbox import Inbox
+
+WINDOW_S = 1.0
+"""How long a rank waits for the rest of a batch that is being handed over; it does not wait once all models' are there."""
+
+
+class Ranks:
+    """Rank 0's side. Builds the model in a thread of its own, and works there.
+
+    Args:
+        settings: model, layout, precision, room for adapters.
+
+    Attributes:
+        base: the model, once it is built.
+
+    Raises:
+        MegascendError: the model cannot be built.
+    """
+
+    def __init__(self, settings: ServeConfig) -> None:
+        self._settings = settings
+        self._inbox = Inbox(WINDOW_S, settings.batch_tokens)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Outcome]] = {}
+        self._count = 0
+        self._ended: BaseException | None = None
+        ready: Future[BaseModel] = Future()
+        self._thread = threading.Thread(target=self._work, args=(ready,), name="megascend", daemon=True)
+        self._thread.start()
+        self.base = ready.result()
+
+    def run(self, commands: Sequence[Callable[[int], Command]]) -> list[Outcome]:
+        """Run commands of any models, those of several models in one batch where it can be, and wait until all have ended.
+
+        Args:
+            commands: make a command for the number it is given.
+
+        Raises:
+            ProcessGroupError: the ranks have ended.
+        """
+        with self._lock:
+            if self._ended is not None:
+                raise ProcessGroupError(f"megascend's ranks have ended: {self._ended}")
+            numbers = range(self._count, self._count + len(commands))
+            self._count += len(commands)
+            made = [command(number) for command, number in zip(commands, numbers, strict=True)]
+            futures: list[Future[Outcome]] = [Future() for _ in made]
+            self._waiting.update(zip(numbers, futures, strict=True))
+            self._inbox.set_models(len({command.adapter for command in made}))
+            self._inbox.put(*made)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the work on all ranks."""
+        self._inbox.close()
+        self._thread.join()
+
+    def _work(self, ready: Future[BaseModel]) -> None:
+        from megascend.lora.queue import AdapterQueue
+        from megascend.serve.server import base_model, make_backend, sampler
+        from megascend.serve.worker import work
+
+        try:
+            with make_backend(self._settings) as backend:
+                queue = AdapterQueue(backend, max_batch_tokens=self._settings.batch_tokens, max_pending=64)
+                generate = sampler(self._settings, backend).generate
+                ready.set_result(base_model(self._settings, backend))
+                work(backend, queue, self._inbox, self._report, generate)
+            self._end(ProcessGroupError("it was closed"))
+        except BaseException as error:  # noqa: BLE001  whoever waits is told
+            if not ready.done():
+                ready.set_exception(error)
+            self._end(error)
+
+    def _report(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            with self._lock:
+                future = self._waiting.pop(outcome.number)
+            future.set_result(outcome)
+
+    def _end(self, error: BaseException) -> None:
+        with self._lock:
+            self._ended = error
+            waiting, self._waiting = self._waiting, {}
+        why = error if isinstance(error, MegascendError) else ProcessGroupError(f"the ranks have ended: {error!r}")
+        for number, future in waiting.items():
+            future.set_result(Outcome(number, error=why))
+
+
+def follow(settings: ServeConfig) -> None:
+    """Any other rank's side: work until rank 0 closes. Collective with :class:`Ranks`."""
+    from megascend.lora.queue import AdapterQueue
+    from megascend.serve.server import make_backend, sampler
+    from megascend.serve.worker import work
+
+    with make_backend(settings) as backend:
+        queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
+        work(backend, queue, None, lambda outcomes: None, sampler(settings, backend).generate)

@@ -1,0 +1,45 @@
+"""What ``--backend-config`` of SkyRL's Tinker server takes, and megascend's settings from it. No SkyRL, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, Field
+
+from megascend.config import Batching, Parallel, PlatformName, Precision
+from megascend.config.serve import ServeConfig
+
+NAME = "megascend.integrations.skyrl.backend:MegascendBackend"
+"""Class path: what ``--backend`` is."""
+
+
+class BackendConfig(BaseModel, extra="forbid"):
+    """Settings of :class:`~megascend.integrations.skyrl.backend.MegascendBackend`."""
+
+    max_lora_adapters: int = Field(32, ge=1, description="models at a time; one in sampling takes a place, too")
+    max_lora_rank: int = Field(32, ge=1, description="largest LoRA rank")
+    engine: str = Field("megatron", description="megatron, fsdp or single")
+    ranks: int = Field(1, ge=1, description="processes on this host, started by torchrun")
+    parallel: Parallel = Parallel()
+    precision: Precision = "bf16"
+    platform: PlatformName = "auto"
+    batching: Batching = Batching()
+    batch_tokens: int = Field(65536, ge=1, description="most tokens of one batch of several models")
+    timeout_s: float = Field(600, gt=0, description="a rank that is missing for so long is an error on the others")
+
+
+def settings_of(base_model: str, config: BackendConfig) -> ServeConfig:
+    """megascend's settings of the ranks. Pure."""
+    return ServeConfig(
+        model=Path(base_model),
+        engine=config.engine,
+        parallel=config.parallel,
+        precision=config.precision,
+        platform=config.platform,
+        batching=config.batching,
+        timeout_s=config.timeout_s,
+        max_models=config.max_lora_adapters,
+        max_samplers=config.max_lora_adapters,
+        max_rank=config.max_lora_rank,
+        batch_tokens=config.batch_tokens,
+    )

@@ -1,0 +1,134 @@
+"""twinkle's Megatron models on a CPU, and what of them gives wrong numbers on any device put right.
+
+    torchrun --nproc-per-node 2 -m megascend.integrations.twinkle [--as-it-is] SCRIPT [ARGUMENTS]
+
+runs a program that was written for twinkle, unmodified. On a CPU the process is bootstrapped and its ranks meet over Gloo first:
+twinkle knows GPUs and NPUs only. On NPUs twinkle calls MindSpeed itself and is left to it. A program can call :func:`prepare`
+instead, before it makes its first model.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+AS_IT_IS = "--as-it-is"
+
+
+def prepare(platform: str = "auto", *, mend: bool = True) -> list[str]:
+    """Get the process ready for twinkle. Call before the first model is made; on a CPU before Megatron-Core is imported.
+
+    Args:
+        platform: "cpu", "cuda", "npu" or "auto".
+        mend: put right what twinkle gets wrong (:func:`mend_twinkle`).
+
+    Returns:
+        What was mended, a line each.
+
+    Raises:
+        MegascendError: the platform is not there, or a package has a version that does not fit.
+    """
+    from megascend.platforms import choose
+
+    if choose(platform).name == "cpu":
+        import megascend
+
+        megascend.bootstrap("cpu", engine="megatron").load_megatron()
+        meet_over_gloo()
+    return mend_twinkle() if mend else []
+
+
+def meet_over_gloo() -> None:
+    """Make the default process group, if there is none: of torchrun's ranks, or of this process alone."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def mend_twinkle() -> list[str]:
+    """Replace what gives wrong numbers in twinkle's ``MegatronStrategy`` (0.4 to 0.5.1). Idempotent.
+
+    Returns:
+        A line for each of them.
+    """
+    from twinkle.model.megatron.strategy.megatron import MegatronStrategy
+
+    from megascend.changes import patch
+
+    mended = {
+        "wrap_model": (
+            _wrap_model,
+            "one rank has Megatron's gradient buffers too, so that gradients are divided by the number of tokens",
+        ),
+        "params_type": (property(_params_type), "mixed_precision='no' and 'fp16' are honoured; all was bf16"),
+        "create_megatron_model": (
+            _marking_shards(MegatronStrategy.create_megatron_model),
+            "with tensor parallelism the gradient norm counts all shards of embedding and output",
+        ),
+    }
+    if MegatronStrategy.wrap_model is not _wrap_model:
+        for name, (value, why) in mended.items():
+            patch(MegatronStrategy, name, value, why)
+    return [f"{name}: {why}" for name, (_, why) in mended.items()]
+
+
+def _wrap_model(self: Any, model: list[Any]) -> list[Any]:
+    """twinkle's own, without its way out for one rank, which leaves out what divides gradients by the tokens."""
+    if self.device_mesh.world_size > 1:  # a mesh of one has no ranks to check
+        self._check_device_mesh()
+    return self._wrap_with_megatron_ddp(model, self.use_distributed_optimizer, self.ddp_config)
+
+
+def _params_type(self: Any) -> Any:
+    """torch.dtype of the parameters. twinkle's own looks a dtype up in a table of names, and takes bf16 as it is not there."""
+    return self._params_dtype
+
+
+def _marking_shards(create: Any) -> Any:
+    def create_megatron_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megascend.engines.megatron.build import mark_tensor_parallel
+
+        chunks = create(self, *args, **kwargs)
+        for chunk in chunks:
+            mark_tensor_parallel(chunk)
+        return chunks
+
+    return create_megatron_model
+
+
+def main() -> None:
+    """Prepare the process, say so, run the script."""
+    arguments = sys.argv[1:]
+    mend = arguments[:1] != [AS_IT_IS]
+    script = arguments[0 if mend else 1 :]
+    if not script or not Path(script[0]).is_file():
+        sys.exit(f"usage: python -m megascend.integrations.twinkle [{AS_IT_IS}] SCRIPT [ARGUMENTS]")
+    mended = prepare(mend=mend)
+    if os.environ.get("RANK", "0") == "0":
+        for line in mended:
+            print(f"megascend mends twinkle's MegatronStrategy.{line}", flush=True)
+    sys.argv = script
+    sys.path[0] = str(Path(script[0]).resolve().parent)
+    try:
+        runpy.run_path(script[0], run_name="__main__")
+    finally:
+        _leave()
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The five-minute start of docs/integrations/bridges.md, as it stands there, against transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "megatron.bridge.package_info", reason="no megatron-bridge: bash scripts/test_integrations.sh bridges"
+)
+
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+DEADLINE_S = 900
+
+pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
+
+
+def run(command: list[str], folder: Path) -> str:
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_five_minute_start(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "integrations" / "bridges.md").read_text(encoding="utf-8")
+    section = page[page.index("## Five-minute start") : page.index("## What to know")]
+    script = "set -e\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
+    output = run(["bash", "-c", script], tmp_path)
+    expected = json.loads(run([sys.executable, str(HERE / "reference_loop.py"), "model", "reference"], tmp_path))
+    found = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
+    assert len(found) == 2 * 2 * len(expected)  # two programs of two ranks each
+    for rank_s in (sorted(found[: len(found) // 2]), sorted(found[len(found) // 2 :])):
+        for (loss, norm), (reference, reference_norm) in zip(rank_s, sorted([*expected, *expected]), strict=True):
+            assert loss == pytest.approx(reference, rel=1e-5)
+            assert norm == pytest.approx(reference_norm, rel=1e-4)
+    trained = load_file(tmp_path / "reference" / "model.safetensors")
+    for folder in ("by_megatron_bridge", "by_mcore_bridge"):
+        exported = {}
+        for file in (tmp_path / folder).glob("*.safetensors"):
+            exported |= load_file(file)
+        assert exported.keys() == trained.keys()
+        for name, tensor in trained.items():
+            assert (exported[name].float() - tensor).abs().max() < 1e-5, (folder, name)

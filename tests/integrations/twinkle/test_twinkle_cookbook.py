@@ -1,0 +1,53 @@
+"""The scripts of twinkle's cookbook for Megatron, unmodified, on two ranks of the CPU. MEGASCEND_TWINKLE: a checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("twinkle.model", reason="no twinkle here: bash scripts/test_integrations.sh twinkle")
+
+from twinkle_runs import launched, run
+
+from megascend.testing import write_tiny_checkpoint
+
+CHECKOUT = os.environ.get("MEGASCEND_TWINKLE")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.torchrun,
+    pytest.mark.skipif(CHECKOUT is None, reason="MEGASCEND_TWINKLE names no checkout of twinkle"),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "arch", "layout"),
+    [
+        ("tp.py", "qwen3", ["--tp-size", "2"]),
+        ("tp_moe.py", "qwen3_moe", ["--dp-size", "2", "--ep-size", "2"]),
+    ],
+)
+def test_a_script_trains_evaluates_and_saves(tmp_path: Path, script: str, arch: str, layout: list[str]) -> None:
+    write_tiny_checkpoint(tmp_path / "model", arch)
+    rows = [{"query": f"Who are you, {n}?", "response": "I am {{NAME}} of {{AUTHOR}}.", "tag": "en"} for n in range(64)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        *(
+            "--model-id",
+            str(tmp_path / "model"),
+            "--dataset-id",
+            str(tmp_path / "data.jsonl"),
+            "--template-cls",
+            "Template",
+        ),
+        *("--train-samples", "64", "--eval-samples", "16", "--batch-size", "8", "--lr", "1e-3", "--log-interval", "1"),
+        *("--eval-interval", "4", "--output-dir", str(tmp_path / "out"), *layout),
+    ]
+    output = run(launched(2, f"{CHECKOUT}/cookbook/megatron/{script}", *settings), tmp_path)
+    losses = [float(value) for value in re.findall(r"Current is step \d+ of 8, metric: \{'loss': '([\d.]+)'", output)]
+    assert len(losses) >= 8
+    assert losses[-1] < losses[0]
+    assert list(tmp_path.rglob("last-checkpoint"))

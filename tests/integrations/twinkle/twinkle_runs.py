@@ -1,0 +1,39 @@
+"""Commands of the tests that start twinkle's programs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+DEADLINE_S = 600
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PATH": programs, "HF_HUB_OFFLINE": "1"}
+
+
+def run(command: list[str], folder: Path) -> str:
+    """A program's output, once it has ended well."""
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def launched(ranks: int, *arguments: str) -> list[str]:
+    """A program for twinkle on so many ranks, as docs/integrations/twinkle.md starts it."""
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        f"--master-port={random.randint(20000, 60000)}",
+    ]
+    return [sys.executable, *(torchrun if ranks > 1 else []), "-m", "megascend.integrations.twinkle", *arguments]
