@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,6 @@ import pytest
 pytest.importorskip("twinkle.model", reason="no twinkle here: bash scripts/test_integrations.sh twinkle")
 
 from twinkle_runs import launched, run
-
-from megascend.testing import write_tiny_checkpoint
 
 CHECKOUT = os.environ.get("MEGASCEND_TWINKLE")
 pytestmark = [
@@ -26,12 +25,13 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("script", "arch", "layout"),
     [
-        ("tp.py", "qwen3", ["--tp-size", "2"]),
+        ("tp.py", "qwen3", ["--dp-size", "1", "--tp-size", "2"]),
         ("tp_moe.py", "qwen3_moe", ["--dp-size", "2", "--ep-size", "2"]),
     ],
 )
 def test_a_script_trains_evaluates_and_saves(tmp_path: Path, script: str, arch: str, layout: list[str]) -> None:
-    write_tiny_checkpoint(tmp_path / "model", arch)
+    shape = ["--arch", arch, "--hidden", "64", "--layers", "2"]
+    run([sys.executable, "-m", "megascend.cli.main", "new-model", "model", *shape], tmp_path)  # with a chat template
     rows = [{"query": f"Who are you, {n}?", "response": "I am {{NAME}} of {{AUTHOR}}.", "tag": "en"} for n in range(64)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [

@@ -12,9 +12,6 @@ from megascend.serve.base_model import BaseModel
 from megascend.serve.commands import Command, Outcome
 from megascend.serve.inbox import Inbox
 
-WINDOW_S = 1.0
-"""How long a rank waits for the rest of a batch that is being handed over; it does not wait once all models' are there."""
-
 
 class Ranks:
     """Rank 0's side. Builds the model in a thread of its own, and works there.
@@ -31,7 +28,7 @@ class Ranks:
 
     def __init__(self, settings: ServeConfig) -> None:
         self._settings = settings
-        self._inbox = Inbox(WINDOW_S, settings.batch_tokens)
+        self._inbox = Inbox(0.0, settings.batch_tokens)
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Outcome]] = {}
         self._count = 0
@@ -58,7 +55,6 @@ class Ranks:
             made = [command(number) for command, number in zip(commands, numbers, strict=True)]
             futures: list[Future[Outcome]] = [Future() for _ in made]
             self._waiting.update(zip(numbers, futures, strict=True))
-            self._inbox.set_models(len({command.adapter for command in made}))
             self._inbox.put(*made)
         return [future.result() for future in futures]
 
@@ -75,7 +71,7 @@ class Ranks:
         try:
             with make_backend(self._settings) as backend:
                 queue = AdapterQueue(backend, max_batch_tokens=self._settings.batch_tokens, max_pending=64)
-                generate = sampler(self._settings, backend).generate
+                generate = sampler(self._settings, backend).in_slices
                 ready.set_result(base_model(self._settings, backend))
                 work(backend, queue, self._inbox, self._report, generate)
             self._end(ProcessGroupError("it was closed"))
@@ -107,4 +103,4 @@ def follow(settings: ServeConfig) -> None:
 
     with make_backend(settings) as backend:
         queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
-        work(backend, queue, None, lambda outcomes: None, sampler(settings, backend).generate)
+        work(backend, queue, None, lambda outcomes: None, sampler(settings, backend).in_slices)
