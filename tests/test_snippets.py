@@ -385,9 +385,12 @@ def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
     return found
 
 
-FOLLOWED = ("docs/own-data.md", "docs/integrations/verl.md", "docs/integrations/megatron.md")
+FOLLOWED = (
+    "docs/own-data.md",
+    *(f"docs/integrations/{name}.md" for name in ("verl", "megatron", "twinkle", "bridges")),
+)
 """Pages that tests of their own follow from top to bottom: test_own_data.py, integrations/verl/test_verl_start.py,
-integrations/test_megatron_start.py."""
+integrations/test_megatron_start.py, integrations/twinkle/test_twinkle_start.py, integrations/bridges/test_bridges_start.py."""
 
 
 def test_fences_name_languages_that_are_looked_at() -> None:
