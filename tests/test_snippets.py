@@ -446,6 +446,8 @@ COMMANDS = {
     "bash cookbook/ascend/": "on cards; simulated: tests/npu/test_cookbook_ascend.py",
     "bash cookbook/": "tests/test_cookbook.py",
     "python -m tinker_cookbook": "tests/serve/test_tinker_cookbook.py",
+    "bash scripts/test_integrations.sh": INSTALLS,
+    "python -m megascend.integrations.skyrl.launch": "needs SkyRL on Python 3.12; has not been run",
     "python -m venv": INSTALLS,
     "pip install": INSTALLS,
     "pre-commit install": INSTALLS,
