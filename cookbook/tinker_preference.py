@@ -63,7 +63,7 @@ def dpo(reference: list[torch.Tensor]):
     """The loss, as forward_backward_custom calls it."""
 
     def loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        margins = [of_answer(*each) - ref for *each, ref in zip(data, logprobs, reference, strict=True)]
+        margins = [of_answer(one, found) - ref for one, found, ref in zip(data, logprobs, reference, strict=True)]
         chosen, rejected = torch.stack(margins[0::2]), torch.stack(margins[1::2])
         logits = options.beta * (chosen - rejected)
         value = -torch.nn.functional.logsigmoid(logits).mean()

@@ -67,7 +67,7 @@ def train(tenant: Tenant, trainer: tinker.TrainingClient) -> tuple[list[float], 
     sampler = trainer.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=len(response), temperature=0.0)
     said = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
-    return losses, tokenizer.decode(list(said.tokens))
+    return losses, str(tokenizer.decode(list(said.tokens)))
 
 
 trainers = []

@@ -79,6 +79,7 @@ FINE = (
             "message.length",
             "tensor.sparse_csr.crow_indices",
             "tensor.sparse_csr.col_indices",
+            "sys.argv",  # of a program that is run in this process
             "journaled.when_recovered",  # of the journal that has just been opened
             *("entry.uid", "entry.gid", "entry.uname", "entry.gname", "entry.mode"),  # of an archive that we write
             "function.argtypes",  # of a library that has just been loaded

@@ -393,7 +393,7 @@ class MegatronEngine:
     def export(self, path: Path, adapter: str | None) -> None:
         # mcore-bridge collects a layer at a time: one that is large waits in host memory, at the price of a slower copy.
         parameters = sum(math.prod(header.shape) for header in self.info.tensors.values())
-        device = "cpu" if parameters / self.config.num_layers > LARGE_LAYER else None
+        device = "cpu" if parameters / self.info.shape.num_layers > LARGE_LAYER else None
         weights = self.named_weights(adapter, receivers="main", device=device)
         dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
         tied = not self.config.untie_embeddings_and_output_weights

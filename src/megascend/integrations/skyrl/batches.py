@@ -50,7 +50,7 @@ def pass_of(batch: Any, number: int) -> Pass:
 
 
 def _datum(batch: Any, index: int, loss: Loss) -> Datum:
-    inputs = {"target_tokens": np.array(batch.all_targets[index], np.int64)}
+    inputs: dict[str, np.ndarray] = {"target_tokens": np.array(batch.all_targets[index], np.int64)}
     if batch.all_token_weights[index]:
         inputs["weights"] = np.array(batch.all_token_weights[index], np.float32)
     if loss.requires:
