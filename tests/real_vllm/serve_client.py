@@ -66,7 +66,13 @@ def main(job_path: str, result_path: str) -> None:
     service = clients["alice"][0]
     text = types.ModelInput.from_ints(job["texts"]["alice"][:8])
     base = service.create_sampling_client(base_model=job["model"]).result()
-    answer["base"] = [None if v is None else float(v) for v in base.compute_logprobs(text).result()]
+    untrained = service.create_lora_training_client(base_model=job["model"], rank=1).result()  # changes nothing yet
+    outputs = untrained.forward([datum(job["texts"]["alice"][:8])], "cross_entropy").result().loss_fn_outputs
+    answer["base of the trainer"] = list(map(float, outputs[0]["logprobs"].data))
+    try:
+        answer["base"] = [None if v is None else float(v) for v in base.compute_logprobs(text).result()]
+    except Exception as error:  # noqa: BLE001
+        answer["no base"] = str(error)
     long = types.SamplingParams(max_tokens=100_000, temperature=1.0)
     try:
         base.sample(prompt=text, num_samples=1, sampling_params=long).result()

@@ -25,7 +25,7 @@ from serve_ranks import KEYS, service
 BOUND = 1e-5
 OPTIONS = [
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "16", "--disable-uvicorn-access-log"),
-    *("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--api-key", "engine-secret"),
+    *("--enable-lora", "--max-lora-rank", "16", "--max-loras", "4", "--api-key", "engine-secret"),
 ]  # fmt: skip
 TEXTS = {"alice": "one two three four five six seven", "bob": "red green blue red green blue red"}
 
@@ -103,6 +103,7 @@ def test_tenants_sample_what_they_trained(model: Path, vllm: str, tmp_path: Path
     for name in names:
         check_tenant(answer[name])
     assert "100000" in answer["refused"]
+    assert largest(answer["base"][1:], answer["base of the trainer"]) < BOUND, "beside adapters"
     learned, base = (sum(values[1:]) / 7 for values in (answer["alice"]["prompt"], answer["base"]))
     assert learned > base + 2, "alice's prompt is likelier to her model than to the base model"
 

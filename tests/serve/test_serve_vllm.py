@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
 from megascend.serve.commands import Create, Outcome, Remove, Respond
 from megascend.serve.errors import Failure
-from megascend.serve.vllm_sampling import VllmSampling, check
+from megascend.serve.vllm_sampling import Probe, VllmSampling, check
 from megascend.serve.vllm_server import RefusedError, UnknownModelError, VllmServer, body_of, result_of
 
 REQUEST = SampleRequest(
@@ -91,6 +92,9 @@ def test_an_answer_that_does_not_fit_is_none(broken) -> None:
         result_of(REQUEST, broken)
 
 
+PROBE = Probe((1, 2, 3), (-1.0, -2.0))
+
+
 class Double:
     """A vLLM server in memory: its answers are one token each, number ``token``."""
 
@@ -99,6 +103,7 @@ class Double:
         self.loaded: dict[str, str] = {}
         self.calls: list[str] = []
         self.lost = False
+        self.slots = 64  # with so many adapters the model without one has the last one's weights, as vLLM 0.32 on a CPU
         self.held: asyncio.Event | None = None
         self.logprobs = (None, -1.0, -2.0)
         self.listed = [{"id": "base", "parent": None, "max_model_len": 64}]
@@ -125,7 +130,8 @@ class Double:
             raise EngineLostError(f"{self.name}: connection refused")
         if model != "base" and model not in self.loaded:
             raise UnknownModelError(f"{self.name}: no model {model}")
-        return SampleResult((SampledSequence((self.token,), (-0.5,), "length"),), self.logprobs)
+        logprobs = (None, -4.0, -8.0) if model == "base" and len(self.loaded) >= self.slots else self.logprobs
+        return SampleResult((SampledSequence((self.token,), (-0.5,), "length"),), logprobs)
 
 
 def run(doubles: list[Double], work: Callable[[VllmSampling, list[Outcome]], Any]) -> list[Outcome]:
@@ -133,7 +139,7 @@ def run(doubles: list[Double], work: Callable[[VllmSampling, list[Outcome]], Any
 
     async def main() -> list[Outcome]:
         outcomes: list[Outcome] = []
-        sampling = VllmSampling([(each, "base") for each in doubles], outcomes.extend, 100, 64)  # type: ignore[misc]
+        sampling = VllmSampling([(each, "base") for each in doubles], outcomes.extend, PROBE, 100, 64)  # type: ignore[misc]
         await work(sampling, outcomes)
         await quiet()
         return outcomes
@@ -225,6 +231,35 @@ def test_what_a_server_refuses_is_the_clients_fault_and_nobody_elses() -> None:
     assert outcomes[3].value.samples[0].tokens == (7,)
 
 
+def test_a_model_that_is_another_one_beside_adapters_is_not_sampled_from() -> None:
+    double = Double(1)
+    double.slots = 2
+
+    async def work(sampling, outcomes) -> None:
+        for number, adapter in enumerate(("p1", "p2")):
+            sampling.put(Create(10 + number, adapter, None, f"/storage/{adapter}", False))
+            sampling.put(respond(20 + number, adapter))
+            await quiet()
+            sampling.put(respond(30 + number))
+            await quiet()
+        assert [token_of(outcomes, number) for number in (20, 21, 30)] == [1, 1, 1]
+        (refused,) = [each for each in outcomes if each.number == 31]
+        assert re.search(
+            r"with 2 adapters, the model without an adapter is another one .*differ by 4.5 .*--max-loras",
+            str(refused.error),
+        )
+        sampling.put(Remove(40, "p1"))
+        sampling.put(Create(41, "p3", None, "/storage/c", False))
+        double.slots = 64
+        sampling.put(respond(42, "p3"))
+        await quiet()
+        sampling.put(respond(43))
+        await quiet()
+        assert token_of(outcomes, 43) == 1
+
+    run([double], work)
+
+
 def test_a_request_that_nobody_waits_for_is_given_up() -> None:
     double = Double(1)
 
@@ -242,7 +277,7 @@ def test_a_request_that_nobody_waits_for_is_given_up() -> None:
 
 def test_a_server_with_another_model_is_refused() -> None:
     def checked(double: Double, expected=(-1.0, -2.0)) -> Any:
-        return asyncio.run(check([double], [1, 2, 3], expected, 64))  # type: ignore[list-item]
+        return asyncio.run(check([double], Probe((1, 2, 3), expected), 64))  # type: ignore[list-item]
 
     assert checked(Double(1))[0][1] == "base"
     with pytest.raises(ConfigError, match=r"vLLM 1 does not have the model.*differ by 1\.5"):

@@ -9,8 +9,9 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from megascend.config import Adapters
@@ -21,7 +22,6 @@ from megascend.serve import keys as api_keys
 from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
 from megascend.serve.commands import Outcome
 from megascend.serve.vllm_sampling import VllmSampling, vllm_servers
-from megascend.serve.vllm_server import VllmServer
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -50,7 +50,7 @@ def serve(
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
-        servers = vllm_servers(settings, backend)
+        servers, probe = vllm_servers(settings, backend)
         generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
             work(backend, queue, None, lambda outcomes: None, generate)
@@ -60,10 +60,14 @@ def serve(
         )
         base = base_model(settings, backend)
         device = backend.platform
-        with http_server(settings, keys, base, inbox, lambda: (device.name, device.memory()), servers) as (
-            address,
-            report,
-        ):
+        vllm = None
+        if probe is not None:
+            ends = end_tokens(settings)[1]
+            vllm = partial(
+                VllmSampling, servers, probe=probe, vocab_size=base.vocabulary, max_length=base.max_length, ends=ends
+            )
+        memory = device.memory
+        with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)
             work(backend, queue, inbox, report, generate)
 
@@ -171,13 +175,13 @@ def http_server(
     base: BaseModel,
     inbox: Any,
     memory: Callable[[], tuple[str, MemoryFigures]] | None = None,
-    servers: Sequence[tuple[VllmServer, str]] = (),
+    vllm: Callable[[Callable[[list[Outcome]], None]], VllmSampling] | None = None,
 ) -> Iterator[tuple[str, Callable[[list[Outcome]], None]]]:
     """The HTTP server in a thread of its own: its address, and the function that tells it what commands gave.
 
     Args:
         memory: the device's name and its memory, for the page.
-        servers: that sample, with the names that they have for the model; none: the ranks do.
+        vllm: makes what samples in the ranks' place, from what takes outcomes.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -194,9 +198,8 @@ def http_server(
         from megascend.serve.journal_directory import keep_in_journal
 
         keep_in_journal(service)
-    if servers:
-        ends = end_tokens(settings)[1]
-        service.vllm = VllmSampling(servers, service.finish, base.vocabulary, base.max_length, ends)
+    if vllm is not None:
+        service.vllm = vllm(service.finish)
     application = make_application(service, api_keys.Keys(keys))
     tls = settings.tls_certificate is not None
     listening = _listen(settings)

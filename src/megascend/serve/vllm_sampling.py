@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,66 @@ SAME_MODEL_RELATIVE = 0.01
 log = logging.getLogger("megascend.serve")
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A prompt, and what the model that is trained says of it.
+
+    Attributes:
+        prompt: token ids.
+        expected: log-probabilities of all but the first.
+    """
+
+    prompt: tuple[int, ...]
+    expected: tuple[float, ...]
+
+    async def difference(self, server: VllmServer, model: str) -> float:
+        """Mean difference of a server's log-probabilities, or NaN."""
+        request = SampleRequest(self.prompt, SamplingParams(1), prompt_logprobs=True)
+        found = (await server.sample(request, model)).prompt_logprobs or ()
+        apart = [abs(float(one or 0) - other) for one, other in zip(found[1:], self.expected, strict=True)]
+        return sum(apart) / len(apart)
+
+    def passes(self, difference: float) -> bool:
+        """Whether that is the same model."""
+        return difference <= SAME_MODEL + SAME_MODEL_RELATIVE * sum(map(abs, self.expected)) / len(self.expected)
+
+
 class _Server:
     """One server: its adapters, and how busy it is.
 
     Attributes:
         pending: requests that it has not answered.
+        not_itself: why the model without an adapter must not be sampled from here, or None.
     """
 
-    def __init__(self, server: VllmServer, model: str) -> None:
+    def __init__(self, server: VllmServer, model: str, probe: Probe) -> None:
         self.server, self.model, self.pending = server, model, 0
+        self.not_itself: str | None = None
+        self._probe = probe
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     async def load(self, name: str, directory: str) -> None:
         """Have an adapter loaded; several that ask wait for the same."""
         task = self._loading.get(name)
         if task is None:
-            task = self._loading[name] = asyncio.create_task(self.server.load_adapter(name, directory))
+            task = self._loading[name] = asyncio.create_task(self._load(name, directory))
         try:
             await asyncio.shield(task)
         except BaseException:
             if task.done() and self._loading.get(name) is task:
                 del self._loading[name]
             raise
+
+    async def _load(self, name: str, directory: str) -> None:
+        await self.server.load_adapter(name, directory)
+        await self.server.sample(SampleRequest(self._probe.prompt, SamplingParams(1)), name)  # puts it in its slot
+        difference = await self._probe.difference(self.server, self.model)
+        self.not_itself = None
+        if not self._probe.passes(difference):
+            self.not_itself = (
+                f"{self.server.name}: with {len(self._loading)} adapters, the model without an adapter is another one "
+                f"(log-probabilities differ by {difference:.3g} on average); vLLM on CPUs needs --max-loras above max_samplers"
+            )
 
     def forget(self, name: str) -> None:
         """It does not have the adapter any more."""
@@ -67,6 +106,7 @@ class VllmSampling:
     Args:
         servers: with the name that each has for the model (:func:`check`).
         report: takes outcomes.
+        probe: by which they are known to have the model.
         vocab_size, max_length: of the model, and of a prompt with its response.
         ends: tokens that end every response.
     """
@@ -75,11 +115,12 @@ class VllmSampling:
         self,
         servers: Sequence[tuple[VllmServer, str]],
         report: Callable[[list[Outcome]], None],
+        probe: Probe,
         vocab_size: int,
         max_length: int,
         ends: Sequence[int] = (),
     ) -> None:
-        self._servers = [_Server(server, model) for server, model in servers]
+        self._servers = [_Server(server, model, probe) for server, model in servers]
         self._report, self._ends = report, tuple(ends)
         self._vocab_size, self._max_length = vocab_size, max_length
         # No other server of ours, earlier ones on this storage among them, may mean another adapter by the same name.
@@ -159,6 +200,8 @@ class VllmSampling:
 
     async def _respond_by(self, each: _Server, request: SampleRequest) -> SampleResult:
         if request.adapter is None:
+            if each.not_itself is not None:
+                raise EngineLostError(each.not_itself)
             return await each.server.sample(request, each.model, self._ends)
         name = self._name(request.adapter)
         for attempt in range(2):
@@ -175,46 +218,40 @@ class VllmSampling:
         return f"{self._prefix}-{adapter}"
 
 
-def vllm_servers(settings: ServeConfig, backend: Any) -> list[tuple[VllmServer, str]]:
-    """The vLLM servers of the settings, on rank 0, once they listen and are found to have this model. Collective.
+def vllm_servers(settings: ServeConfig, backend: Any) -> tuple[list[tuple[VllmServer, str]], Probe | None]:
+    """The vLLM servers of the settings, once they listen and are found to have this model, and by what; on rank 0. Collective.
 
     Raises:
         ConfigError, EngineError: on every rank: one has another model, or cannot be asked.
     """
     if not settings.vllm:
-        return []
+        return [], None
     import torch
 
     from megascend.batch.sample import Sample
     from megascend.distributed.objects import raise_on_all_ranks
 
     tokens = torch.randint(0, backend.vocab_size, (33,), generator=torch.Generator().manual_seed(0))
-    expected = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
+    logprobs = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
     found: list[tuple[VllmServer, str]] = []
-    problem = None
+    problem, probe = None, None
     if backend.rank == 0:
+        probe = Probe(tuple(tokens.tolist()), tuple(logprobs[0].tolist()))
         try:
             servers = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
-            asked = check(servers, tokens.tolist(), expected[0].tolist(), backend.max_length, settings.timeout_s / 2)
-            found = asyncio.run(asked)
+            found = asyncio.run(check(servers, probe, backend.max_length, settings.timeout_s / 2))
         except MegascendError as error:
             problem = error
     raise_on_all_ranks(problem, backend.groups, "whether the vLLM servers have this model")
-    return found
+    return found, probe
 
 
 async def check(
-    servers: Sequence[VllmServer],
-    prompt: Sequence[int],
-    expected: Sequence[float],
-    max_length: int,
-    wait_s: float = 0.0,
+    servers: Sequence[VllmServer], probe: Probe, max_length: int, wait_s: float = 0.0
 ) -> list[tuple[VllmServer, str]]:
     """Every server, with the name that it has for the model; found to be the one that is trained here.
 
     Args:
-        prompt: token ids.
-        expected: log-probabilities of all but the first, by the model that is trained.
         max_length: of a sample, here; a server that takes less is told of in the log.
         wait_s: how long to wait for a server that does not listen yet.
 
@@ -226,9 +263,8 @@ async def check(
     for server in servers:
         bases = [each for each in await _models(server, wait_s) if each.get("parent") is None]
         if len(bases) != 1:
-            raise ConfigError(
-                f"{server.name} serves {len(bases)} models ({', '.join(each['id'] for each in bases)}), not one"
-            )
+            names = ", ".join(each["id"] for each in bases)
+            raise ConfigError(f"{server.name} serves {len(bases)} models ({names}), not one")
         model = str(bases[0]["id"])
         longest = bases[0].get("max_model_len")
         if isinstance(longest, int) and longest < max_length:
@@ -238,19 +274,16 @@ async def check(
                 longest,
                 max_length,
             )
-        request = SampleRequest(prompt, SamplingParams(1), prompt_logprobs=True)
         try:
-            logprobs = (await server.sample(request, model)).prompt_logprobs or ()
+            difference = await probe.difference(server, model)
         except RefusedError as error:
             raise ConfigError(f"{error}: is it the model that this server trains?") from error
-        apart = [abs(float(one or 0) - other) for one, other in zip(logprobs[1:], expected, strict=True)]
-        mean, size = sum(apart) / len(apart), sum(map(abs, expected)) / len(expected)
-        if not mean <= SAME_MODEL + SAME_MODEL_RELATIVE * size:
+        if not probe.passes(difference):
             raise ConfigError(
-                f"{server.name} does not have the model that is trained here: log-probabilities of {len(apart)} tokens differ by "
-                f"{mean:.3g} on average"
+                f"{server.name} does not have the model that is trained here: log-probabilities of {len(probe.expected)} tokens "
+                f"differ by {difference:.3g} on average"
             )
-        log.info("%s samples: %s; log-probabilities differ by %.2g on average", server.name, model, mean)
+        log.info("%s samples: %s; log-probabilities differ by %.2g on average", server.name, model, difference)
         found.append((server, model))
     return found
 
