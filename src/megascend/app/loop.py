@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascend.app import self_check_ahead
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.disk_room import disk_warning
 from megascend.app.event_log import EventLog
@@ -134,6 +133,7 @@ def run(
     )
 
     # Data that cannot be trained on are found before the model is built.
+    from megascend.app import self_check_ahead
     from megascend.app.generation import Answering
     from megascend.app.objectives import make_objective
     from megascend.app.run_samples import RunSamples
@@ -142,7 +142,6 @@ def run(
 
     check_platform(config, runtime.platform)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
-    self_check_ahead.begin(config, launch.rank)
     samples = RunSamples.prepare(config, tokenizer, limits)
     answering = None
     if config.generation is not None:
@@ -154,6 +153,7 @@ def run(
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:
+        self_check_ahead.begin(config, launch.rank)
         runtime.load_megatron()
     gc.collect()
     gc.freeze()

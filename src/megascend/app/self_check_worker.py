@@ -7,8 +7,10 @@ afterwards. The Megatron side is the backend as any program constructs it. JOB a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,10 +30,12 @@ LEAST_MARGIN = 3e-5
 
 Thirty times what fp32 rounding moves a score by, so that both sides choose the same experts."""
 ATTEMPTS = 40
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(job_path: str, result_path: str) -> None:
     """Work through a job; what goes wrong with one of its models is part of the result."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody waits for the result of a process that is gone
     started = time.perf_counter()
     torch.set_num_threads(1)
     for name in HIDDEN_PACKAGES:

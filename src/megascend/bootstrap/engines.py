@@ -60,8 +60,8 @@ def register(name: str, megatron: bool, packages: Sequence[str] = ("torch", "tra
 
 
 def names() -> list[str]:
-    """Names of the engines there are."""
-    return list(_registry)
+    """Names of the engines there are; programs of others on Megatron-Core have none."""
+    return [name for name in _registry if name != MEGATRON_CORE]
 
 
 def needs(name: str) -> EngineNeeds:
@@ -71,5 +71,5 @@ def needs(name: str) -> EngineNeeds:
         ConfigError: there is none of that name; the message lists those there are.
     """
     if name not in _registry:
-        raise ConfigError(f"engine: there is no {name!r}; there are {', '.join(_registry)}")
+        raise ConfigError(f"engine: there is no {name!r}; there are {', '.join(names())}")
     return _registry[name]
