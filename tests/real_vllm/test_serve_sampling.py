@@ -25,7 +25,7 @@ from serve_ranks import KEYS, service
 BOUND = 1e-5
 OPTIONS = [
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "16", "--disable-uvicorn-access-log"),
-    *("--enable-lora", "--max-lora-rank", "16", "--max-loras", "4", "--api-key", "engine-secret"),
+    *("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--api-key", "engine-secret"),
 ]  # fmt: skip
 TEXTS = {"alice": "one two three four five six seven", "bob": "red green blue red green blue red"}
 
@@ -97,7 +97,7 @@ def test_tenants_sample_what_they_trained(model: Path, vllm: str, tmp_path: Path
         )  # fmt: skip
         answer = json.loads((tmp_path / "result.json").read_text())
         loaded = adapters(vllm)
-        assert len(loaded) == 2
+        assert len(loaded) == 3, "of two tenants, and one that changes nothing"
         assert all(name.startswith("megascend-") for name in loaded)
     assert adapters(vllm) == [], "the server takes its adapters with it"
     for name in names:

@@ -6,8 +6,8 @@ A double of a vLLM server stands in; tests/real_vllm/test_serve_sampling.py has 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +17,7 @@ from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
 from megascend.serve.commands import Create, Outcome, Remove, Respond
 from megascend.serve.errors import Failure
-from megascend.serve.vllm_sampling import Probe, VllmSampling, check
+from megascend.serve.vllm_sampling import Probe, Servers, VllmSampling, check
 from megascend.serve.vllm_server import RefusedError, UnknownModelError, VllmServer, body_of, result_of
 
 REQUEST = SampleRequest(
@@ -92,7 +92,7 @@ def test_an_answer_that_does_not_fit_is_none(broken) -> None:
         result_of(REQUEST, broken)
 
 
-PROBE = Probe((1, 2, 3), (-1.0, -2.0))
+NUMBERS = itertools.count()
 
 
 class Double:
@@ -103,7 +103,6 @@ class Double:
         self.loaded: dict[str, str] = {}
         self.calls: list[str] = []
         self.lost = False
-        self.slots = 64  # with so many adapters the model without one has the last one's weights, as vLLM 0.32 on a CPU
         self.held: asyncio.Event | None = None
         self.logprobs = (None, -1.0, -2.0)
         self.listed = [{"id": "base", "parent": None, "max_model_len": 64}]
@@ -120,7 +119,7 @@ class Double:
 
     async def unload_adapter(self, name: str) -> None:
         self.calls.append("unload")
-        del self.loaded[name]
+        self.loaded.pop(name, None)
 
     async def sample(self, request: SampleRequest, model: str, ends=()) -> SampleResult:
         self.calls.append("sample")
@@ -128,10 +127,9 @@ class Double:
             await self.held.wait()
         if self.lost:
             raise EngineLostError(f"{self.name}: connection refused")
-        if model != "base" and model not in self.loaded:
+        if model not in self.loaded:  # the model itself is not asked: see Servers.base
             raise UnknownModelError(f"{self.name}: no model {model}")
-        logprobs = (None, -4.0, -8.0) if model == "base" and len(self.loaded) >= self.slots else self.logprobs
-        return SampleResult((SampledSequence((self.token,), (-0.5,), "length"),), logprobs)
+        return SampleResult((SampledSequence((self.token,), (-0.5,), "length"),), self.logprobs)
 
 
 def run(doubles: list[Double], work: Callable[[VllmSampling, list[Outcome]], Any]) -> list[Outcome]:
@@ -139,7 +137,7 @@ def run(doubles: list[Double], work: Callable[[VllmSampling, list[Outcome]], Any
 
     async def main() -> list[Outcome]:
         outcomes: list[Outcome] = []
-        sampling = VllmSampling([(each, "base") for each in doubles], outcomes.extend, PROBE, 100, 64)  # type: ignore[misc]
+        sampling = VllmSampling(Servers(doubles, f"s{next(NUMBERS)}", "/storage/null"), outcomes.extend, 100, 64)  # type: ignore
         await work(sampling, outcomes)
         await quiet()
         return outcomes
@@ -231,31 +229,17 @@ def test_what_a_server_refuses_is_the_clients_fault_and_nobody_elses() -> None:
     assert outcomes[3].value.samples[0].tokens == (7,)
 
 
-def test_a_model_that_is_another_one_beside_adapters_is_not_sampled_from() -> None:
+def test_the_model_itself_is_sampled_from_by_an_adapter_that_changes_nothing() -> None:
     double = Double(1)
-    double.slots = 2
 
     async def work(sampling, outcomes) -> None:
-        for number, adapter in enumerate(("p1", "p2")):
-            sampling.put(Create(10 + number, adapter, None, f"/storage/{adapter}", False))
-            sampling.put(respond(20 + number, adapter))
-            await quiet()
-            sampling.put(respond(30 + number))
-            await quiet()
-        assert [token_of(outcomes, number) for number in (20, 21, 30)] == [1, 1, 1]
-        (refused,) = [each for each in outcomes if each.number == 31]
-        assert re.search(
-            r"with 2 adapters, the model without an adapter is another one .*differ by 4.5 .*--max-loras",
-            str(refused.error),
-        )
-        sampling.put(Remove(40, "p1"))
-        sampling.put(Create(41, "p3", None, "/storage/c", False))
-        double.slots = 64
-        sampling.put(respond(42, "p3"))
+        sampling.put(respond(1))
+        sampling.put(respond(2))
         await quiet()
-        sampling.put(respond(43))
-        await quiet()
-        assert token_of(outcomes, 43) == 1
+        assert [token_of(outcomes, number) for number in (1, 2)] == [1, 1]
+        assert list(double.loaded.values()) == ["/storage/null"]
+        await sampling.close()
+        assert not double.loaded
 
     run([double], work)
 
@@ -276,10 +260,10 @@ def test_a_request_that_nobody_waits_for_is_given_up() -> None:
 
 
 def test_a_server_with_another_model_is_refused() -> None:
-    def checked(double: Double, expected=(-1.0, -2.0)) -> Any:
-        return asyncio.run(check([double], Probe((1, 2, 3), expected), 64))  # type: ignore[list-item]
+    def checked(double: Double, expected=(-1.0, -2.0)) -> None:
+        asyncio.run(check(Servers([double], "s", "/storage/null"), Probe((1, 2, 3), expected), 64))  # type: ignore[list-item]
 
-    assert checked(Double(1))[0][1] == "base"
+    checked(Double(1))
     with pytest.raises(ConfigError, match=r"vLLM 1 does not have the model.*differ by 1\.5"):
         checked(Double(1), (-2.0, -4.0))
     nan = Double(1)

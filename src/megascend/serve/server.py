@@ -50,7 +50,7 @@ def serve(
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
-        servers, probe = vllm_servers(settings, backend)
+        servers = vllm_servers(settings, backend)
         generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
             work(backend, queue, None, lambda outcomes: None, generate)
@@ -61,11 +61,9 @@ def serve(
         base = base_model(settings, backend)
         device = backend.platform
         vllm = None
-        if probe is not None:
+        if servers is not None:
             ends = end_tokens(settings)[1]
-            vllm = partial(
-                VllmSampling, servers, probe=probe, vocab_size=base.vocabulary, max_length=base.max_length, ends=ends
-            )
+            vllm = partial(VllmSampling, servers, vocab_size=base.vocabulary, max_length=base.max_length, ends=ends)
         memory = device.memory
         with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascend.config import Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, EngineError, EngineLostError, MegascendError
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
@@ -26,6 +27,8 @@ SAME_MODEL = 0.05
 """Largest mean difference of log-probabilities that passes for the same model: bf16 on either side stays below 0.02."""
 SAME_MODEL_RELATIVE = 0.01
 """Beside that, of their mean."""
+BASE = "base"
+"""Our name of the adapter that changes nothing; those of clients are ``p1`` and so on."""
 log = logging.getLogger("megascend.serve")
 
 
@@ -53,25 +56,42 @@ class Probe:
         return difference <= SAME_MODEL + SAME_MODEL_RELATIVE * sum(map(abs, self.expected)) / len(self.expected)
 
 
+@dataclass(frozen=True)
+class Servers:
+    """vLLM servers that have the model.
+
+    Attributes:
+        prefix: of adapters' names. No other server of ours, earlier ones on this storage among them, may mean another adapter by
+            the same name.
+        base: directory of an adapter that changes nothing, by which the model itself is sampled from: vLLM 0.32 on a CPU gives
+            requests without an adapter the one in its last slot (``lora/ops/torch_ops``, index -1).
+    """
+
+    servers: Sequence[VllmServer]
+    prefix: str
+    base: str
+
+    def name(self, adapter: str) -> str:
+        """What the servers call an adapter."""
+        return f"{self.prefix}-{adapter}"
+
+
 class _Server:
     """One server: its adapters, and how busy it is.
 
     Attributes:
         pending: requests that it has not answered.
-        not_itself: why the model without an adapter must not be sampled from here, or None.
     """
 
-    def __init__(self, server: VllmServer, model: str, probe: Probe) -> None:
-        self.server, self.model, self.pending = server, model, 0
-        self.not_itself: str | None = None
-        self._probe = probe
+    def __init__(self, server: VllmServer) -> None:
+        self.server, self.pending = server, 0
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     async def load(self, name: str, directory: str) -> None:
         """Have an adapter loaded; several that ask wait for the same."""
         task = self._loading.get(name)
         if task is None:
-            task = self._loading[name] = asyncio.create_task(self._load(name, directory))
+            task = self._loading[name] = asyncio.create_task(self.server.load_adapter(name, directory))
         try:
             await asyncio.shield(task)
         except BaseException:
@@ -79,23 +99,13 @@ class _Server:
                 del self._loading[name]
             raise
 
-    async def _load(self, name: str, directory: str) -> None:
-        await self.server.load_adapter(name, directory)
-        await self.server.sample(SampleRequest(self._probe.prompt, SamplingParams(1)), name)  # puts it in its slot
-        difference = await self._probe.difference(self.server, self.model)
-        self.not_itself = None
-        if not self._probe.passes(difference):
-            self.not_itself = (
-                f"{self.server.name}: with {len(self._loading)} adapters, the model without an adapter is another one "
-                f"(log-probabilities differ by {difference:.3g} on average); vLLM on CPUs needs --max-loras above max_samplers"
-            )
-
     def forget(self, name: str) -> None:
         """It does not have the adapter any more."""
         self._loading.pop(name, None)
 
-    async def unload(self, name: str) -> None:
-        if name in self._loading:
+    async def unload(self, name: str, *, always: bool) -> None:
+        """Have an adapter forgotten that was loaded by this object, or ``always``."""
+        if always or name in self._loading:
             self.forget(name)
             await self.server.unload_adapter(name)
 
@@ -104,28 +114,24 @@ class VllmSampling:
     """Several servers of one model. The least busy one answers; where one is lost, another does.
 
     Args:
-        servers: with the name that each has for the model (:func:`check`).
+        found: the servers.
         report: takes outcomes.
-        probe: by which they are known to have the model.
         vocab_size, max_length: of the model, and of a prompt with its response.
         ends: tokens that end every response.
     """
 
     def __init__(
         self,
-        servers: Sequence[tuple[VllmServer, str]],
+        found: Servers,
         report: Callable[[list[Outcome]], None],
-        probe: Probe,
         vocab_size: int,
         max_length: int,
         ends: Sequence[int] = (),
     ) -> None:
-        self._servers = [_Server(server, model, probe) for server, model in servers]
+        self._servers, self._name = [_Server(server) for server in found.servers], found.name
         self._report, self._ends = report, tuple(ends)
         self._vocab_size, self._max_length = vocab_size, max_length
-        # No other server of ours, earlier ones on this storage among them, may mean another adapter by the same name.
-        self._prefix = f"megascend-{uuid.uuid4().hex[:12]}"
-        self._directories: dict[str, str] = {}
+        self._directories = {BASE: found.base}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def put(self, command: Command) -> None:
@@ -155,7 +161,7 @@ class VllmSampling:
         for task in list(self._tasks.values()):
             task.cancel()
         for adapter in list(self._directories):
-            await self._unload(adapter)
+            await self._unload(adapter, always=adapter == BASE)
 
     async def _carry_out(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -171,10 +177,10 @@ class VllmSampling:
     async def _nothing(self) -> None:
         return None
 
-    async def _unload(self, adapter: str) -> None:
+    async def _unload(self, adapter: str, *, always: bool = False) -> None:
         for each in self._servers:
             try:
-                await each.unload(self._name(adapter))
+                await each.unload(self._name(adapter), always=always)
             except MegascendError as error:
                 log.warning("an adapter that nobody samples from stays loaded: %s", error)
 
@@ -199,13 +205,10 @@ class VllmSampling:
         raise problem
 
     async def _respond_by(self, each: _Server, request: SampleRequest) -> SampleResult:
-        if request.adapter is None:
-            if each.not_itself is not None:
-                raise EngineLostError(each.not_itself)
-            return await each.server.sample(request, each.model, self._ends)
-        name = self._name(request.adapter)
+        adapter = request.adapter or BASE
+        name = self._name(adapter)
         for attempt in range(2):
-            await each.load(name, self._directories[request.adapter])
+            await each.load(name, self._directories[adapter])
             try:
                 return await each.server.sample(request, name, self._ends)
             except UnknownModelError:  # it was started again, or had to make room
@@ -214,42 +217,40 @@ class VllmSampling:
                     raise
         raise AssertionError("unreachable")
 
-    def _name(self, adapter: str) -> str:
-        return f"{self._prefix}-{adapter}"
 
-
-def vllm_servers(settings: ServeConfig, backend: Any) -> tuple[list[tuple[VllmServer, str]], Probe | None]:
-    """The vLLM servers of the settings, once they listen and are found to have this model, and by what; on rank 0. Collective.
+def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
+    """The vLLM servers of the settings, once they listen and are found to have this model; None if there are none. Collective.
 
     Raises:
-        ConfigError, EngineError: on every rank: one has another model, or cannot be asked.
+        ConfigError, EngineError: on every rank: one has another model, does not load adapters from storage, or cannot be asked.
     """
     if not settings.vllm:
-        return [], None
+        return None
     import torch
 
     from megascend.batch.sample import Sample
     from megascend.distributed.objects import raise_on_all_ranks
 
+    base = (settings.storage / ".base-adapter").absolute()
+    backend.add_adapter(BASE, Lora(rank=1, seed=0))
+    backend.save_adapter(BASE, str(base), optimizer=False)
+    backend.remove_adapter(BASE)
     tokens = torch.randint(0, backend.vocab_size, (33,), generator=torch.Generator().manual_seed(0))
     logprobs = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
-    found: list[tuple[VllmServer, str]] = []
-    problem, probe = None, None
+    servers = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
+    found, problem = Servers(servers, f"megascend-{uuid.uuid4().hex[:12]}", str(base)), None
     if backend.rank == 0:
         probe = Probe(tuple(tokens.tolist()), tuple(logprobs[0].tolist()))
         try:
-            servers = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
-            found = asyncio.run(check(servers, probe, backend.max_length, settings.timeout_s / 2))
+            asyncio.run(check(found, probe, backend.max_length, settings.timeout_s / 2))
         except MegascendError as error:
             problem = error
     raise_on_all_ranks(problem, backend.groups, "whether the vLLM servers have this model")
-    return found, probe
+    return found
 
 
-async def check(
-    servers: Sequence[VllmServer], probe: Probe, max_length: int, wait_s: float = 0.0
-) -> list[tuple[VllmServer, str]]:
-    """Every server, with the name that it has for the model; found to be the one that is trained here.
+async def check(found: Servers, probe: Probe, max_length: int, wait_s: float = 0.0) -> None:
+    """Find out whether every server has the model that is trained here, and reads adapters from storage.
 
     Args:
         max_length: of a sample, here; a server that takes less is told of in the log.
@@ -257,10 +258,9 @@ async def check(
 
     Raises:
         ConfigError: a server has another model.
-        EngineError: it cannot be asked.
+        EngineError: it cannot be asked, or does not load adapters.
     """
-    found = []
-    for server in servers:
+    for server in found.servers:
         bases = [each for each in await _models(server, wait_s) if each.get("parent") is None]
         if len(bases) != 1:
             names = ", ".join(each["id"] for each in bases)
@@ -274,8 +274,9 @@ async def check(
                 longest,
                 max_length,
             )
+        await server.load_adapter(found.name(BASE), found.base)
         try:
-            difference = await probe.difference(server, model)
+            difference = await probe.difference(server, found.name(BASE))
         except RefusedError as error:
             raise ConfigError(f"{error}: is it the model that this server trains?") from error
         if not probe.passes(difference):
@@ -284,8 +285,6 @@ async def check(
                 f"differ by {difference:.3g} on average"
             )
         log.info("%s samples: %s; log-probabilities differ by %.2g on average", server.name, model, difference)
-        found.append((server, model))
-    return found
 
 
 async def _models(server: VllmServer, wait_s: float) -> list[dict[str, Any]]:
