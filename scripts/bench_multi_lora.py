@@ -3,6 +3,7 @@
     python scripts/bench_multi_lora.py                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
     python scripts/bench_multi_lora.py --graphs                     # the same as CUDA graphs (adapters.cuda_graphs)
     python scripts/bench_multi_lora.py --engine fsdp                # the same on transformers' layers under FSDP2
+    python scripts/bench_multi_lora.py --moe --size 8x4096          # Qwen3-30B-A3B shapes, 6 layers, adapters of all experts
     python scripts/bench_multi_lora.py --tiny --platform cpu        # the same script on a CPU, in a minute
 
 A step trains every tenant on one sample of its own, rank 16 on all linear layers:
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_train import QWEN3_1_7B, TINY, Work, versions, write_checkpoint
+from bench_train import QWEN3_1_7B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Work, versions, write_checkpoint
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
 """Largest relative difference of a tenant's first loss and gradient norm between (a) and (b)."""
@@ -207,11 +208,19 @@ def report(work: Work, sizes: list[tuple[int, int]], all_figures: list[dict[str,
     return agree
 
 
+def shape_from(arguments: argparse.Namespace) -> dict[str, int]:
+    """The model's sizes, by the names of transformers' config."""
+    if arguments.tiny:
+        return TINY | (TINY_EXPERTS if arguments.moe else {})
+    return QWEN3_30B_A3B | {"num_hidden_layers": 6} if arguments.moe else QWEN3_1_7B
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--engine", choices=("megatron", "fsdp"), default="megatron")
     parser.add_argument("--tiny", action="store_true", help="a model and batches for a CPU")
+    parser.add_argument("--moe", action="store_true", help="experts: 30B-A3B shapes, 6 layers; with --tiny 8 of them")
     parser.add_argument("--size", action="append", metavar="TENANTSxTOKENS", help="default: 8x1024 and 32x512")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--warmup", type=int, help="default: 3, tiny: 1")
@@ -231,7 +240,7 @@ def main() -> int:
         for size in arguments.size or (["3x16"] if arguments.tiny else ["8x1024", "32x512"])
     ]
     work = Work(
-        shape=TINY if arguments.tiny else QWEN3_1_7B,
+        shape=shape_from(arguments),
         platform=arguments.platform,
         precision="fp32" if arguments.platform == "cpu" else "bf16",
         sequences=0,

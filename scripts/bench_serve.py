@@ -47,7 +47,7 @@ def server(options: argparse.Namespace, model: Path, folder: Path, settings: lis
     most = max(8, *options.tenants)
     settings = [
         f"max_models={most}", f"limits.models={most}", f"limits.sessions={2 * most + 16}", f"platform={options.platform}",
-        "log=none", *settings,
+        "log=none", *options.set, *settings,
     ]  # fmt: skip
     command = [sys.executable, "-m", "megascend.cli.main", "serve", "--model", model, "--port", "0"]
     command += ["--precision", options.precision, "--storage", folder]
@@ -64,6 +64,8 @@ def server(options: argparse.Namespace, model: Path, folder: Path, settings: lis
                 time.sleep(0.2)
             yield found[1], process.pid
         finally:
+            if process.poll() is not None:
+                print(f"the server ended:\n{log.read_text()[-4000:]}", file=sys.stderr)
             process.send_signal(signal.SIGTERM)
             process.wait(60)
 
@@ -169,9 +171,14 @@ def connected(url: str) -> Iterator[Connections]:
         http.close()
 
 
+def metrics(url: str) -> str:
+    """The server's figures in Prometheus' format."""
+    return httpx.get(f"{url}/metrics").raise_for_status().text
+
+
 def counted(url: str) -> tuple[float, float]:
     """forward_backwards so far, and the sum over them of models in their batch."""
-    text = httpx.get(f"{url}/metrics").text
+    text = metrics(url)
     found = [re.search(rf"^megascend_models_in_batch_{name} (\S+)", text, re.MULTILINE) for name in ("count", "sum")]
     return tuple(float(each[1]) if each else 0.0 for each in found)  # type: ignore[return-value]
 
@@ -197,12 +204,13 @@ async def load(url: str, model: str, count: int, options: argparse.Namespace) ->
         "p50_ms": 1e3 * statistics.median(places),
         "p99_ms": 1e3 * places[min(len(places) - 1, int(0.99 * len(places)))],
         "models_in_batch": (after[1] - before[1]) / max(1.0, after[0] - before[0]),
+        "device_peak_gib": on_device(url)[1],
     }
 
 
-async def memory(url: str, pid: int, model: str, options: argparse.Namespace) -> list[tuple[int, float]]:
-    """(requests, MiB of the server) every 1,000 of ``options.memory`` requests."""
-    found, done = [(0, resident(pid))], 0
+async def memory(url: str, pid: int, model: str, options: argparse.Namespace) -> list[tuple[int, float, float]]:
+    """(requests, MiB of the server, GiB on its device) every 1,000 of ``options.memory`` requests."""
+    found, done = [(0, resident(pid), on_device(url)[0])], 0
     with connected(url) as http:
 
         async def requests(number: int) -> None:
@@ -214,8 +222,8 @@ async def memory(url: str, pid: int, model: str, options: argparse.Namespace) ->
                     await tenant.step()
                     done += 2
                     if done // 1000 > found[-1][0] // 1000:
-                        found.append((done, resident(pid)))
-                        print(f"{done:6d} requests: {found[-1][1]:.0f} MiB", flush=True)
+                        found.append((done, resident(pid), on_device(url)[0]))
+                        print(f"{done:6d} requests: {found[-1][1]:.0f} MiB, device {found[-1][2]:.2f} GiB", flush=True)
                 await tenant.end(save=True)
                 done += 3
 
@@ -223,12 +231,21 @@ async def memory(url: str, pid: int, model: str, options: argparse.Namespace) ->
     return found
 
 
+def on_device(url: str) -> tuple[float, float]:
+    """GiB that the server has on its device now, and had at most; zeros where the device tells nothing of it."""
+    text = metrics(url)
+    found = [
+        re.search(rf"^megascend_device_memory_{name} (\S+)", text, re.MULTILINE) for name in ("bytes", "peak_bytes")
+    ]
+    return tuple(float(each[1]) / 2**30 if each else 0.0 for each in found)  # type: ignore[return-value]
+
+
 def resident(pid: int) -> float:
     """MiB of a process that are in memory (Linux)."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # type: ignore[index]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="default: a random one of 64 hidden units and 2 layers")
     parser.add_argument("--platform", default="cpu")
@@ -238,6 +255,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of a request")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--memory", type=int, default=0, metavar="REQUESTS")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of both servers")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -251,17 +269,24 @@ def main() -> None:
         report = measure(options, model.absolute(), folder)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
+    return 1 if report["failures"] else 0
 
 
 def measure(options: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
     """Load both servers by turns, then the first one alone for its memory."""
     loads: dict[str, dict[str, dict[str, float]]] = {}
-    remembered: list[tuple[int, float]] = []
+    remembered: list[tuple[int, float, float]] = []
+    failures = list[str]()
     with server(options, model, folder / "mixed", KINDS["mixed"]) as mixed:
         with server(options, model, folder / "apart", KINDS["one by one"]) as apart:
             for count in options.tenants:
                 for kind, (url, _) in zip(KINDS, (mixed, apart), strict=True):
-                    found = asyncio.run(load(url, str(model), count, options))
+                    try:
+                        found = asyncio.run(load(url, str(model), count, options))
+                    except (AssertionError, OSError, EOFError) as error:  # memory for both servers, say
+                        failures.append(f"{count} tenants, {kind}: {error!r}")
+                        print(f"FAILED: {failures[-1]}", flush=True)
+                        continue
                     loads.setdefault(str(count), {})[kind] = found
                     print(
                         f"{count:4d} tenants, {kind}: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()),
@@ -269,8 +294,14 @@ def measure(options: argparse.Namespace, model: Path, folder: Path) -> dict[str,
                     )
         if options.memory:
             remembered = asyncio.run(memory(*mixed, str(model), options))
-    return {"loads": loads, "memory_mib": remembered, "tokens": options.tokens, "ranks": options.ranks}
+    return {
+        "failures": failures,
+        "loads": loads,
+        "memory_mib": remembered,
+        "tokens": options.tokens,
+        "ranks": options.ranks,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

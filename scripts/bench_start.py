@@ -106,16 +106,22 @@ def main() -> int:
         (folder / "chat.jsonl").write_text(16 * (json.dumps(line) + "\n"))
         data = f"data: {{path: {folder / 'chat.jsonl'}, global_batch_size: 4}}"
         config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {given.platform}\n{data}\n")
-        figures |= ready(model, given.platform, env)
+        show(figures, ready(model, given.platform, env))
         ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (torchrun(), "other")}
         for way, (launcher, cache) in {} if given.only_ready else ways.items():
             of_way = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
-            figures[f"{way}_s"], figures[f"{way}_end_s"] = first_step(launcher, config, folder / way, of_way)
-    for name, seconds in figures.items():
-        print(f"{name:<18} {seconds:7.2f}")
+            of_step = first_step(launcher, config, folder / way, of_way)
+            show(figures, {f"{way}_s": of_step[0], f"{way}_end_s": of_step[1]})
     if given.json:
         given.json.write_text(json.dumps({"versions": versions(), "cores": os.cpu_count(), **figures}, indent=1))
     return 0
+
+
+def show(figures: dict[str, float], found: dict[str, float]) -> None:
+    """Print what was found, at once: a later part may pass the caller's deadline."""
+    figures |= found
+    for name, seconds in found.items():
+        print(f"{name:<18} {seconds:7.2f}", flush=True)
 
 
 def torchrun() -> list[str]:

@@ -7,9 +7,10 @@
 #
 # MEGASCEND_VERL_PYTHON     verl's interpreter, which has everything installed, instead of .venv-verl
 # MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_SKYRL_PYTHON    likewise
+# MEGASCEND_VLLM_PYTHON     the interpreter of a vLLM (scripts/vllm_env.sh), with which verl's rollouts are tested, too
 # MEGASCEND_TWINKLE         a checkout of twinkle, whose cookbook is then run, too
 # SKYRL_BASE_PYTHON         a Python of 3.12 or later, which SkyRL needs (default: python3.12 or python3.13)
-# MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 1800)
+# MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 3600)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,7 +26,7 @@ SKYRL=("transformers>=5.6.1,<=5.8.0" peft==0.19.1 "fastapi[standard]" sqlmodel "
 
 run_tests() { # PYTHON pytest-arguments
   OMP_NUM_THREADS=1 PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" \
-    timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$1" -m pytest -p no:cacheprovider "${@:2}"
+    timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-3600}" "$1" -m pytest -p no:cacheprovider "${@:2}"
 }
 
 # verl: its trainers on megascend's engine, and the checkpoint engine
@@ -64,12 +65,22 @@ part_bridges() {
   run_tests "$MEGASCEND_BRIDGES_PYTHON" tests/integrations/bridges "$@"
 }
 
+first_that_starts() { # COMMAND...: a name on PATH may be a shim of pyenv's with no version behind it
+  local name
+  for name in "$@"; do
+    if "$name" -c '' 2> /dev/null; then
+      echo "$name"
+      return 0
+    fi
+  done
+}
+
 # SkyRL: its Tinker server on megascend
 part_skyrl() {
   if [ -z "${MEGASCEND_SKYRL_PYTHON:-}" ]; then
-    local python=${SKYRL_BASE_PYTHON:-$(command -v python3.12 || command -v python3.13 || true)}
+    local python=${SKYRL_BASE_PYTHON:-$(first_that_starts python3.12 python3.13)}
     if [ -z "$python" ]; then
-      echo "SkyRL 0.3.0 needs Python 3.12 or later, and there is none here: set SKYRL_BASE_PYTHON" >&2
+      echo "SkyRL 0.3.0 needs Python 3.12 or later, and no python3.12 or python3.13 starts here: set SKYRL_BASE_PYTHON" >&2
       return 1
     fi
     make_env .venv-skyrl "$python" "${SKYRL[@]}" "${MEGASCEND_REQUIRES[@]}"

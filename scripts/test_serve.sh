@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
-# `tests/serve/test_serve_client.py` with Tinker clients of several versions, each in an environment of its own that sees megascend's packages.
+# `tests/serve/test_serve_client.py` with Tinker clients of several versions, each in an environment of its own that sees megascend's
+# packages, against servers on one rank, TP2, PP2, DP2 and CP2.
 #
 #     bash scripts/test_serve.sh [VERSION...]      default: 0.16.0 0.22.0 0.25.0 0.30.0 newest
 #
-# "newest" is the newest on the package index; that of .venv-0.16 is tested in any case. Needs .venv-0.16 (bash scripts/test.sh makes it).
-# The environments are kept in .venv-tinker/VERSION. Takes some minutes on two cores.
+# "newest" is the newest on the package index; that of .venv-0.16 is tested in any case. Takes some minutes on two cores.
+#
+# MEGASCEND_PYTHON      the interpreter, which has everything installed, instead of .venv-0.16 (bash scripts/test.sh makes it)
+# TINKER_ENVIRONMENTS   where environments are made and kept, DIRECTORY/VERSION (default: .venv-tinker)
+# PYTEST_ADDOPTS        more arguments of pytest, such as -k 'CP2 and 0.16' or --junitxml=FILE, which keeps the largest differences
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/_tinker_venv.sh
 
-python=$PWD/.venv-0.16/bin/python
-[ -x "$python" ] || { echo "there is no $python: bash scripts/test.sh makes it" >&2; exit 1; }
 versions=("$@")
 [ "${#versions[@]}" -gt 0 ] || versions=(0.16.0 0.22.0 0.25.0 0.30.0 newest)
-packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 clients=$(mktemp -d)
 trap 'rm -rf "$clients"' EXIT
 for version in "${versions[@]}"; do
-  environment=$PWD/.venv-tinker/$version
+  environment=$environments/$version
   if [ ! -e "$environment/.installed" ]; then
-    "$python" -m venv "$environment"
-    inside=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo "$packages" > "$inside/zz-megascend.pth"  # behind its own packages
+    make_environment "$environment"
     [ "$version" = newest ] || "$environment/bin/pip" install --quiet --no-deps "tinker==$version"
     touch "$environment/.installed"
   fi

@@ -104,6 +104,10 @@ ELSEWHERE = {
 
 REASONS = {
     (
+        "docs/data.md",
+        'backend = megascend.MegatronBackend("reward-model"',
+    ): "needs a reward model; tests/engines/test_scalar_head.py::test_training_equals_transformers makes these calls",
+    (
         "docs/contributing.md",
         "from weightwire.transports import register_transport",
     ): "names a package that is not there; tests/weightwire/test_transports.py::test_a_transport_from_outside does the same",
@@ -387,10 +391,10 @@ def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
 
 FOLLOWED = (
     "docs/own-data.md",
-    *(f"docs/integrations/{name}.md" for name in ("verl", "megatron", "twinkle", "bridges")),
+    *(f"docs/integrations/{name}.md" for name in ("verl", "megatron", "twinkle", "bridges", "skyrl")),
 )
 """Pages that tests of their own follow from top to bottom: test_own_data.py, integrations/verl/test_verl_start.py,
-integrations/test_megatron_start.py, integrations/twinkle/test_twinkle_start.py, integrations/bridges/test_bridges_start.py."""
+integrations/test_megatron_start.py, integrations/{twinkle,bridges,skyrl}/test_*_start.py."""
 
 
 def test_fences_name_languages_that_are_looked_at() -> None:
@@ -439,6 +443,7 @@ COMMANDS = {
     "python scripts/bench_train.py": "tests/test_snippets.py::test_scripts_take_the_options_that_pages_show",
     "python scripts/bench_small_steps.py": "a benchmark",
     "python scripts/bench_weightsync.py": "a benchmark",
+    "python scripts/bench_serve.py": "a benchmark",
     "python scripts/parity.py": "tests/test_snippets.py::test_scripts_take_the_options_that_pages_show",
     "python scripts/npu_programs": "runs programs of others from their checkouts",
     "bash scripts/npu_smoke.sh": "on cards; simulated: tests/npu/test_npu_smoke.py",
@@ -447,7 +452,6 @@ COMMANDS = {
     "bash cookbook/": "tests/test_cookbook.py",
     "python -m tinker_cookbook": "tests/serve/test_tinker_cookbook.py",
     "bash scripts/test_integrations.sh": INSTALLS,
-    "python -m megascend.integrations.skyrl.launch": "needs SkyRL on Python 3.12; has not been run",
     "python -m venv": INSTALLS,
     "pip install": INSTALLS,
     "pre-commit install": INSTALLS,

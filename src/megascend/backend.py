@@ -21,7 +21,7 @@ from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import AdapterTrainable, Engine, Receivers
 from megascend.errors import ConfigError, MegascendError
-from megascend.step.checks import check_samples
+from megascend.step.checks import check_samples, require_head
 from megascend.step.step import Step
 from megascend.topology.topology import Topology
 
@@ -150,6 +150,7 @@ class Backend:
         loss: str | Loss | LossFunction = "cross_entropy",
         adapter: str | None = None,
         logprobs: bool = False,
+        values: bool = False,
     ) -> ForwardBackwardResult:
         """Compute the loss over the samples of all data parallel ranks and accumulate its gradients.
 
@@ -161,9 +162,11 @@ class Backend:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Samples of any adapters may
                 be mixed.
             loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dro``, ``stable_reinforce``,
-                ``dpo``, a :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> values [n]``.
+                ``dpo``, a :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> losses [n]``. For a scalar head:
+                ``value``, ``clipped_value``, ``bradley_terry`` or a :class:`megascend.Loss` with ``of="values"``.
             adapter: the adapter of samples that do not name theirs (``Sample.adapter``).
             logprobs: also return the log-probabilities of all targets. The call then waits for the device.
+            values: the same with a scalar head's values.
 
         Raises:
             DataError: on every rank, if any rank's samples cannot be trained on; no gradient has been added then.
@@ -173,11 +176,15 @@ class Backend:
         """
         try:
             resolved = resolve(loss)
+            require_head(self.engine, resolved.of, f"loss {resolved.name!r}")
+            wanted = "logprobs" if logprobs else "values" if values else None
+            if wanted:
+                require_head(self.engine, wanted, f"forward_backward({wanted}=True)")
             self.engine.trainable.require_open()
         except ConfigError as error:
             agree("forward_backward", self.groups, problem=error)
             raise
-        return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, logprobs)
+        return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, wanted)
 
     def optimizer_step(
         self,
@@ -284,6 +291,22 @@ class Backend:
             reference: the base model alone for all samples, whatever adapter they name.
         """
         return self._step.forward(samples, entropy, logits, adapter, reference)
+
+    def values(
+        self, samples: Sequence[Sample], adapter: str | None = None, reference: bool = False
+    ) -> list[torch.Tensor]:
+        """What a scalar head makes of every token, without gradients and with dropout off: fp32 [length] on the CPU each.
+
+        The value at a place is that after the token there has been read; a reward model's score of a sequence is the last one.
+
+        Args:
+            samples: this data parallel rank's samples; :meth:`Sample.scored` makes them.
+            adapter, reference: as for :meth:`forward`.
+
+        Raises:
+            ConfigError: the model has no scalar head.
+        """
+        return self._step.values(samples, adapter, reference)
 
     def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[torch.Tensor]:
         """Logits of the token that follows each sample, fp32 [vocabulary] each on the CPU, with dropout off.

@@ -13,6 +13,7 @@ from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, Plat
 from megascend.deprecation import MINDSPEED, renamed_argument
 from megascend.engines.context import engine_context
 from megascend.errors import ConfigError, TopologyError
+from megascend.huggingface.scalar_head import HeadKind
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime
@@ -122,6 +123,10 @@ class MegatronBackend(Backend):
         self_check: compare a small slice of the model with transformers first (docs/limits.md); a few seconds, once for a
             configuration.
         provider: as for :func:`megascend.bootstrap`.
+        head: what the model ends with: ``lm``, logits; ``scalar``, the head of a reward model or critic, from a checkpoint of
+            transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or, in place of a
+            causal language model's output layer, a new one of these (``new_sequence_classifier``, ``new_token_classifier``),
+            drawn from ``seed`` as transformers draws it.
 
     Raises:
         ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
@@ -148,6 +153,7 @@ class MegatronBackend(Backend):
         save_timeout_s: float = 1800.0,
         self_check: bool = True,
         provider: str | None = None,
+        head: HeadKind = "lm",
     ) -> None:
         batches = _with_number(batching)
 
@@ -169,6 +175,7 @@ class MegatronBackend(Backend):
             provider=provider,
             timeout_s=timeout_s,
             prepare=prepare,
+            head=head,
         ) as context:
             from megascend.engines.megatron.engine import MegatronEngine
 
@@ -213,7 +220,7 @@ class SingleBackend(Backend):
 
     Args:
         model: directory of a Hugging Face checkpoint with safetensors weights.
-        precision, optimizer, schedule, adapters, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
+        precision, optimizer, schedule, adapters, seed, timeout_s, save_timeout_s, head: as for :class:`MegatronBackend`.
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
         recompute: ``granularity`` ``none`` or ``full``.
         moe: ``aux_loss`` ``none`` or ``transformers``.
@@ -238,6 +245,7 @@ class SingleBackend(Backend):
         seed: int = 1234,
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
+        head: HeadKind = "lm",
     ) -> None:
         batches = _with_number(batching)
         with engine_context(
@@ -248,6 +256,7 @@ class SingleBackend(Backend):
             tf32=tf32,
             timeout_s=timeout_s,
             prepare=_one_process,
+            head=head,
         ) as context:
             from megascend.engines.single.engine import SingleEngine
 
@@ -321,7 +330,7 @@ class FsdpBackend(Backend):
         precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case; with
             ``adapters`` the frozen model's shards have this precision too.
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
-        optimizer, schedule, batching, adapters, seed, timeout_s, save_timeout_s: as for :class:`MegatronBackend`.
+        optimizer, schedule, batching, adapters, seed, timeout_s, save_timeout_s, head: as for :class:`MegatronBackend`.
         recompute: ``granularity`` ``none``, ``full`` (each layer by itself) or ``selective`` (by operators).
         moe: no update of correction biases.
 
@@ -346,6 +355,7 @@ class FsdpBackend(Backend):
         seed: int = 1234,
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
+        head: HeadKind = "lm",
     ) -> None:
         batches = _with_number(batching)
         settings, recomputed = fsdp or Fsdp(), recompute or Recompute()
@@ -370,6 +380,7 @@ class FsdpBackend(Backend):
             parallel=parallel,
             timeout_s=timeout_s,
             prepare=prepare,
+            head=head,
         ) as context:
             from megascend.engines.fsdp.engine import FsdpEngine
 

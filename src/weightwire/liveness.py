@@ -43,7 +43,10 @@ class Identity:
             return None
         try:
             fields = _stat(self.pid)
-        except FileNotFoundError:
+        except (
+            FileNotFoundError,
+            ProcessLookupError,
+        ):  # the second, if it goes between opening the file and reading it
             return "ended"
         except OSError:
             return None

@@ -84,6 +84,11 @@ FINE = (
             *("entry.uid", "entry.gid", "entry.uname", "entry.gname", "entry.mode"),  # of an archive that we write
             "function.argtypes",  # of a library that has just been loaded
             "server.should_exit",  # uvicorn's, which megascend serve has made
+            "load.__megascend__",
+            "ScalarHeadBridge.__name__",
+            *("context.__name__", "context.__qualname__", "context.__doc__"),
+            "module.__file__",
+            "made.__init__",  # of a recipe of the reference Transformer Engine
         ],
         "made here",
     )
@@ -98,6 +103,14 @@ FINE = (
             "parameter.partition_dim",
             "parameter.partition_stride",
             "parameter.sequence_parallel",
+            "parameter.allreduce",
+            "last.output_layer",  # the scalar head of the model that is being made
+            *(
+                "config.num_labels",
+                "config.classifier_dropout",
+                "config.token_classification_bias",
+            ),  # of its configuration
+            "config.tie_word_embeddings",
         ],
         "the model's data",
     )
@@ -105,6 +118,7 @@ FINE = (
         [
             # Listed by the lines that the function which holds them returns or records.
             "args_utils._MINDSPEED_ARGS",
+            "config.bridge.__class__",  # of a model with a scalar head
             "logging.getLogger('mindspeed.args_utils').setLevel(logging.ERROR)",
             "setattr(owner, name, value)",  # cuda_redirect: a line for each group of names
             "setattr(mappings, name, _with_uneven_path(original, uneven))",

@@ -139,8 +139,8 @@ def test_replays_are_the_first_run_to_the_bit(checkpoint):
 
 
 def test_memory_stays_bounded(checkpoint):
-    """Lengths at random: captures share one pool, which grows to the largest and no further."""
-    backend = make_backend(checkpoint, megascend.CudaGraphs(max_tokens=512, max_count=6))
+    """Lengths at random, padded to four sizes: captures share one pool, which grows to the largest and no further."""
+    backend = make_backend(checkpoint, megascend.CudaGraphs(max_tokens=512, max_count=3))
     backend.add_adapter("a", megascend.Lora(rank=8))
     generator = torch.Generator().manual_seed(7)
     sizes = []
@@ -152,7 +152,7 @@ def test_memory_stays_bounded(checkpoint):
         sizes.append(backend.cuda_graphs.capture_bytes)
     report = backend.cuda_graphs
     print(report, sizes[::10])
-    assert report.captures <= 6
+    assert report.captures <= 3
     assert report.dropped, "more shapes came than are kept"
     assert sizes[-1] <= 2 * sizes[20], "the pool has its size early on"
     backend.close()

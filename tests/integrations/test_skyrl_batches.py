@@ -10,7 +10,7 @@ import torch
 
 from megascend.errors import ConfigError, DataError
 from megascend.integrations.skyrl.batches import pass_of, sample_request_of
-from megascend.integrations.skyrl.launch import engine_command
+from megascend.integrations.skyrl.launch import engine_command, settings_from
 from megascend.integrations.skyrl.settings import BackendConfig, settings_of
 
 
@@ -86,5 +86,16 @@ def test_settings_and_the_engines_command() -> None:
     command = engine_command(config, ["--base-model", "model"])
     assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert command[-3:] == ["--engine", "--base-model", "model"]
+    words = [
+        "--base-model",
+        "model",
+        "--backend",
+        "a:B",
+        "--backend-config",
+        '{"ranks": 2, "max_lora_rank": 4}',
+        "--x",
+        "1",
+    ]
+    assert (settings_from(words).model.name, settings_from(words).max_rank) == ("model", 4)
     with pytest.raises(ValueError, match="Extra inputs"):
         BackendConfig(tensor_parallel_size=2)  # type: ignore[call-arg]

@@ -87,7 +87,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"optimizer": "muon"}}, "optim.optimizer='muon'"),
     ({"optimizer": {"exp_avg_dtype": "bf16"}}, "optim.exp_avg_dtype='bf16'"),
     ({"optimizer": {"override_optimizer_config": {"sgd_momentum": 1}}}, "optim.override_optimizer_config.sgd_momentum"),
-    ({"model": {"model_type": "value_model"}}, "model.model_type='value_model'"),
+    ({"model": {"model_type": "reward_model"}}, "model.model_type='reward_model'"),
+    ({"model": {"model_type": "value_model", "lora": {"rank": 8}}}, "model.lora.rank=8: a critic's head is trained"),
+    (
+        {"model": {"model_type": "value_model"}, "engine": {"forward_only": True}},
+        "engine.forward_only=True: a critic is trained",
+    ),
     ({"model": {"lora_rank": 8}}, "model.lora_rank=8: of verl's FSDP engines; below engine=megatron it is model.lora"),
     ({"model": {"lora": {"rank": 8, "type": "dora"}}}, "model.lora.type='dora'"),
     ({"model": {"hf_config_path": "/other"}}, "model.hf_config_path='/other'"),

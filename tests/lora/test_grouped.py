@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megascend.lora import grouped
 from megascend.lora.grouped import GroupedLinear, Segments, accumulate, product
 from megascend.lora.segments import cut, token_segments, tokens_per_adapter
 
@@ -100,3 +101,31 @@ def test_cut_and_route_agree_with_counting(counts, ranks):
             assert found.single is None
             assert found.whole.sizes() == counts
             assert found.local.sizes() == expected
+
+
+@pytest.mark.parametrize(
+    "counts", [[3, 0, 5, 1, 2, 0, 7, 4], [0, 0, 0, 0, 0, 0, 0, 9], [9, 0, 0, 0, 0, 0, 0, 0], [2, 3, 4]]
+)
+def test_more_segments_than_one_call_takes(counts, monkeypatch):
+    """With torch's grouped product, three segments a call."""
+    monkeypatch.setattr(grouped, "TORCH_GROUPS", 3)
+    segments = Segments(Segments.of(counts, CPU).ends)
+    rows, grad = (torch.randn(sum(counts), size).bfloat16() for size in (16, 8))
+    weights, into = torch.randn(len(counts), 16, 8).bfloat16(), torch.randn(len(counts), 16, 8)
+    expected = product(rows, weights, segments), into.clone()
+    accumulate(expected[1], rows, grad, segments)
+
+    calls = []
+
+    def grouped_product(left, right, offs):
+        calls.append(len(offs))
+        return torch_product(left, right, offs=offs)
+
+    torch_product = torch._grouped_mm
+    monkeypatch.setattr(grouped, "kernel_of", lambda device: "torch")
+    monkeypatch.setattr(torch, "_grouped_mm", grouped_product)
+    torch.testing.assert_close(product(rows, weights, segments), expected[0])
+    accumulate(into, rows, grad, segments)
+    torch.testing.assert_close(into, expected[1], rtol=1e-2, atol=1e-2)
+    assert max(calls) <= 3
+    assert sum(calls) >= 2 * len(counts)

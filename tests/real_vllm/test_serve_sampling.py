@@ -17,7 +17,7 @@ from driving import START_S, vllm_python
 
 from megascend.config.serve import ServeConfig
 from megascend.rollout.engines.vllm_process import VllmProcess
-from megascend.serve.vllm_sampling import KEY_VARIABLE
+from megascend.serve.vllm_check import KEY_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from serve_ranks import KEYS, service

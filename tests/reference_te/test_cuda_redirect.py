@@ -85,6 +85,11 @@ class TestRedirect:
             end.record(torch.cuda.current_stream())
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        with torch.cuda.nvtx.range("outer"):
+            assert torch.cuda.nvtx.range_push("inner") == 1
+            torch.cuda.nvtx.mark("here")
+            assert torch.cuda.nvtx.range_pop() == 1
+        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("alone"))
         assert start.elapsed_time(end) >= 0
 
 

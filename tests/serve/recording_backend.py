@@ -23,6 +23,7 @@ from megascend.serve.inbox import Inbox
 from megascend.serve.journal_directory import keep_in_journal
 from megascend.serve.keys import Keys, digest_of
 from megascend.serve.service import Service
+from megascend.serve.sweeping import sweep
 from megascend.serve.worker import work
 
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob")}
@@ -201,7 +202,7 @@ class Served:
         """Let time pass."""
         self.clock.now += seconds
         assert self.client.portal is not None
-        self.client.portal.call(self.service.tick)
+        self.client.portal.call(sweep, self.service)
 
 
 @contextmanager

@@ -29,22 +29,25 @@ def run_service(settings: ServeConfig, folder: Path) -> None:
 
 
 @contextmanager
-def service(settings: ServeConfig, ranks: int, folder: Path) -> Iterator[str]:
-    """The address of a service that runs in here."""
+def service(settings: ServeConfig, ranks: int, folder: Path, deadline_s: float = DEADLINE_S) -> Iterator[str]:
+    """The address of a service that runs in here.
 
+    Args:
+        deadline_s: after which its ranks are killed, and the test fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            run_distributed(run_service, ranks, settings, folder, timeout_s=DEADLINE_S, init=False)
+            run_distributed(run_service, ranks, settings, folder, timeout_s=deadline_s, init=False)
         except BaseException as error:  # noqa: BLE001  raised below
             failures.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + deadline_s
         while not (folder / "address").exists() and thread.is_alive() and time.monotonic() < end:
             time.sleep(0.05)
         if not failures:

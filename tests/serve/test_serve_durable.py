@@ -18,7 +18,7 @@ from recording_backend import Served, served
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleResult
-from megascend.serve import journal_directory, journal_writer
+from megascend.serve import journal_directory, journal_writer, training
 from megascend.serve.journal import Entry
 from megascend.serve.journal_directory import NAME
 from megascend.serve.keys import Keys
@@ -168,7 +168,7 @@ def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_
         on_the_loop = first.client.portal.call
         on_the_loop(first.service.sequences.record, session, np.array([5]), ["one", "two"], result)
         request = TrainRequest(model, 1, "stable_reinforce", {}, False, [datum])
-        name = on_the_loop(first.service.train, "alice", request).name
+        name = on_the_loop(training.train, first.service, "alice", request).name
         answer = first.alice.fetch(name)
         on_the_loop(first.service.sequences._drop, "alice", "one")
         on_the_loop(first.service.durability.durable)

@@ -132,6 +132,20 @@ def test_what_has_no_room_together_is_sampled_one_by_one(backend) -> None:
         run(lines_of(backend, room=0), [respond(5, "p", 5)])
 
 
+def test_a_model_that_has_no_room_fails_alone(backend, monkeypatch) -> None:
+    def add_adapter(name: str, lora: Lora) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend, "add_adapter", add_adapter)
+    outcomes = run(lines_of(backend), [Create(1, "new", Lora(rank=4)), *step(2, "a")])
+    assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [
+        (1, OutOfDeviceMemoryError), (2, type(None)), (3, type(None)),
+    ]  # fmt: skip
+    backend.recover_memory = lambda: False
+    with pytest.raises(OutOfDeviceMemoryError):
+        run(lines_of(backend), [Create(4, "new", Lora(rank=4))])
+
+
 def test_a_refused_creation_does_not_run_the_steps_behind_it_on_nothing(backend) -> None:
     outcomes = run(lines_of(backend), [Create(1, "new", Lora(rank=65)), *step(2, "new")])
     assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [(n, ConfigError) for n in (1, 2, 3)]

@@ -93,6 +93,8 @@ def test_batches_tell_their_models_and_tokens(here) -> None:
     assert status(here)["totals"]["batches"] == {"max_tokens": 65536, "recent": [[1, 1], [2, 5]]}
     here.service.memory = lambda: ("cuda", MemoryFigures(1, 2, 3))
     assert status(here)["totals"]["memory"] == {"device": "cuda", "allocated": 1, "peak": 2, "total": 3}
+    figures = here.client.get("/metrics").text.splitlines()
+    assert {"megascend_device_memory_bytes 1", "megascend_device_memory_peak_bytes 2"} <= set(figures)
 
 
 def test_errors_of_one_tenant_do_not_push_out_anothers(here) -> None:

@@ -29,7 +29,8 @@ RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 60, 64)
 STEPS = 15
 PAUSE_S = 0.3
 """The longest pause before a step: a few units of work, so that it is never the same tenants that share a batch."""
-DEADLINE_S = 200.0
+DEADLINE_S = 900.0
+"""Of each of the sixteen clients, which take the machine from one another."""
 LAYOUTS = {"TP2": Parallel(tensor=2), "DP2": Parallel()}
 
 
@@ -125,7 +126,7 @@ def served(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
         model=model, port=0, storage=folder / "storage", precision="fp32", parallel=LAYOUTS[request.param], platform="cpu",
         max_models=100, limits=Limits(models=50),
     )  # fmt: skip
-    with service(settings, 2, folder / "run") as url:
+    with service(settings, 2, folder / "run", 4 * DEADLINE_S) as url:
         yield Served(url, settings, folder)
 
 

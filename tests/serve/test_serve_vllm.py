@@ -17,8 +17,17 @@ from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
 from megascend.serve.commands import Create, Outcome, Remove, Respond
 from megascend.serve.errors import Failure
-from megascend.serve.vllm_sampling import Probe, Servers, VllmSampling, check
-from megascend.serve.vllm_server import RefusedError, UnknownModelError, VllmServer, body_of, result_of
+from megascend.serve.vllm_check import Probe, check
+from megascend.serve.vllm_pool import Servers
+from megascend.serve.vllm_sampling import VllmSampling
+from megascend.serve.vllm_server import (
+    RefusedError,
+    ServerFailedError,
+    UnknownModelError,
+    VllmServer,
+    body_of,
+    result_of,
+)
 
 REQUEST = SampleRequest(
     [5, 6, 7],
@@ -109,6 +118,10 @@ class Double:
 
     async def models(self) -> list[dict[str, Any]]:
         return self.listed
+
+    async def check_health(self) -> None:
+        if self.lost:
+            raise EngineLostError(f"{self.name}: connection refused")
 
     async def load_adapter(self, name: str, directory: str) -> None:
         self.calls.append("load")
@@ -317,7 +330,7 @@ def test_errors_of_the_server_are_told_with_its_address() -> None:
     refused, unknown, broken = of(400, "the prompt is too long"), of(404, "no model m"), of(500, "out of memory")
     assert isinstance(refused, RefusedError)
     assert isinstance(unknown, UnknownModelError)
-    assert type(broken) is EngineError
+    assert isinstance(broken, ServerFailedError)
     for error, text in ((refused, "too long"), (unknown, "no model m"), (broken, "status 500: out of memory")):
         assert text in str(error)
         assert "vLLM at 127.0.0.1:" in str(error)

@@ -320,7 +320,9 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
         def on_rank():
             backend = make_backend(checkpoint)
             with megascend.WeightSync(backend, served) as first, megascend.WeightSync(backend, served) as second:
-                verify = first._verify
+                sending = first._delivery
+                assert sending is not None
+                verify = sending.verify
                 messages = []
 
                 def meanwhile(update):
@@ -329,9 +331,9 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
                         second.push(5)
                     messages.append(str(caught.value))
 
-                first._verify = meanwhile
+                sending.verify = meanwhile
                 first.push(4)
-                return messages[0], first._owner, served[0].state()["versions"]
+                return messages[0], sending._owner, served[0].state()["versions"]
 
         ((message, owner, versions),) = run_distributed(on_rank, 1, init=False, timeout_s=90)
     assert "OwnerError" in message
@@ -346,7 +348,7 @@ def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folde
 
         def dying():
             with megascend.WeightSync(make_backend(checkpoint), served, timeout_s=1.0) as sync:
-                sync._verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
+                sync._delivery.verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
                 sync.push(4)
 
         assert run_distributed(lambda: ended_by(dying), 1, init=False, timeout_s=60) == [-signal.SIGKILL]

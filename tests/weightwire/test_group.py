@@ -11,6 +11,7 @@ import pytest
 import torch
 from wire_members import run_meeting, run_members
 
+from weightwire import liveness
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
 from weightwire.group import Listener, join
 from weightwire.manifest import Manifest, TensorSpec
@@ -186,3 +187,15 @@ def test_a_member_that_fails_tells_why():
     for rank in (0, 2):
         assert "receiver 1 (engine-1" in results[rank]
         assert "no memory for 3 buckets" in results[rank]
+
+
+def test_a_process_that_goes_while_it_is_looked_at_has_ended(monkeypatch) -> None:
+    """Its file in /proc can be opened, and reading it is ESRCH."""
+
+    def gone(pid: int) -> list[str]:
+        raise ProcessLookupError(3, "No such process")
+
+    me = liveness.Identity.mine()
+    assert me.state() is None
+    monkeypatch.setattr(liveness, "_stat", gone)
+    assert me.state() == "ended"

@@ -45,11 +45,11 @@ class Evaluation:
 
     Attributes:
         figures: its values, under "loss", and its metrics: [n] or [pairs] each.
-        logprobs, entropy: the gradient of the weighted values with respect to each [n]; None for what was not given.
+        scores, entropy: the gradient of the weighted values with respect to each [n]; None for what was not given.
     """
 
     figures: dict[str, Tensor]
-    logprobs: Tensor
+    scores: Tensor
     entropy: Tensor | None
 
 
@@ -74,7 +74,7 @@ class LossCall:
 
     def evaluate(
         self,
-        logprobs: Tensor,
+        scores: Tensor,
         entropy: Tensor | None,
         inputs: LossInputs,
         factors: Tensor | float,
@@ -83,7 +83,7 @@ class LossCall:
         """Call the function; None if it cannot be used on this rank or on a context parallel rank beside it.
 
         Args:
-            logprobs, entropy: fp32 [n] as the model gives them.
+            scores, entropy: fp32 [n] as the model gives them; scores are log-probabilities, or a scalar head's values.
             inputs: everything else; its ``reduce_context`` is the plain sum over context parallel ranks.
             factors: what each token's value, times its weight, or each pair's value counts in the sum that is differentiated.
             padding: bool [n], tokens that no sample has.
@@ -92,7 +92,7 @@ class LossCall:
             return None
         self._calls += 1
         try:
-            found = self._differentiate(logprobs, entropy, inputs, factors, padding)
+            found = self._differentiate(scores, entropy, inputs, factors, padding)
             self._tell(_RETURNED)
         except (ProcessGroupError, CollectiveTimeoutError):
             raise
@@ -106,10 +106,10 @@ class LossCall:
         return found
 
     def _differentiate(
-        self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, factors: Tensor | float, padding: Tensor
+        self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs, factors: Tensor | float, padding: Tensor
     ) -> Evaluation:
         loss, weights = self.loss, inputs.weights
-        given = [of.detach().requires_grad_() for of in (logprobs, entropy) if of is not None]
+        given = [of.detach().requires_grad_() for of in (scores, entropy) if of is not None]
         count = len(weights) if loss.per == "token" else len(inputs.pairs)
         with torch.enable_grad():
             # Padding has no truth of its own: what a layout pads with shall not be seen.
@@ -128,7 +128,7 @@ class LossCall:
         gradients = [None if of is None else torch.where(trained, of, 0.0) for of in found]
         return Evaluation(
             figures={"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}},
-            logprobs=torch.zeros_like(given[0]) if gradients[0] is None else gradients[0],
+            scores=torch.zeros_like(given[0]) if gradients[0] is None else gradients[0],
             entropy=gradients[1] if entropy is not None else None,
         )
 
@@ -219,7 +219,7 @@ def _check_graph(loss: Loss, total: Tensor, given: Sequence[Tensor]) -> None:
     """Raise LossFunctionError for a sum that no gradient would reach the model from, or that trains something else."""
     if not total.requires_grad:
         raise LossFunctionError(
-            f"loss {loss.name!r} returned values that do not depend on logprobs or inputs.entropy, or only through detach(): "
+            f"loss {loss.name!r} returned values that do not depend on {loss.of} or inputs.entropy, or only through detach(): "
             "nothing would be trained. For a loss that is to be 0, multiply by 0"
         )
     seen, waiting = set(), [total.grad_fn]
@@ -231,7 +231,7 @@ def _check_graph(loss: Loss, total: Tensor, given: Sequence[Tensor]) -> None:
         leaf = getattr(node, "variable", None)
         if leaf is not None and all(leaf is not of for of in given):
             raise LossFunctionError(
-                f"loss {loss.name!r} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient, beside logprobs and "
+                f"loss {loss.name!r} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient, beside {loss.of} and "
                 "inputs.entropy. This backend trains the model only: detach it"
             )
         waiting += [parent for parent, _ in node.next_functions]

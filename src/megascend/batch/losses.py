@@ -1,4 +1,4 @@
-"""Loss functions: plain callables on (log-probs, inputs), the built-in ones, and a registry of those known by name.
+"""Loss functions: plain callables on (log-probs or values, inputs), the built-in ones, and a registry of those known by name.
 
 A loss returns one value per token, or one per preference pair, *unreduced*; the step weights, normalises and sums over
 micro batches, data and context parallel ranks, so a loss never depends on the layout.
@@ -22,7 +22,7 @@ from megascend.errors import ConfigError, DataError
 class LossInputs:
     """What a loss function sees of this rank's part of one micro batch; n tokens, padding included.
 
-    Padding has weight 0, and its log-probability, entropy and fields are 0. No token of weight 0 contributes a gradient,
+    Padding has weight 0, and its log-probability (or value), entropy and fields are 0. No token of weight 0 has a gradient,
     whatever the function returns there; for everything else it is as if padding were not there, as long as the function
     works token by token (or on :meth:`sum_per_sample`).
 
@@ -30,11 +30,12 @@ class LossInputs:
         targets: int64 [n].
         weights: float32 [n].
         entropy: float32 [n] with gradient, or None unless the loss asks for it.
-        advantages, old_logprobs, ref_logprobs: float32 [n] or None.
+        advantages, old_logprobs, ref_logprobs, returns, old_values: float32 [n] or None.
         extra: further float32 [n] fields.
         sample: int64 [n], which sample of the micro batch a token belongs to.
         sample_count: samples in the micro batch.
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
+        last: int64, which of the n are last tokens of samples; None but for losses of values.
         reduce_context: sums a tensor over context parallel ranks, differentiably.
     """
 
@@ -48,6 +49,9 @@ class LossInputs:
     advantages: Any = None  # a Tensor where the samples carry it; a loss that needs it says so in Loss.requires
     old_logprobs: Any = None
     ref_logprobs: Any = None
+    returns: Any = None
+    old_values: Any = None
+    last: Tensor | None = None
     extra: dict[str, Tensor] | None = None
 
     def sum_per_sample(self, values: Tensor) -> Tensor:
@@ -55,6 +59,12 @@ class LossInputs:
         counted = torch.where(self.weights != 0, values * self.weights, 0.0)
         totals = values.new_zeros(self.sample_count).index_add(0, self.sample, counted)
         return self.reduce_context(totals)
+
+    def at_last(self, values: Tensor) -> Tensor:
+        """``values`` [n] at the last token of each sample, on whichever context parallel rank it is: [samples]."""
+        assert self.last is not None, "only losses of values are told where samples end"
+        found = values.new_zeros(self.sample_count).index_add(0, self.sample[self.last], values[self.last])
+        return self.reduce_context(found)
 
 
 LossFunction = Callable[[Tensor, LossInputs], Any]
@@ -66,8 +76,9 @@ class Loss:
 
     Attributes:
         name: for messages and metrics.
-        function: ``(logprobs [n], LossInputs) -> values`` or ``-> (values, {metric: values})``; values and metrics have
+        function: ``(logprobs [n], LossInputs) -> losses`` or ``-> (losses, {metric: numbers})``; losses and metrics have
             shape [n] for ``per="token"`` and [pairs] for ``per="pair"``.
+        of: what the function gets first: ``logprobs`` of the targets, or ``values``, what a scalar head makes of each token.
         per: what is averaged: tokens by their weights, or preference pairs, each counting once.
         requires: per-token fields of :class:`megascend.Sample` that must be set.
         entropy: True if ``inputs.entropy`` is needed.
@@ -83,6 +94,7 @@ class Loss:
     entropy: bool = False
     reduction: Literal["mean", "sum"] = "mean"
     settings: tuple[tuple[str, float], ...] = ()
+    of: Literal["logprobs", "values"] = "logprobs"
 
     def with_settings(self, **settings: float) -> Loss:
         """This loss with keyword arguments of its function, such as ``ppo``'s ``clip_low``. Equal settings make equal losses.
@@ -190,11 +202,40 @@ def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     }
 
 
+def value(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared distance of a critic's values to ``returns``."""
+    return 0.5 * (values - inputs.returns).square(), {"value": values.detach()}
+
+
+def clipped_value(values: Tensor, inputs: LossInputs, clip: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's value loss as in its authors' code: of the value, or of one within ``clip`` of ``old_values``, whichever is worse."""
+    near = inputs.old_values + (values - inputs.old_values).clamp(-clip, clip)
+    plain, clipped = (values - inputs.returns).square(), (near - inputs.returns).square()
+    return 0.5 * torch.maximum(plain, clipped), {
+        "value": values.detach(),
+        "clip_fraction": (clipped > plain).detach().float(),
+    }
+
+
+def bradley_terry(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """A reward model's -log sigmoid(chosen - rejected) (Bradley and Terry 1952), scores at last tokens; needs complete pairs."""
+    scores = inputs.at_last(values)
+    chosen, rejected = scores[inputs.pairs[:, 0]], scores[inputs.pairs[:, 1]]
+    return -F.logsigmoid(chosen - rejected), {
+        "accuracy": (chosen > rejected).float(),
+        "reward_chosen": chosen.detach(),
+        "reward_rejected": rejected.detach(),
+    }
+
+
 def _built_in(policy_losses: Iterable[LossFunction]) -> dict[str, Loss]:
     losses = [
         Loss("cross_entropy", cross_entropy),
         *(Loss(of.__name__, of, requires=("old_logprobs", "advantages")) for of in policy_losses),
         Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
+        Loss("value", value, requires=("returns",), of="values"),
+        Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
+        Loss("bradley_terry", bradley_terry, per="pair", of="values"),
     ]
     return {loss.name: loss for loss in losses}
 

@@ -63,14 +63,16 @@ class ForwardBackwardResult:
         micro_batches: micro batches that each data parallel rank ran.
         logprobs: fp32 [length] on the CPU for each of this data parallel rank's samples, in their order: log-probabilities of
             the targets in the very pass that made the gradients; None if not asked for.
+        values: the same of a model with a scalar head: fp32 [length], its value at every token.
     """
 
     micro_batches: int
     _counts: dict[str, TokenCounts]
     _loss: Loss
     _names: tuple[str, ...]
-    _values: Tensor  # [counts, names], sums of weighted values
+    _totals: Tensor  # [counts, names], sums of weighted values
     logprobs: list[Tensor] | None = field(default=None, repr=False)
+    values: list[Tensor] | None = field(default=None, repr=False)
     _read: list[list[float]] | None = field(default=None, repr=False)
 
     @property
@@ -118,7 +120,7 @@ class ForwardBackwardResult:
 
     def _sums(self) -> list[list[float]]:
         if self._read is None:
-            self._read = self._values.tolist()
+            self._read = self._totals.tolist()
         return self._read
 
 

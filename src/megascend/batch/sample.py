@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascend.errors import DataError
 
-TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs")
+TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
 
 
 @dataclass(eq=False)
@@ -30,6 +30,8 @@ class Sample:
         pair: samples with the same value form one preference pair and stay in one micro batch.
         chosen: within a pair, True for the preferred sample.
         adapter: name of the LoRA adapter that this sample trains; default: the one the call names.
+        returns: float32, what a critic's values are to be.
+        old_values: float32, values of the critic that ``returns`` were computed with.
     """
 
     input_ids: Any
@@ -42,6 +44,8 @@ class Sample:
     pair: Hashable | None = None
     chosen: bool | None = None
     adapter: str | None = None
+    returns: Any = None
+    old_values: Any = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -91,6 +95,21 @@ class Sample:
             raise DataError(f"weights must have one entry per token ({len(tokens)}), got {len(target_weights)}")
         target_weights[:prompt_length] = 0
         return cls(input_ids=tokens[:-1], target_ids=tokens[1:], weights=target_weights[1:])
+
+    @classmethod
+    def scored(
+        cls, token_ids: Sequence[int] | Tensor, weights: Sequence[float] | Tensor | None = None, **fields: Any
+    ) -> Sample:
+        """A sample for a model with a scalar head, which has a value at each of ``token_ids`` once it has read it.
+
+        Args:
+            token_ids: the whole sequence, prompt first.
+            weights: [n], of each value in the loss; default 1.
+            fields: ``returns``, ``old_values``, ``extra``, ``pair``, ``chosen`` or ``adapter``.
+        """
+        tokens = _vector(token_ids, "token_ids", torch.int64)
+        # Nothing is predicted: targets are there because every sample has some.
+        return cls(tokens, tokens, torch.ones(len(tokens)) if weights is None else weights, **fields)
 
 
 def _vector(values: Any, name: str, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +48,17 @@ class Output(Protocol):
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """fp32 [n, vocabulary] on the CPU; or of ``rows`` (int64, ascending) of the n alone."""
         ...
+
+
+@dataclass(frozen=True)
+class ScalarOutput:
+    """What a model with a scalar head made of one micro batch.
+
+    Attributes:
+        values: fp32 [n], one for each token that this rank holds, padding included, with their graph.
+    """
+
+    values: Tensor
 
 
 class Trainable(Protocol):
@@ -208,7 +220,7 @@ class Engine(Protocol):
         kind: its name in checkpoints, whose tensors have names of its own.
         topology, groups: who does what, and how ranks meet.
         device: of the tensors of micro batches.
-        info: of the checkpoint that the model was built from.
+        info: of the checkpoint that the model was built from; its ``scalar_head`` says which kind of output there is.
         precision: of parameters and activations.
         batching: the user's settings.
         max_length: longest sample in tokens.
@@ -318,5 +330,7 @@ class CachingEngine(Engine, Protocol):
         ...
 
 
-OnOutput = Callable[[MicroBatch, Output], tuple[Tensor, Any]]
-"""Called with the output of each micro batch; returns the loss to differentiate, and what to keep of it without a graph."""
+OnOutput = Callable[[MicroBatch, Any], tuple[Tensor, Any]]
+"""Called with the output of each micro batch (:class:`Output`, or :class:`ScalarOutput`, as the model is).
+
+It returns the loss to differentiate, and what to keep of it without a graph."""

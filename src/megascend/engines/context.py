@@ -17,6 +17,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.read_ahead import read_ahead
+from megascend.huggingface.scalar_head import HeadKind
 from megascend.topology.topology import Topology, plan
 
 
@@ -56,6 +57,7 @@ def engine_context(
     provider: str | None = None,
     timeout_s: float = 600.0,
     prepare: Prepare = lambda runtime, topology, model_dir: None,
+    head: HeadKind = "lm",
 ) -> Iterator[EngineContext]:
     """Build an engine in the block; if that fails, the process groups are destroyed and another attempt finds none. Collective.
 
@@ -66,6 +68,8 @@ def engine_context(
         parallel: how the ranks divide the work; default: data parallelism alone.
         timeout_s: seconds after which a missing rank is an error on all others.
         prepare: called before ranks meet.
+        head: what the model ends with: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
+            a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``).
 
     Raises:
         ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError, CollectiveTimeoutError:
@@ -77,7 +81,7 @@ def engine_context(
     launch = Launch.from_environment()
     with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
         runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
-        info = inspect_checkpoint(model_dir)
+        info = inspect_checkpoint(model_dir, head)
         topology = plan(layout, launch.world_size, info.shape)
         factory = prepare(runtime, topology, model_dir)
         runtime.configure_topology(topology, timeout_s)

@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.distributed.process_groups import ProcessGroups
+    from megascend.huggingface.scalar_head import ScalarHead
 
 
 def export(
-    weights: Iterator[tuple[str, Tensor]], source: Path, target: Path, dtype: str, groups: ProcessGroups, *, tied: bool
+    weights: Iterator[tuple[str, Tensor]],
+    source: Path,
+    target: Path,
+    dtype: str,
+    groups: ProcessGroups,
+    *,
+    tied: bool,
+    head: ScalarHead | None = None,
 ) -> None:
     """Write ``weights`` as a Hugging Face directory; ``target`` appears only when it is complete. Collective.
 
@@ -28,6 +36,7 @@ def export(
         weights: a stream that nobody has begun, with the main rank (0) as its receiver.
         dtype: ``float32``, ``float16`` or ``bfloat16``: what the parameters have.
         tied: the output layer is the embedding.
+        head: the model's scalar head, which may stand in the place of the source's output layer.
 
     Raises:
         CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
@@ -37,7 +46,7 @@ def export(
         writer, problem = None, None
         if groups.rank == 0:
             try:
-                writer = stack.enter_context(CheckpointWriter(source, target, dtype, tied=tied))
+                writer = stack.enter_context(CheckpointWriter(source, target, dtype, tied=tied, head=head))
             except CheckpointError as error:
                 problem = error
         raise_on_all_ranks(problem, groups, f"whether there is room for {target}")

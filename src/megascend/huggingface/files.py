@@ -6,6 +6,7 @@ import json
 import operator
 import shutil
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,17 @@ def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> N
             )
 
 
-def copy_companions(source: Path, target: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer files beside exported weights, with the dtype that the weights now have."""
+def copy_companions(
+    source: Path, target: Path, dtype: str, change: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
+) -> None:
+    """Copy configuration and tokenizer files beside exported weights, with the dtype that the weights now have.
+
+    Args:
+        change: what becomes of ``config.json``.
+    """
     for path in sorted(Path(source).iterdir()):
         if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != WEIGHT_INDEX:
             shutil.copyfile(path, target / path.name)
-    config = json.loads((target / "config.json").read_text())
+    config = change(json.loads((target / "config.json").read_text()))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface import scalar_head as scalar_heads
 from megascend.huggingface.exported import extra_tensors
 from megascend.huggingface.files import TensorHeader, check_vocabulary, read_config, tensor_headers
 from megascend.huggingface.model_shape import ModelShape, optional_size
+from megascend.huggingface.scalar_head import HeadKind, ScalarHead
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class ModelInfo:
         parameter_count: elements of these weights.
         active_matmul_parameters: elements of the weights that multiply each token (embedding look-up excluded, the
             output projection included, of the experts only those a token is sent to).
+        scalar_head: what stands in the output layer's place; None for a causal language model.
     """
 
     shape: ModelShape
@@ -31,6 +34,7 @@ class ModelInfo:
     parameter_count: int
     active_matmul_parameters: int
     attention_width: int
+    scalar_head: ScalarHead | None = None
 
     @property
     def tensor_names(self) -> list[str]:
@@ -69,25 +73,15 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return list(found)
 
 
-def scalar_head(names: Iterable[str]) -> str | None:
-    """Why a reward model or critic is not trained here, from the names of its weights; None for other models. Pure.
-
-    Where the embedding is tied, transformers' causal model lacks no weight without such a head, and leaves it out with a warning.
-    """
-    head = next((name for name in names if name.split(".")[-2:] == ["score", "weight"]), None)
-    if head is None:
-        return None
-    return (
-        f"{head} is the head of a sequence or token classifier (a reward model, a critic), and every engine here trains causal "
-        "language models alone; train a checkpoint of a ...ForCausalLM class"
-    )
-
-
-def inspect_checkpoint(model_dir: Path) -> ModelInfo:
+def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
     """Read ``config.json`` and the headers of the weight files.
+
+    Args:
+        head: what the model shall end with.
 
     Raises:
         CheckpointError: something is missing, truncated, or of another model.
+        ConfigError: there is no such ``head``.
     """
     config = read_config(model_dir)
     text = config.get("text_config") or config
@@ -101,10 +95,10 @@ def inspect_checkpoint(model_dir: Path) -> ModelInfo:
     check_vocabulary(shape, {name: header.shape for name, header in tensors.items()})
     for name in extra_tensors(config, tensors):
         del tensors[name]
+    scalar_head = scalar_heads.find(head, config, tensors, model_dir)
+    tensors = scalar_heads.with_head(tensors, scalar_head, config)
     shapes = {name: header.shape for name, header in tensors.items()}
-    if found := scalar_head(shapes):
-        raise CheckpointError(f"{model_dir}: {found}")
-    tied = "lm_head.weight" not in shapes
+    tied = "lm_head.weight" not in shapes and scalar_head is None
     active = 0.0
     for name, dims in shapes.items():
         size = math.prod(dims)
@@ -118,4 +112,5 @@ def inspect_checkpoint(model_dir: Path) -> ModelInfo:
         parameter_count=sum(math.prod(dims) for dims in shapes.values()),
         active_matmul_parameters=int(active),
         attention_width=shape.num_heads * head_dim,
+        scalar_head=scalar_head,
     )

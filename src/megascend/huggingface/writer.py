@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 
 from megascend.errors import CheckpointError
 from megascend.files import beside, replace_directory
+from megascend.huggingface import scalar_head
 from megascend.huggingface.exported import differences, extra_tensors
 from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers
 from megascend.huggingface.safetensors_writer import DTYPES, FILE_BYTES, SafetensorsWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megascend.huggingface.scalar_head import ScalarHead
 
 
 class CheckpointWriter:
@@ -35,23 +38,34 @@ class CheckpointWriter:
     Left without :meth:`finish`, it leaves nothing behind. One process writes; the others need none of it.
     """
 
-    def __init__(self, source: Path, target: Path, dtype: str, *, tied: bool, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        dtype: str,
+        *,
+        tied: bool,
+        file_bytes: int = FILE_BYTES,
+        head: ScalarHead | None = None,
+    ) -> None:
         """
         Args:
             source: the checkpoint that the weights come from; may be ``target`` itself.
             dtype: ``float32``, ``float16`` or ``bfloat16``: of what is added, for the configuration.
             tied: the output layer is the embedding, and its own tensor need not be there.
             file_bytes: see :class:`~megascend.huggingface.safetensors_writer.SafetensorsWriter`.
+            head: the model's scalar head, which may stand in the place of the source's output layer.
 
         Raises:
             CheckpointError: ``target`` exists and is no Hugging Face directory (it would be replaced), or cannot be
                 written; ``source`` is no checkpoint.
         """
         self._source, self._target, self._dtype, self._tied = source, target, dtype, tied
-        self._temporary = beside(target)
+        self._temporary, self._head = beside(target), head
         with self._told():
-            self._wanted = tensor_headers(source)
-            self._extra = extra_tensors(read_config(source), self._wanted)
+            config = read_config(source)
+            self._wanted = scalar_head.with_head(tensor_headers(source), head, config)
+            self._extra = extra_tensors(config, self._wanted)
             self._make_room()
             self._tensors = SafetensorsWriter(self._temporary, self._wanted, file_bytes)
         self._unknown: dict[str, TensorHeader] = {}
@@ -87,7 +101,12 @@ class CheckpointWriter:
             self._copy_extra()
             self._tensors.finish()
             self._hold_against_source()
-            copy_companions(self._source, self._temporary, self._dtype)
+            copy_companions(
+                self._source,
+                self._temporary,
+                self._dtype,
+                lambda config: scalar_head.exported_config(config, self._head),
+            )
             replace_directory(self._temporary, self._target)
 
     def _make_room(self) -> None:

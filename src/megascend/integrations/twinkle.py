@@ -54,30 +54,53 @@ def meet_over_gloo() -> None:
 
 
 def mend_twinkle() -> list[str]:
-    """Replace what gives wrong numbers in twinkle's ``MegatronStrategy`` (0.4 to 0.5.1). Idempotent.
+    """Replace what gives wrong numbers, or fails on every device, in twinkle (0.4 to 0.5.1) with Megatron. Idempotent.
 
     Returns:
         A line for each of them.
     """
+    from twinkle.model.megatron.megatron import MegatronModel
     from twinkle.model.megatron.strategy.megatron import MegatronStrategy
+    from twinkle.utils import torch_utils
 
     from megascend.changes import patch
 
-    mended = {
-        "wrap_model": (
+    mended = [
+        (
+            MegatronStrategy,
+            "wrap_model",
             _wrap_model,
             "one rank has Megatron's gradient buffers too, so that gradients are divided by the number of tokens",
         ),
-        "params_type": (property(_params_type), "mixed_precision='no' and 'fp16' are honoured; all was bf16"),
-        "create_megatron_model": (
+        (
+            MegatronStrategy,
+            "params_type",
+            property(_params_type),
+            "mixed_precision='no' and 'fp16' are honoured; all was bf16",
+        ),
+        (
+            MegatronStrategy,
+            "create_megatron_model",
             _marking_shards(MegatronStrategy.create_megatron_model),
             "with tensor parallelism the gradient norm counts all shards of embedding and output",
         ),
-    }
+        (
+            torch_utils,
+            "_vocab_parallel_selective_log_softmax",
+            _sharded_logprobs,
+            "with tensor parallelism the gradient of fp32 and fp16 logits is not rounded to bf16",
+        ),
+        (
+            MegatronModel,
+            "_save_hf_format",
+            _saving_merged(MegatronModel._save_hf_format),
+            "save(merge_lora=True) does not fail for want of settings of an adapter that has been merged",
+        ),
+    ]
     if MegatronStrategy.wrap_model is not _wrap_model:
-        for name, (value, why) in mended.items():
-            patch(MegatronStrategy, name, value, why)
-    return [f"{name}: {why}" for name, (_, why) in mended.items()]
+        for change in mended:
+            patch(*change)
+    return [f"{name}: {why}" for _, name, _, why in mended]
 
 
 def _wrap_model(self: Any, model: list[Any]) -> list[Any]:
@@ -90,6 +113,46 @@ def _wrap_model(self: Any, model: list[Any]) -> list[Any]:
 def _params_type(self: Any) -> Any:
     """torch.dtype of the parameters. twinkle's own looks a dtype up in a table of names, and takes bf16 as it is not there."""
     return self._params_dtype
+
+
+def _sharded_logprobs(logits: Any, index: Any) -> Any:
+    """Log-probabilities of tokens whose logits are split over tensor parallel ranks, by Megatron's plain cross-entropy.
+
+    twinkle takes Megatron's fused one, whose gradient is bf16 whatever the logits are.
+
+    Args:
+        logits: [..., vocabulary / tensor parallel size]; overwritten.
+        index: [...], token ids.
+    """
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    return -vocab_parallel_cross_entropy(logits, index)
+
+
+class _Merged:
+    """In place of an adapter's settings where there is none: nothing is written."""
+
+    target_modules: Any = None
+
+    def save_pretrained(self, folder: str) -> None:
+        """Writes nothing."""
+
+
+def _saving_merged(save: Any) -> Any:
+    """twinkle's own asks for the settings of the adapter "", which stands for the whole model."""
+
+    def _save_hf_format(self: Any, output_dir: str, adapter_name: str, lora_converter: Any = None) -> None:
+        settings = getattr(self.strategy.unwrap_model(self.model)[0], "peft_config", {})
+        absent = adapter_name not in settings
+        if absent:
+            settings[adapter_name] = _Merged()
+        try:
+            save(self, output_dir, adapter_name, lora_converter)
+        finally:
+            if absent:
+                del settings[adapter_name]
+
+    return _save_hf_format
 
 
 def _marking_shards(create: Any) -> Any:
@@ -114,7 +177,7 @@ def main() -> None:
     mended = prepare(mend=mend)
     if os.environ.get("RANK", "0") == "0":
         for line in mended:
-            print(f"megascend mends twinkle's MegatronStrategy.{line}", flush=True)
+            print(f"megascend mends twinkle's {line}", flush=True)
     sys.argv = script
     sys.path[0] = str(Path(script[0]).resolve().parent)
     try:

@@ -12,6 +12,9 @@ from torch import Tensor
 from megascend.kernels.host_copy import to_device
 from megascend.kernels.npu_grouped import grouped_product
 
+TORCH_GROUPS = 1024
+"""Most segments that ``torch._grouped_mm`` takes on a GPU; eight adapters of 128 experts and the one that means none are more."""
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -63,7 +66,7 @@ def product(rows: Tensor, weights: Tensor, segments: Segments | None) -> Tensor:
         return rows @ weights[0]
     kernel = kernel_for(rows, weights)
     if kernel == "torch":
-        return torch._grouped_mm(rows, weights, offs=segments.ends)
+        return _product_by_torch(rows, weights, segments.ends)
     if kernel == "npu":
         return grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
     parts = [part @ weight for part, weight in zip(rows.split(segments.sizes()), weights, strict=True)]
@@ -79,7 +82,9 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
     if segments is None:
         into[0].add_(left.T @ right)
     elif kernel == "torch":
-        into.add_(torch._grouped_mm(left.T, right, offs=segments.ends))
+        for start, end in _parts(len(into)):
+            found = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
+            into[start:end].add_(found[1:] if start else found)
     elif kernel == "npu":
         into.add_(grouped_product(left.T, right, segments.ends, by_rows=False))
     else:
@@ -87,6 +92,26 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
         for total, one, other in zip(into, left.split(sizes), right.split(sizes), strict=True):
             if len(one):
                 total.add_(one.T @ other)
+
+
+def _parts(segments: int) -> list[tuple[int, int]]:
+    """From and to which segment one call computes: each but the first begins one earlier, with all rows before its own.
+
+    Where the rows of a segment begin is known on the device alone, so that a call always has the rows from the first one on.
+    """
+    starts = [0, *range(TORCH_GROUPS, segments, TORCH_GROUPS - 1)]
+    return list(zip(starts, [*starts[1:], segments], strict=True))
+
+
+def _product_by_torch(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """:func:`product` of any number of segments, without a wait for the device."""
+    (_, first), *others = _parts(len(weights))
+    out = torch._grouped_mm(rows, weights[:first], offs=ends[:first])
+    for start, end in others:
+        found = torch._grouped_mm(rows, weights[start - 1 : end], offs=ends[start - 1 : end])
+        before = torch.arange(len(rows), device=rows.device) < ends[start - 1]
+        out = torch.where(before[:, None], out, found)
+    return out
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.errors import ConfigError, DataError
-from megascend.reference_te.attention_core import Rule, Window, attend, chunk_starts, unzigzag
+from megascend.reference_te.attention_core import Rule, Window, attend, check_window, chunk_starts, unzigzag
 from megascend.reference_te.base import ReferenceModule, TrackerGetter
 from megascend.reference_te.collectives import gather_from_ranks
 from megascend.reference_te.unsupported import refuse
@@ -80,6 +80,7 @@ class DotProductAttention(ReferenceModule):
             )
         if return_max_logit:
             refuse("return_max_logit", "switch qk_clip and log_max_attention_logit off")
+        check_window(window_size)
         self._set_tp(tp_group, tp_size)
         groups = num_gqa_groups or num_attention_heads
         if num_attention_heads % groups:
@@ -91,7 +92,7 @@ class DotProductAttention(ReferenceModule):
         self.layer_number = layer_number or 1
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
-        self.window_size = window_size
+        self.window_size = window_size or ((-1, 0) if "causal" in attn_mask_type else (-1, -1))
         self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type = attention_type
         self.attention_dropout = attention_dropout
@@ -184,8 +185,9 @@ class DotProductAttention(ReferenceModule):
         mask_type = {"causal_padding": "padding_causal"}.get(mask_type, mask_type)
         if mask_type not in MASK_TYPES:
             raise ConfigError(f"attn_mask_type must be one of {MASK_TYPES}, got {mask_type!r}")
+        check_window(window)
         window = window or self.window_size
-        left, right = window if window is not None else (-1, -1)
+        left, right = window
         causal = "causal" in mask_type
         if not causal and (left, right) == (-1, 0):
             right = -1  # Transformer Engine reads (-1, 0) as "no window" where the mask is not causal

@@ -12,8 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascend.errors import ConfigError
+
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
+
+
+def check_window(window: object) -> None:
+    """Raise ConfigError unless ``window`` is None or a pair of integers, those to the left and those to the right."""
+    if window is None or (
+        isinstance(window, (tuple, list)) and len(window) == 2 and all(type(side) is int for side in window)
+    ):
+        return
+    raise ConfigError(f"window_size must be None or two integers (left, right), got {window!r}")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megascend.reference_te.unsupported import refuse
 
+NO_FP8 = "the reference Transformer Engine has no fp8 and no fp4"
 REMEDY = "unset fp8 / fp4 in the model config, or run on CUDA with transformer-engine"
 
 
@@ -36,27 +37,46 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
-        return False, "the reference Transformer Engine has no fp8"
+        return False, NO_FP8
 
     @classmethod
     def reset(cls) -> None:
         """Nothing is kept, so there is nothing to reset."""
 
 
-@contextmanager
-def fp8_autocast(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """No-op when ``enabled`` is False; otherwise PlatformError."""
-    if enabled:
-        refuse("fp8_autocast(enabled=True)", REMEDY)
-    yield
+def _only_off(name: str) -> Callable[..., AbstractContextManager[None]]:
+    """A context of Transformer Engine's that switches quantisation on: nothing happens where it is off already."""
+
+    @contextmanager
+    def context(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if enabled:
+            refuse(f"{name}(enabled=True)", REMEDY)
+        yield
+
+    context.__name__ = context.__qualname__ = name
+    context.__doc__ = "No-op when ``enabled`` is False; otherwise PlatformError."
+    return context
 
 
-@contextmanager
-def fp8_model_init(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """No-op when ``enabled`` is False; otherwise PlatformError."""
-    if enabled:
-        refuse("fp8_model_init(enabled=True)", REMEDY)
-    yield
+fp8_autocast = _only_off("fp8_autocast")
+autocast = _only_off("autocast")  # its name from 2.9 on
+fp8_model_init = _only_off("fp8_model_init")
+quantized_model_init = _only_off("quantized_model_init")  # likewise
+
+
+def check_support() -> tuple[bool, str]:
+    """Whether quantised layers can run here, and why not."""
+    return False, NO_FP8
+
+
+def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """The same question as programs ask it from 2.9 on."""
+    return check_support() if return_reason else False
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """The layers here take bf16 wherever torch does, which is everywhere."""
+    return (True, "") if return_reason else True
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The modules of the stand-in ``transformer_engine`` package: which name lies where.
 
-Names that megatron-core looks for in try / except ImportError blocks (fused rope, permutation, cross entropy, cpu
-offload, cuda graphs) are left out on purpose: megatron-core then reports the feature as missing.
+Every public name of the real one is there, or its module is in :data:`.names.LEFT_OUT` (``scripts/te_names.py`` lists them).
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megascend.reference_te.unsupported import unavailable, unavailable_class
+from megascend.reference_te import names
+from megascend.reference_te.unsupported import unavailable
 
 VERSION = "2.8.0"  # passes megatron-core's gates; no distribution metadata goes with it
 ROOT = "transformer_engine"
@@ -26,6 +26,7 @@ def build_modules() -> dict[str, ModuleType]:
         module.__spec__ = spec
         module.__path__ = []  # type: ignore[attr-defined]
         module.__package__ = name
+        module.__file__ = __file__  # an import of a name that is not there says whose file it looked in
         module.__dict__.update(contents, __getattr__=_absent(name))
         modules[name] = module
         parent, _, child = name.rpartition(".")
@@ -46,60 +47,113 @@ def _absent(module: str) -> Callable[[str], NoReturn]:
 
 
 def _contents() -> dict[str, dict[str, Any]]:
-    from megascend.reference_te import attention, fp8, grouped_linear, linear, norms, optimizers, small_parts
+    """Names of each module, parents before children."""
+    from megascend.reference_te import (
+        attention,
+        base,
+        fp8,
+        grouped_linear,
+        linear,
+        norms,
+        optimizers,
+        padding,
+        recipes,
+        small_parts,
+    )
 
-    fp8_off, router_off, fused_mlp_off = "fp8 / fp4", "moe_router_fusion", "use_transformer_engine_op_fuser"
+    quantized = names.classes(names.QUANTIZED, names.FP8)
+    unsupported_layers = names.classes(names.LAYERS)
+    overlap = names.functions(("initialize_ub", "destroy_ub"), names.OVERLAP)
+    overlap |= names.classes(("UserBufferQuantizationMode",), names.OVERLAP)
+    layers = {
+        "Linear": linear.Linear,
+        "LayerNormLinear": linear.LayerNormLinear,
+        "LayerNormMLP": unsupported_layers["LayerNormMLP"],
+        "GroupedLinear": grouped_linear.GroupedLinear,
+        "RMSNorm": norms.RMSNorm,
+        "LayerNorm": norms.LayerNorm,
+        "Fp8Padding": padding.Fp8Padding,
+        "Fp8Unpadding": padding.Fp8Unpadding,
+    }
+    recompute = {
+        "CudaRNGStatesTracker": small_parts.CudaRNGStatesTracker,
+        "checkpoint": unavailable("te_checkpoint", names.FP8),
+    }
+    recipe_classes = {each.__name__: each for each in recipes.CLASSES}
+    switches = {
+        "fp8_autocast": fp8.fp8_autocast,
+        "autocast": fp8.autocast,
+        "fp8_model_init": fp8.fp8_model_init,
+        "quantized_model_init": fp8.quantized_model_init,
+        **dict.fromkeys(
+            ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available"),
+            fp8.is_available,
+        ),
+    }
+    of_recipes = names.functions(names.RECIPE_FUNCTIONS, names.FP8)
+    quantization = {
+        "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
+        **switches,
+        **of_recipes,
+        **names.classes(names.RECIPE_STATES, names.FP8),
+        **{name: each for name, each in recipe_classes.items() if name not in ("MMParams", "QParams")},
+        **dict.fromkeys(
+            ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support", "check_nvfp4_support"),
+            fp8.check_support,
+        ),
+    }
     return {
         ROOT: {"__version__": VERSION},
         f"{ROOT}.common": {},
-        f"{ROOT}.common.recipe": {
-            name: unavailable_class(name, fp8_off)
-            for name in ("Recipe", "Format", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
-        },
+        f"{ROOT}.common.recipe": recipe_classes,
         f"{ROOT}.pytorch": {
-            "Linear": linear.Linear,
-            "LayerNormLinear": linear.LayerNormLinear,
-            "GroupedLinear": grouped_linear.GroupedLinear,
-            # peft looks whether a layer is one, whatever the layer.
-            "LayerNormMLP": unavailable_class("LayerNormMLP", "use_transformer_engine_op_fuser"),
+            **layers,
+            **unsupported_layers,
             "DotProductAttention": attention.DotProductAttention,
-            "RMSNorm": norms.RMSNorm,
-            "LayerNorm": norms.LayerNorm,
-            "fp8_autocast": fp8.fp8_autocast,
-            "fp8_model_init": fp8.fp8_model_init,
+            **recompute,
+            **switches,
+            "get_default_recipe": of_recipes["get_default_recipe"],
+            "is_bf16_available": fp8.is_bf16_available,
+            **quantized,
+            **names.functions(names.QUANTIZED_FUNCTIONS, names.FP8),
+            **overlap,
+            **names.functions(names.PERMUTATION, "moe_permute_fusion"),
+            **names.functions(names.OF_CUDA),
+            "make_graphed_callables": unavailable("make_graphed_callables", "cuda_graph_impl"),
+            "parallel_cross_entropy": unavailable("parallel_cross_entropy", "cross_entropy_fusion_impl='te'"),
         },
-        f"{ROOT}.pytorch.fp8": {
-            "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
-            "fp8_autocast": fp8.fp8_autocast,
-            "fp8_model_init": fp8.fp8_model_init,
-        },
+        f"{ROOT}.pytorch.module": {**layers, **overlap},
+        f"{ROOT}.pytorch.module.base": {"TransformerEngineBaseModule": base.ReferenceModule, **overlap},
+        f"{ROOT}.pytorch.fp8": quantization,
+        f"{ROOT}.pytorch.quantization": quantization,
         f"{ROOT}.pytorch.attention": {
+            "DotProductAttention": attention.DotProductAttention,
+            **{
+                name: each
+                for name, each in unsupported_layers.items()
+                if name not in ("LayerNormMLP", "TransformerLayer")
+            },
             # mcore-bridge warns if it finds neither; megatron-core looks for fused rope in ``attention.rope`` only.
             "apply_rotary_pos_emb": unavailable("apply_rotary_pos_emb", "apply_rope_fusion"),
             "_SplitAlongDim": small_parts.SplitAlongDim,
         },
         f"{ROOT}.pytorch.distributed": {
-            "CudaRNGStatesTracker": small_parts.CudaRNGStatesTracker,
+            **recompute,
             "activation_recompute_forward": fp8.activation_recompute_forward,
-            "checkpoint": unavailable("te_checkpoint", fp8_off),
         },
-        f"{ROOT}.pytorch.ops": {
-            name: unavailable_class(name, fused_mlp_off) for name in ("Sequential", "FusibleOperation")
-        },
+        f"{ROOT}.pytorch.ops": names.classes(names.OPS, names.OPERATIONS),
         f"{ROOT}.pytorch.router": {
-            name: unavailable(name, router_off)
-            for name in (
-                "fused_topk_with_score_function",
-                "fused_compute_score_for_moe_aux_loss",
-                "fused_moe_aux_loss",
-            )
+            **names.functions(names.ROUTING, names.ROUTER),
+            **names.classes(names.ROUTING_CLASSES, names.ROUTER),
         },
-        f"{ROOT}.pytorch.tensor": {"QuantizedTensor": unavailable_class("QuantizedTensor", fp8_off)},
+        f"{ROOT}.pytorch.tensor": {**quantized, **names.functions(names.QUANTIZED_FUNCTIONS, names.FP8)},
         f"{ROOT}.pytorch.optimizers": {
             "FusedAdam": optimizers.FusedAdam,
             "FusedSGD": optimizers.FusedSGD,
             "multi_tensor_applier": optimizers.multi_tensor_applier,
             "multi_tensor_l2norm": optimizers.multi_tensor_l2norm,
             "multi_tensor_scale": optimizers.multi_tensor_scale,
+            **names.classes(("MultiTensorApply",)),
+            **names.functions(names.MULTI_TENSOR),
         },
     }

@@ -26,20 +26,36 @@ def refuse_settings(layer: str, settings: dict[str, Any], megatron_names: dict[s
             refuse(f"{layer}({name}={value!r})", f"switch {known_as} off, or run on CUDA with transformer-engine")
 
 
-def unavailable(name: str, setting: str) -> Callable[..., NoReturn]:
-    """A stand-in for a fused function: importable, but calling it names the ``setting`` that asked for it."""
+REAL_ONE = "run on CUDA with transformer-engine"
+
+
+def _remedy(setting: str | None) -> str:
+    return REAL_ONE if setting is None else f"switch {setting} off, or {REAL_ONE}"
+
+
+def unavailable(name: str, setting: str | None = None) -> Callable[..., NoReturn]:
+    """A stand-in for a function: importable, but calling it raises PlatformError and names the ``setting`` that asked for it."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name, f"switch {setting} off")
+        refuse(name, _remedy(setting))
 
     function.__name__ = function.__qualname__ = name
     return function
 
 
-def unavailable_class(name: str, setting: str) -> type:
-    """A stand-in for a class: may be subclassed and used in isinstance, but not constructed."""
+class _Unavailable(type):
+    """The class of such classes: to look something up on one, say a member of an enumeration, is an AttributeError."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the reference Transformer Engine does not support {cls.__name__}, which has no {name} here; {REAL_ONE}"
+        )
+
+
+def unavailable_class(name: str, setting: str | None = None) -> type:
+    """A stand-in for a class: may be subclassed and used in isinstance, but to construct one raises PlatformError."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        refuse(name, f"switch {setting} off")
+        refuse(name, _remedy(setting))
 
-    return type(name, (), {"__init__": __init__, "__doc__": f"Not available here: needs {setting} off."})
+    return _Unavailable(name, (), {"__init__": __init__, "__doc__": f"Not available here; {_remedy(setting)}."})

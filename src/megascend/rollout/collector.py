@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from megascend.errors import ConfigError, EngineError
 from megascend.rollout.advantages import without_signal
+from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
 from megascend.rollout.engines.base import Completion, InferenceEngine, Sampling
 from megascend.rollout.group import Group, Response
@@ -87,7 +88,7 @@ class RolloutCollector:
         if not engines:
             raise ConfigError("rollouts need at least one engine")
         self._engines, self._prompts, self._buffer, self._task = tuple(engines), prompts, buffer, task
-        self._load = [0] * len(engines)
+        self._load, self._availability = [0] * len(engines), Availability(len(engines))
         self._running: set[asyncio.Task[None]] = set()
         self._failed: dict[int, list[int]] = {}  # prompt -> engines that have failed at it
         self._problem: BaseException | None = None
@@ -247,11 +248,14 @@ class RolloutCollector:
     async def _group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
     ) -> Group:
-        """From the engine with the least work, of those that are not in ``failed``; it is added if it fails, too."""
+        """From the engine with the least work that is not in ``failed``, and has not failed at others a short time ago.
+
+        It is added to ``failed`` if it fails, too.
+        """
         tokens = self._task.encode(prompt)
         failed = [] if failed is None else failed
         others = [one for one in range(len(self._engines)) if one not in failed]
-        which = min(others or range(len(self._engines)), key=self._load.__getitem__)
+        which = self._availability.best(others or range(len(self._engines)), self._load)
         self._load[which] += n
         try:
             completions = await self._engines[which].generate(tokens, sampling, n)
@@ -259,9 +263,11 @@ class RolloutCollector:
                 raise EngineError(f"{self._engines[which].name} gave {len(completions)} responses instead of {n}")
         except EngineError:
             failed.append(which)
+            self._availability.failed(which)
             raise
         finally:
             self._load[which] -= n
+        self._availability.answered(which)
         responses = await self._loop.run_in_executor(self._graders, self._grade, prompt, completions)
         return Group(number, tuple(tokens), responses)
 

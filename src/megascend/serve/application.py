@@ -31,7 +31,9 @@ from megascend.serve.sampler_routes import sampler_routes
 from megascend.serve.samplers import Samplers
 from megascend.serve.sampling_wire import SampleAnswer
 from megascend.serve.service import Service
-from megascend.serve.status import status
+from megascend.serve.status import device_memory, status
+from megascend.serve.sweeping import sweep
+from megascend.serve.training import train
 from megascend.serve.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
 
 LONG_POLL_S = 30.0
@@ -133,7 +135,7 @@ class Api:
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
             wanted = await asyncio.to_thread(train_request_of_json, body, most, forward_only=forward_only)
-        future = self.service.train(tenant, wanted)
+        future = train(self.service, tenant, wanted)
         self.service.durability.asked(future, path, body, wanted.number)
         return _promised(future)
 
@@ -203,7 +205,13 @@ class Api:
             "sessions": ("Sessions that are open.", float(len(service.tenancy.sessions))),
             "models": ("Models in training.", float(len(service.tenancy.models))),
         }
+        memory = device_memory(service)
+        if memory is not None:
+            gauges["device_memory_bytes"] = ("Rank 0's memory on its device.", float(memory["allocated"]))
+            gauges["device_memory_peak_bytes"] = ("The most of it so far.", float(memory["peak"]))
         found = service.figures.prometheus(gauges, service.futures.pending_by_kind())
+        if service.vllm is not None:
+            found += service.vllm.prometheus()
         return PlainTextResponse(found, media_type="text/plain; version=0.0.4")
 
     async def status(self, request: Request) -> Response:
@@ -232,7 +240,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
         async def ticking() -> None:
             while True:
                 await asyncio.sleep(TICK_S)
-                service.tick()
+                sweep(service)
 
         task = asyncio.create_task(ticking())
         try:

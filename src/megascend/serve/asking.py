@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megascend.serve import saving
+from megascend.serve import saving, training
 from megascend.serve.futures import Future
 from megascend.serve.requests import integer, lora_of, metadata_of
 from megascend.serve.service import Service
@@ -46,7 +46,7 @@ def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future
     model = service.tenancy.model(body.get("model_id"), tenant)
     settings = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
     settings = settings if isinstance(settings, dict) else {"learning_rate": settings}
-    return service.optim_step(model, number_of(body.get("seq_id")), settings)
+    return training.optim_step(service, model, number_of(body.get("seq_id")), settings)
 
 
 def save_weights(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:

@@ -238,6 +238,8 @@ class Lines:
         )
 
     def _run(self, command: Command) -> Outcome:
+        """Make, load or save a model. One that memory has no room for fails alone, where other calls may follow."""
+        problem: MegascendError | None = None
         try:
             if isinstance(command, Create) and command.path is None:
                 self._backend.add_adapter(command.adapter, command.lora)
@@ -253,7 +255,11 @@ class Lines:
             raise
         except MegascendError as error:
             return Outcome(command.number, error=error)
-        return Outcome(command.number)
+        except torch.OutOfMemoryError as error:
+            problem = OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
+        if problem is not None and not self._backend.recover_memory():  # only here has the error let go of its tensors
+            raise problem
+        return Outcome(command.number, error=problem)
 
     def _remove(self, command: Remove) -> list[Outcome]:
         gone = ConfigError("the model was unloaded, or its session ended")

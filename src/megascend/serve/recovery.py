@@ -19,6 +19,8 @@ from megascend.serve.ledger import Kept, KeptModel, Ledger
 from megascend.serve.requests import LoraRequest, metadata_of
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
+from megascend.serve.training import train
+from megascend.serve.turns import in_line, spoil
 from megascend.serve.wire import train_request_of_json, train_request_of_protobuf
 
 log = logging.getLogger("megascend.serve")
@@ -177,7 +179,7 @@ class Recovery:
                     self._fail_again(model, made.kind, made.failure.message)
 
             kind = answer.entry.values["kind"]
-            future = self._service.in_line(model, values["number"], kind, end)
+            future = in_line(self._service, model, values["number"], kind, end)
         future.noted = True
         return future
 
@@ -193,13 +195,13 @@ class Recovery:
     def _ask(self, model: Model, path: str, body: bytes, number: int) -> Future:
         service, most = self._service, self._service.settings.limits.samples
         if path == "protobuf":
-            return service.train(model.tenant, train_request_of_protobuf(body, most))
+            return train(service, model.tenant, train_request_of_protobuf(body, most))
         if path in ("forward", "forward_backward"):
             request = train_request_of_json(json.loads(body), most, forward_only=path == "forward")
-            return service.train(model.tenant, request)
+            return train(service, model.tenant, request)
         if path == "resolved":
             request = train_request_of_json(json.loads(body), most, forward_only=False)
-            return service.train(model.tenant, replace(request, resolved=True))
+            return train(service, model.tenant, replace(request, resolved=True))
         if path == "missing":
-            return service.spoil(model, number, body.decode())
+            return spoil(service, model, number, body.decode())
         return BY_PATH[path](service, model.tenant, json.loads(body))

@@ -15,6 +15,7 @@ from megascend.serve.names import CheckpointPath, Kind, sampler_name
 from megascend.serve.requests import LoraRequest, flag, integer, metadata_of, text
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model, Session
+from megascend.serve.turns import fail, in_line
 from megascend.serve.wire import number_of
 
 
@@ -38,7 +39,7 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
                 f"your checkpoints take {used} bytes; {service.settings.limits.storage_bytes} are allowed"
             )
     except (RequestRefusedError, ConfigError) as error:
-        return service.failed(model, number, request, ConfigError(str(error)))
+        return fail(service, model, number, request, ConfigError(str(error)))
 
     def record() -> Record:
         now = time.time()
@@ -65,7 +66,7 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
         directory = path.directory(service.settings.storage, model.tenant)
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
-    return service.in_line(model, number, request, command, answer_of=answer)
+    return in_line(service, model, number, request, command, answer_of=answer)
 
 
 def _made_by(service: Service, model: Model, path: CheckpointPath, number: int | None) -> bool:
@@ -92,7 +93,7 @@ def load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Future
         )
         optimizer = _optimizer(body, record)
     except (RequestRefusedError, ConfigError) as error:
-        return service.failed(model, number, "load_weights", ConfigError(str(error)))
+        return fail(service, model, number, "load_weights", ConfigError(str(error)))
 
     def answer(_: Any) -> dict[str, Any]:
         model.rank, model.attention, model.mlp, model.output = record.rank, record.attention, record.mlp, record.output
@@ -101,7 +102,7 @@ def load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Future
     def command(ticket: int) -> Load:
         return Load(ticket, model.adapter, str(directory), optimizer)
 
-    return service.in_line(model, number, "load_weights", command, answer_of=answer)
+    return in_line(service, model, number, "load_weights", command, answer_of=answer)
 
 
 def load_new(service: Service, session: Session, body: Mapping[str, Any]) -> Future:

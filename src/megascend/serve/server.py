@@ -21,7 +21,8 @@ from megascend.platforms.base import MemoryFigures
 from megascend.serve import keys as api_keys
 from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
 from megascend.serve.commands import Outcome
-from megascend.serve.vllm_sampling import VllmSampling, vllm_servers
+from megascend.serve.vllm_check import vllm_servers
+from megascend.serve.vllm_sampling import VllmSampling
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -83,6 +84,7 @@ def make_backend(settings: ServeConfig) -> Any:
         max_count=settings.max_models + (0 if settings.vllm else settings.max_samplers),
         max_rank=settings.max_rank,
         targets=targets,
+        cuda_graphs=settings.cuda_graphs,
     )
     values: dict[str, Any] = {"precision": settings.precision, "adapters": adapters, "seed": settings.seed}
     values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}

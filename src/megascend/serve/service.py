@@ -1,6 +1,8 @@
-"""What the service does for its clients, without HTTP: requests become commands in line, outcomes become answers.
+"""What the service has for its clients, without HTTP: sessions, models, and futures that outcomes of commands end.
 
-All methods run on the HTTP server's event loop.
+Above it: :mod:`~megascend.serve.turns` puts requests of a model in line, :mod:`~megascend.serve.training`,
+:mod:`~megascend.serve.saving` and :mod:`~megascend.serve.samplers` make commands of them, and
+:mod:`~megascend.serve.sweeping` ends what is over. All of it runs on the HTTP server's event loop.
 """
 
 from __future__ import annotations
@@ -9,41 +11,24 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from megascend.config import Adam, Lora
+from megascend.config import Lora
 from megascend.config.serve import ServeConfig
-from megascend.errors import ConfigError, DataError, MegascendError
+from megascend.errors import ConfigError, MegascendError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.base_model import BaseModel
 from megascend.serve.checkpoints import Checkpoints
-from megascend.serve.commands import (
-    Cancel,
-    Command,
-    Create,
-    Forward,
-    ForwardBackward,
-    OptimizerStep,
-    Outcome,
-    Remove,
-)
+from megascend.serve.commands import Cancel, Command, Create, Outcome, Remove
 from megascend.serve.durability import Durability
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.futures import Future, Futures
 from megascend.serve.inbox import Inbox
-from megascend.serve.provenance import with_recorded
-from megascend.serve.requests import LoraRequest, adam_of
-from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.requests import LoraRequest
 from megascend.serve.sequences import Sequences
 from megascend.serve.tenancy import Model, Session, Tenancy
 from megascend.serve.vllm_sampling import VllmSampling
-from megascend.serve.wire import TrainAnswer, TrainRequest
-
-SWEEP_S = 600.0
-"""How often checkpoints whose time is over are looked for."""
 
 
 class Service:
@@ -58,6 +43,7 @@ class Service:
     Attributes:
         ready: the ranks have the model.
         started: when this was made, by the clock.
+        swept: when checkpoints whose time is over were looked for last, by the clock.
         memory: the device's name and its memory, where somebody can tell.
         vllm: what samples, if it is not the ranks.
         packing: held while an archive is made, which takes a thread and room for a temporary file.
@@ -80,7 +66,7 @@ class Service:
         self.packing = asyncio.Semaphore(2)
         self.durability = Durability()
         self.ready = False
-        self.started = self._swept = clock()
+        self.started = self.swept = clock()
         self.memory: Callable[[], tuple[str, MemoryFigures]] | None = None
         self.vllm: VllmSampling | None = None
 
@@ -174,134 +160,6 @@ class Service:
     def _count_models(self) -> None:
         self._inbox.set_models(len(self.tenancy.models))
 
-    # --- training ---
-
-    def train(self, tenant: str, request: TrainRequest) -> Future:
-        """Gradients, or log-probabilities alone. What is wrong with samples or loss is the future's failure."""
-        model = self.tenancy.model(request.model, tenant)
-        kind = "forward" if request.forward_only else "forward_backward"
-        try:
-            loss = loss_of(request.loss, request.settings)
-            if request.problem is not None:
-                raise DataError(request.problem)
-            data = request.data
-            recorded = loss.name == "stable_reinforce" and not request.resolved
-            if recorded:
-                data = [with_recorded(datum, partial(self.sequences.find, tenant, model.session)) for datum in data]
-            samples = [samples_of(datum, loss) for datum in data]
-            flat = [sample for each in samples for sample in each]
-            if not flat:
-                raise DataError("the request has no samples")
-        except (ConfigError, DataError) as error:
-            return self._failed(model, request.number, kind, error, spoils=not request.forward_only)
-        tokens = sum(map(len, flat))
-
-        def answer(value: Any) -> TrainAnswer:
-            if request.forward_only:
-                return TrainAnswer(as_the_targets(request.data, value), {"loss:sum": value_of(loss, flat, value)})
-            model.losses = [*model.losses[-199:], (model.steps, value.loss, value.tokens)]
-            metrics = {f"{name}:mean": found for name, found in value.metrics.items()}
-            return TrainAnswer(as_the_targets(request.data, value.logprobs), {"loss:sum": value.loss, **metrics})
-
-        def command(number: int) -> Command:
-            if request.forward_only:
-                return Forward(number, model.adapter, flat)
-            return ForwardBackward(number, model.adapter, flat, loss)
-
-        future = self.in_line(model, request.number, kind, command, answer_of=answer, tokens=tokens)
-        if recorded and not request.forward_only:
-            self.durability.resolved(future, replace(request, data=data))
-        return future
-
-    def optim_step(self, model: Model, number: int | None, settings: Mapping[str, Any]) -> Future:
-        """One optimizer step with the client's settings of AdamW."""
-        try:
-            adam, problem = adam_of(settings), None
-        except ConfigError as error:
-            adam, problem = Adam(), str(error)
-
-        def answer(step: Any) -> dict[str, Any]:
-            model.steps += 1
-            if step.skipped and step.loss_scale == 1.0:
-                raise ConfigError("the gradient was not finite: the step was not made, and nothing was changed")
-            figures = {"grad_norm": step.grad_norm, "learning_rate": step.lr, "skipped": float(step.skipped)}
-            return {"type": "optim_step", "metrics": figures}
-
-        def command(ticket: int) -> Command:
-            return OptimizerStep(ticket, model.adapter, adam, problem)
-
-        return self.in_line(model, number, "optim_step", command, answer_of=answer)
-
-    def in_line(
-        self, model: Model, number: int | None, kind: str, command: Callable[[int], Command | None], **values: Any
-    ) -> Future:
-        """A future whose command is given to the ranks when it is its turn. Asked for the same number again, the same one.
-
-        Args:
-            number: in the model's order; None: its turn is now.
-            command: makes it; None if the future has ended already.
-
-        Raises:
-            RequestRefusedError: 429, too much of this model or tenant is pending; 400, the number was something else, or its
-                answer is forgotten.
-        """
-        self.durability.check_number(number)
-        name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
-        if number is not None and model.order.seen(number):
-            made = self.futures.get(name, model.tenant)
-            if made is None or made.kind != kind:
-                was = "was answered, and its answer is no longer kept" if made is None else f"was a {made.kind}"
-                raise RequestRefusedError(f"request {number} of {model.name} {was}")
-            return made
-        new = number is None or number > model.order.following or not model.order.early
-        if new and not self.durability.repeating:
-            self._check_load(model, values.get("tokens", 0))
-        future = self.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
-
-        def submit() -> None:
-            made = command(future.number)
-            if made is not None:
-                self._inbox.put(made)
-            self.durability.turn(model, future, number)
-
-        for turn in [submit] if number is None else model.order.offer(number, submit):
-            turn()
-        model.gap_since = (model.gap_since or self.clock()) if model.order.early else None
-        return future
-
-    def _check_load(self, model: Model, tokens: int) -> None:
-        limits = self.settings.limits
-        if self.futures.pending(model.name) >= limits.pending:
-            raise RequestRefusedError(f"{limits.pending} requests of {model.name} are pending; fetch some first", 429)
-        pending = self.futures.tokens(model.tenant)
-        if pending and pending + tokens > limits.tokens:
-            raise RequestRefusedError(f"{pending} tokens of yours are pending, {limits.tokens} may be", 429)
-
-    def _failed(self, model: Model, number: int | None, kind: str, error: MegascendError, *, spoils: bool) -> Future:
-        """A future that fails in its turn.
-
-        Args:
-            spoils: the step that the request belongs to fails with it.
-        """
-
-        def command(ticket: int) -> Command | None:
-            if spoils:
-                return ForwardBackward(ticket, model.adapter, (), None, str(error))
-            self.break_future(ticket, error)
-            return None
-
-        return self.in_line(model, number, kind, command)
-
-    def failed(self, model: Model, number: int | None, kind: str, error: MegascendError) -> Future:
-        """A future that fails in its turn, and nothing with it."""
-        return self._failed(model, number, kind, error, spoils=False)
-
-    def spoil(self, model: Model, number: int, message: str) -> Future:
-        """In the place of a request that did not come: a failure, and with it that of the step that it belongs to."""
-        future = self._failed(model, number, "forward_backward", DataError(message), spoils=True)
-        self.durability.asked(future, "missing", message.encode(), number)
-        return future
-
     def put(self, command: Command) -> None:
         """Give a command to the ranks."""
         self._inbox.put(command)
@@ -368,29 +226,3 @@ class Service:
         model = self.tenancy.models.get(future.model or "")
         if model is not None and model.session in self.tenancy.sessions:
             self.tenancy.sessions[model.session].heard = self.clock()
-
-    # --- as time passes ---
-
-    def tick(self) -> None:
-        """End what is over: silent sessions, waits for requests that never came, answers nobody fetched."""
-        if self.durability.stalled:  # nobody is answered: that is nobody's silence
-            self.tenancy.heard_of_all()
-            self.futures.keep_longer()
-            return
-        for session in self.tenancy.silent(self.settings.session_timeout_s):
-            self.end_session(session)
-        for model in list(self.tenancy.models.values()):
-            if model.gap_since is not None and self.clock() - model.gap_since > self.settings.gap_timeout_s:
-                self._skip_missing(model)
-        self.futures.forget()
-        self.sequences.expire()
-        if self.clock() - self._swept > SWEEP_S:
-            self._swept = self.clock()
-            self.checkpoints.remove_expired()
-
-    def _skip_missing(self, model: Model) -> None:
-        """Let those run that wait for requests which have not come; the step that these belonged to fails."""
-        for number in model.order.missing():
-            error = DataError(f"request {number} of this model did not come within {self.settings.gap_timeout_s} s")
-            self.spoil(model, number, str(error))
-        model.gap_since = self.clock() if model.order.early else None

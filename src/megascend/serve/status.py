@@ -35,7 +35,7 @@ def totals(service: Service) -> dict[str, Any]:
         "requests": _requests(service),
         "refused": {str(code): count for code, count in sorted(figures.refused.items())},
         "batches": {"max_tokens": service.settings.batch_tokens, "recent": list(figures.batches)},
-        "memory": _memory(service),
+        "memory": device_memory(service),
     }
 
 
@@ -98,8 +98,8 @@ def _requests(service: Service) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(service: Service) -> dict[str, Any] | None:
-    """None where the device tells nothing of it."""
+def device_memory(service: Service) -> dict[str, Any] | None:
+    """Rank 0's device and its memory in bytes; None where the device tells nothing of it."""
     if service.memory is None:
         return None
     device, figures = service.memory()

@@ -7,111 +7,19 @@ on the HTTP server's event loop.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascend.config import Lora
-from megascend.config.serve import ServeConfig
-from megascend.errors import ConfigError, EngineError, EngineLostError, MegascendError
-from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.errors import ConfigError
+from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.serve.commands import Command, Create, Outcome, Remove, Respond
-from megascend.serve.vllm_server import RefusedError, UnknownModelError, VllmServer
-
-KEY_VARIABLE = "MEGASCEND_VLLM_API_KEY"
-SAME_MODEL = 0.05
-"""Largest mean difference of log-probabilities that passes for the same model: bf16 on either side stays below 0.02."""
-SAME_MODEL_RELATIVE = 0.01
-"""Beside that, of their mean."""
-BASE = "base"
-"""Our name of the adapter that changes nothing; those of clients are ``p1`` and so on."""
-log = logging.getLogger("megascend.serve")
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A prompt, and what the model that is trained says of it.
-
-    Attributes:
-        prompt: token ids.
-        expected: log-probabilities of all but the first.
-    """
-
-    prompt: tuple[int, ...]
-    expected: tuple[float, ...]
-
-    async def difference(self, server: VllmServer, model: str) -> float:
-        """Mean difference of a server's log-probabilities, or NaN."""
-        request = SampleRequest(self.prompt, SamplingParams(1), prompt_logprobs=True)
-        found = (await server.sample(request, model)).prompt_logprobs or ()
-        apart = [abs(float(one or 0) - other) for one, other in zip(found[1:], self.expected, strict=True)]
-        return sum(apart) / len(apart)
-
-    def passes(self, difference: float) -> bool:
-        """Whether that is the same model."""
-        return difference <= SAME_MODEL + SAME_MODEL_RELATIVE * sum(map(abs, self.expected)) / len(self.expected)
-
-
-@dataclass(frozen=True)
-class Servers:
-    """vLLM servers that have the model.
-
-    Attributes:
-        prefix: of adapters' names. No other server of ours, earlier ones on this storage among them, may mean another adapter by
-            the same name.
-        base: directory of an adapter that changes nothing, by which the model itself is sampled from: vLLM 0.32 on a CPU gives
-            requests without an adapter the one in its last slot (``lora/ops/torch_ops``, index -1).
-    """
-
-    servers: Sequence[VllmServer]
-    prefix: str
-    base: str
-
-    def name(self, adapter: str) -> str:
-        """What the servers call an adapter."""
-        return f"{self.prefix}-{adapter}"
-
-
-class _Server:
-    """One server: its adapters, and how busy it is.
-
-    Attributes:
-        pending: requests that it has not answered.
-    """
-
-    def __init__(self, server: VllmServer) -> None:
-        self.server, self.pending = server, 0
-        self._loading: dict[str, asyncio.Task[None]] = {}
-
-    async def load(self, name: str, directory: str) -> None:
-        """Have an adapter loaded; several that ask wait for the same."""
-        task = self._loading.get(name)
-        if task is None:
-            task = self._loading[name] = asyncio.create_task(self.server.load_adapter(name, directory))
-        try:
-            await asyncio.shield(task)
-        except BaseException:
-            if task.done() and self._loading.get(name) is task:
-                del self._loading[name]
-            raise
-
-    def forget(self, name: str) -> None:
-        """It does not have the adapter any more."""
-        self._loading.pop(name, None)
-
-    async def unload(self, name: str, *, always: bool) -> None:
-        """Have an adapter forgotten that was loaded by this object, or ``always``."""
-        if always or name in self._loading:
-            self.forget(name)
-            await self.server.unload_adapter(name)
+from megascend.serve.vllm_pool import BASE, Pool, Servers
+from megascend.serve.vllm_server import RefusedError
 
 
 class VllmSampling:
-    """Several servers of one model. The least busy one answers; where one is lost, another does.
+    """What the ranks would otherwise be asked, of several servers of one model.
 
     Args:
         found: the servers.
@@ -128,8 +36,7 @@ class VllmSampling:
         max_length: int,
         ends: Sequence[int] = (),
     ) -> None:
-        self._servers, self._name = [_Server(server) for server in found.servers], found.name
-        self._report, self._ends = report, tuple(ends)
+        self._pool, self._report = Pool(found, ends), report
         self._vocab_size, self._max_length = vocab_size, max_length
         self._directories = {BASE: found.base}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -143,7 +50,7 @@ class VllmSampling:
             work = self._nothing()  # loaded by the server that is asked for a response first
         elif isinstance(command, Remove):
             self._directories.pop(command.adapter, None)
-            work = self._unload(command.adapter)
+            work = self._pool.unload(command.adapter)
         else:
             assert isinstance(command, Respond)
             work = self._respond(command.request)
@@ -161,7 +68,7 @@ class VllmSampling:
         for task in list(self._tasks.values()):
             task.cancel()
         for adapter in list(self._directories):
-            await self._unload(adapter, always=adapter == BASE)
+            await self._pool.unload(adapter, always=adapter == BASE)
 
     async def _carry_out(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -177,127 +84,15 @@ class VllmSampling:
     async def _nothing(self) -> None:
         return None
 
-    async def _unload(self, adapter: str, *, always: bool = False) -> None:
-        for each in self._servers:
-            try:
-                await each.unload(self._name(adapter), always=always)
-            except MegascendError as error:
-                log.warning("an adapter that nobody samples from stays loaded: %s", error)
-
     async def _respond(self, request: SampleRequest) -> SampleResult:
-        """By the least busy server; by another one, if that is lost."""
+        """By a server, if it can be answered at all."""
         if request.target_tokens is not None or request.prompt_draws:
             raise ConfigError("log-probabilities of other tokens in the prompt's places are not to be had from vLLM")
         limit = "what the served model takes"
         if refusal := request.refusal(self._directories, self._vocab_size, self._max_length, limit):
             return SampleResult(error=refusal)
-        left = sorted(self._servers, key=lambda each: each.pending)
-        problem: EngineError | None = None
-        for each in left:
-            each.pending += 1
-            try:
-                return await self._respond_by(each, request)
-            except EngineLostError as error:
-                problem = problem or error
-            finally:
-                each.pending -= 1
-        assert problem is not None
-        raise problem
+        return await self._pool.respond(request, self._directories)
 
-    async def _respond_by(self, each: _Server, request: SampleRequest) -> SampleResult:
-        adapter = request.adapter or BASE
-        name = self._name(adapter)
-        for attempt in range(2):
-            await each.load(name, self._directories[adapter])
-            try:
-                return await each.server.sample(request, name, self._ends)
-            except UnknownModelError:  # it was started again, or had to make room
-                each.forget(name)
-                if attempt:
-                    raise
-        raise AssertionError("unreachable")
-
-
-def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
-    """The vLLM servers of the settings, once they listen and are found to have this model; None if there are none. Collective.
-
-    Raises:
-        ConfigError, EngineError: on every rank: one has another model, does not load adapters from storage, or cannot be asked.
-    """
-    if not settings.vllm:
-        return None
-    import torch
-
-    from megascend.batch.sample import Sample
-    from megascend.distributed.objects import raise_on_all_ranks
-
-    base = (settings.storage / ".base-adapter").absolute()
-    backend.add_adapter(BASE, Lora(rank=1, seed=0))
-    backend.save_adapter(BASE, str(base), optimizer=False)
-    backend.remove_adapter(BASE)
-    tokens = torch.randint(0, backend.vocab_size, (33,), generator=torch.Generator().manual_seed(0))
-    logprobs = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
-    servers = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
-    found, problem = Servers(servers, f"megascend-{uuid.uuid4().hex[:12]}", str(base)), None
-    if backend.rank == 0:
-        probe = Probe(tuple(tokens.tolist()), tuple(logprobs[0].tolist()))
-        try:
-            asyncio.run(check(found, probe, backend.max_length, settings.timeout_s / 2))
-        except MegascendError as error:
-            problem = error
-    raise_on_all_ranks(problem, backend.groups, "whether the vLLM servers have this model")
-    return found
-
-
-async def check(found: Servers, probe: Probe, max_length: int, wait_s: float = 0.0) -> None:
-    """Find out whether every server has the model that is trained here, and reads adapters from storage.
-
-    Args:
-        max_length: of a sample, here; a server that takes less is told of in the log.
-        wait_s: how long to wait for a server that does not listen yet.
-
-    Raises:
-        ConfigError: a server has another model.
-        EngineError: it cannot be asked, or does not load adapters.
-    """
-    for server in found.servers:
-        bases = [each for each in await _models(server, wait_s) if each.get("parent") is None]
-        if len(bases) != 1:
-            names = ", ".join(each["id"] for each in bases)
-            raise ConfigError(f"{server.name} serves {len(bases)} models ({names}), not one")
-        model = str(bases[0]["id"])
-        longest = bases[0].get("max_model_len")
-        if isinstance(longest, int) and longest < max_length:
-            log.warning(
-                "%s takes %d tokens, prompt and response together; this server trains on up to %d",
-                server.name,
-                longest,
-                max_length,
-            )
-        await server.load_adapter(found.name(BASE), found.base)
-        try:
-            difference = await probe.difference(server, found.name(BASE))
-        except RefusedError as error:
-            raise ConfigError(f"{error}: is it the model that this server trains?") from error
-        if not probe.passes(difference):
-            raise ConfigError(
-                f"{server.name} does not have the model that is trained here: log-probabilities of {len(probe.expected)} tokens "
-                f"differ by {difference:.3g} on average"
-            )
-        log.info("%s samples: %s; log-probabilities differ by %.2g on average", server.name, model, difference)
-
-
-async def _models(server: VllmServer, wait_s: float) -> list[dict[str, Any]]:
-    """What it serves, once it listens."""
-    loop = asyncio.get_running_loop()
-    deadline, told = loop.time() + wait_s, False
-    while True:
-        try:
-            return await server.models()
-        except EngineLostError:
-            if loop.time() >= deadline:
-                raise
-        if not told:
-            log.warning("%s does not listen yet; waiting for up to %.0f s", server.name, wait_s)
-            told = True
-        await asyncio.sleep(1.0)
+    def prometheus(self) -> str:
+        """Figures of the servers; see :meth:`Pool.prometheus`."""
+        return self._pool.prometheus()

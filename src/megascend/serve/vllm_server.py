@@ -20,6 +20,7 @@ from megascend.sampling.request import SampledSequence, SampleRequest, SampleRes
 
 CONTROL_S = 60.0
 LOAD_S = 300.0
+HEALTH_S = 10.0
 MOST_ANSWER_BYTES = 2**30
 SHOWN = 500
 """Characters of an answer that an error shows."""
@@ -31,6 +32,10 @@ class RefusedError(EngineError):
 
 class UnknownModelError(EngineError):
     """The server has no model or adapter of that name: it was started again, for example."""
+
+
+class ServerFailedError(EngineError):
+    """The server did not do what it should: a status that says nothing of the request, or an answer that cannot be read."""
 
 
 class VllmServer:
@@ -65,13 +70,17 @@ class VllmServer:
             raise EngineError(f"{self.name}: /v1/models: not a list of models: {str(found)[:SHOWN]}")
         return found
 
+    async def check_health(self) -> None:
+        """Raises an error unless it says within ``HEALTH_S`` that its engine is at work."""
+        await self._ask("GET", "/health", None, HEALTH_S)
+
     async def load_adapter(self, name: str, directory: str) -> None:
         """Load the adapter that ``directory`` holds, which the server reads itself; one of that name is left as it is."""
         try:
             await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory}, LOAD_S)
-        except EngineError as error:
+        except (RefusedError, UnknownModelError, ServerFailedError) as error:
             if "already been loaded" not in str(error):
-                kind = RefusedError if isinstance(error, RefusedError) else EngineError
+                kind = EngineError if isinstance(error, UnknownModelError) else type(error)
                 raise kind(
                     f"{error}. It needs --enable-lora, --max-lora-rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and storage "
                     "at the same path as megascend serve"
@@ -94,12 +103,15 @@ class VllmServer:
         Raises:
             UnknownModelError: there is no such model.
             RefusedError: it cannot be answered.
+            ServerFailedError: any other status but 200, or an answer that cannot be read.
         """
         answer = await self._ask("POST", "/v1/completions", body_of(request, model, ends), self._answer_s)
         try:
             return result_of(request, answer)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(f"{self.name}: the answer cannot be read ({error!r}): {str(answer)[:SHOWN]}") from error
+            raise ServerFailedError(
+                f"{self.name}: the answer cannot be read ({error!r}): {str(answer)[:SHOWN]}"
+            ) from error
 
     async def _ask(self, method: str, target: str, fields: Any, timeout_s: float) -> dict[str, Any]:
         body = b"" if fields is None else json.dumps(fields).encode()
@@ -116,10 +128,10 @@ class VllmServer:
         except (OSError, EOFError) as error:
             raise EngineLostError(f"{self.name}: {target}: {error or type(error).__name__}") from error
         except h11.ProtocolError as error:
-            raise EngineError(f"{self.name}: {target}: the answer is not HTTP: {error}") from error
+            raise ServerFailedError(f"{self.name}: {target}: the answer is not HTTP: {error}") from error
         text = answer.body.decode("utf-8", "replace")
         if answer.status != 200:
-            kind = {400: RefusedError, 404: UnknownModelError, 422: RefusedError}.get(answer.status, EngineError)
+            kind = {400: RefusedError, 404: UnknownModelError, 422: RefusedError}.get(answer.status, ServerFailedError)
             raise kind(f"{self.name}: {target}: status {answer.status}: {message_of(text)[:SHOWN]}")
         try:
             found = json.loads(text)

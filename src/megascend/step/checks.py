@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 from megascend.batch.losses import Loss
 from megascend.batch.sample import Sample
 from megascend.engines.base import Engine
-from megascend.errors import DataError
+from megascend.errors import ConfigError, DataError
 
 
 def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
@@ -30,6 +31,25 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
                 )
 
 
+def require_head(engine: Engine, of: Literal["logprobs", "values"], what: str) -> None:
+    """Raise ConfigError if the model's head does not give what a call or a loss works on.
+
+    Args:
+        of: log-probabilities of targets, or a scalar head's values.
+        what: is asked for, for the message.
+    """
+    if of == "logprobs" and engine.info.scalar_head is not None:
+        raise ConfigError(
+            f"{what} works on log-probabilities, and this model has a scalar head: its losses are value, clipped_value, "
+            "bradley_terry and your own with Loss(of='values'), and its values come from values()"
+        )
+    if of == "values" and engine.info.scalar_head is None:
+        raise ConfigError(
+            f"{what} works on values, and this model has no scalar head: construct the backend with head='scalar', or one of the "
+            "new ones (docs/data.md)"
+        )
+
+
 def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
     """Raise DataError if a preference pair has samples of two adapters: neither could be trained on it alone."""
     owners: dict[Hashable, str] = {}
@@ -48,6 +68,10 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
             raise DataError(
                 f"sample {index} has a weight of {float(sample.weights.min())}; the loss {loss.name!r} is divided by the sum of "
                 "weights, so none may be negative. Give a loss with reduction='sum' such weights"
+            )
+        if loss.of == "values" and loss.per == "pair" and not float(sample.weights[-1]):
+            raise DataError(
+                f"sample {index} has weight 0 at its last token, where the loss {loss.name!r} reads its score; set it to 1"
             )
         missing = [name for name in loss.requires if name not in sample.token_fields()]
         if missing:

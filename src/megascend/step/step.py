@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
 from megascend.distributed.objects import broadcast_object, gather_objects
-from megascend.engines.base import Engine, Output
+from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError
-from megascend.step.checks import check_fields, check_pairs, check_samples
+from megascend.kernels.host_copy import to_device
+from megascend.step.checks import check_fields, check_pairs, check_samples, require_head
 from megascend.step.context_sum import context_sum
 from megascend.step.progress import OnMicroBatch, progress
 
@@ -50,18 +51,19 @@ class Step:
         loss: Loss,
         adapter: str | None = None,
         on_micro_batch: OnMicroBatch | None = None,
-        logprobs: bool = False,
+        wanted: Literal["logprobs", "values"] | None = None,
         *,
         keep: bool = True,
     ) -> ForwardBackwardResult:
         """Accumulate gradients of the loss over the global batch; see ``Backend.forward_backward``.
 
         Args:
+            wanted: what the result has for every token.
             keep: False drops them again, with those of earlier calls; for measurements before the first step.
         """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
-            call = f"forward_backward({loss.describe()}{', logprobs=True' if logprobs else ''}){trainable.describe()}"
+            call = f"forward_backward({loss.describe()}{f', {wanted}=True' if wanted else ''}){trainable.describe()}"
             plan, names, agreed = self._plan(call, samples, loss, adapter)
             normalizer = self._normalizer(agreed, loss)
             batches = self._build(samples, plan, names, normalizer.names, loss)
@@ -70,9 +72,9 @@ class Step:
             )
             kept: list[Tensor] = []  # each micro batch's, where the loss is computed
 
-            def differentiated(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Tensor]]:
+            def differentiated(batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor]]:
                 total, figures, of_tokens = self._loss(batch, output, normalizer)
-                if logprobs:
+                if wanted:
                     kept.append(of_tokens.detach())
                 return total, figures
 
@@ -80,14 +82,12 @@ class Step:
                 with trainable.applying(normalizer.names), counted:
                     stored = engine.run(batches, differentiated, forward_only=False)
                     metrics, values = self._reduce_metrics(stored, normalizer)
-                    found = None
-                    if logprobs:
-                        found = self._of_samples({"logprobs": kept}, batches, plan, len(samples))["logprobs"]
+                    found = self._of_samples({wanted: kept}, batches, plan, len(samples)) if wanted else {}
                     self._add_up() if keep else trainable.abandon()  # last: what fails before it has added nothing
             except LossFunctionError:
                 trainable.abandon()
                 raise
-        return ForwardBackwardResult(agreed.micro_batches, agreed.counts, loss, metrics, values, found)
+        return ForwardBackwardResult(agreed.micro_batches, agreed.counts, loss, metrics, values, **found)
 
     @torch.no_grad()
     def forward(
@@ -107,6 +107,17 @@ class Step:
         names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))
         call = f"forward({entropy=}, {logits=}, {reference=})"
         return ForwardResult(**self.place_scores(call, samples, adapter, names, scores, reference=reference))
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample], adapter: str | None = None, reference: bool = False) -> list[Tensor]:
+        """A scalar head's value at every token; see ``Backend.values``."""
+
+        def scores(batch: MicroBatch, output: Any) -> dict[str, Tensor | None]:
+            return {"values": output.values}
+
+        return self.place_scores(
+            f"values({reference=})", samples, adapter, ("values",), scores, reference=reference, of="values"
+        )["values"]
 
     @torch.no_grad()
     def top_logprobs(
@@ -137,6 +148,7 @@ class Step:
         scores: Callable[[MicroBatch, Output], dict[str, Tensor | None]],
         *,
         reference: bool = False,
+        of: Literal["logprobs", "values"] = "logprobs",
     ) -> dict[str, Any]:
         """Under each of ``names`` a CPU tensor [length, ...] for every sample, with dropout off.
 
@@ -144,8 +156,10 @@ class Step:
             call: what it is, for messages; ranks must agree on it.
             scores: makes of a micro batch's output the tensors under ``names``, each with a row for every place; also called
                 with what other ranks wait for, where it has no samples.
+            of: what the model's output must have.
         """
         engine, trainable = self._engine, self._engine.trainable
+        require_head(engine, of, call)
 
         def stored_scores(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Any]]:
             return batch.weights.sum(), scores(batch, output)
@@ -175,6 +189,7 @@ class Step:
             on_batch: called with every micro batch of samples before it runs.
         """
         engine, trainable = self._engine, self._engine.trainable
+        require_head(engine, "logprobs", "next_token_logits")
 
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             rows, members = last_tokens(batch)
@@ -285,23 +300,30 @@ class Step:
     # --- the loss of a micro batch ---
 
     def _loss(
-        self, batch: MicroBatch, output: Output, normalizer: LossNormalizer
+        self, batch: MicroBatch, output: Output | ScalarOutput, normalizer: LossNormalizer
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """What is differentiated, for every figure its sum for each adapter [names], and log-probabilities [n]."""
+        """What is differentiated, for every figure its sum for each adapter [names], and log-probabilities or values [n]."""
         loss, scale = normalizer.loss, normalizer.of_tokens(batch)
+        if isinstance(output, ScalarOutput):
+            return self._differentiated(batch, output.values, None, normalizer)
         if loss.function is cross_entropy and output.fuses_loss:
             total, logprobs = output.cross_entropy(batch.weights * scale, normalizer.loss_grad)
             return total, {"loss": normalizer.sums(weighted(-logprobs.detach(), batch.weights), batch)}, logprobs
-        logprobs, entropy = output.logprobs(loss.entropy)
-        found = None
+        return self._differentiated(batch, *output.logprobs(loss.entropy), normalizer)
+
+    def _differentiated(
+        self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None, normalizer: LossNormalizer
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """As :meth:`_loss`, of log-probabilities or values of ``tokens`` [n] and, where the loss asks for them, entropies."""
+        loss, scale, found = normalizer.loss, normalizer.of_tokens(batch), None
         if not batch.dummy:
             inputs = self._loss_inputs(batch, loss)
             factors = scale if loss.per == "token" else normalizer.of_pairs(batch)
-            found = normalizer.function.evaluate(logprobs, entropy, inputs, factors, batch.padding)
+            found = normalizer.function.evaluate(tokens, entropy, inputs, factors, batch.padding)
         if found is None:  # the model's backward pass runs all the same: other ranks meet this one there
-            nothing = torch.zeros_like(logprobs).mul(logprobs).sum()
-            return nothing, {"loss": logprobs.new_zeros(len(normalizer.names))}, logprobs
-        total = (found.logprobs * logprobs).sum()
+            nothing = torch.zeros_like(tokens).mul(tokens).sum()
+            return nothing, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
+        total = (found.scores * tokens).sum()
         if entropy is not None and found.entropy is not None:
             total = total + (found.entropy * entropy).sum()
         if loss.per == "token":
@@ -310,10 +332,10 @@ class Step:
                 name: normalizer.sums(weighted(of, batch.weights if name == "loss" else of_metrics), batch)
                 for name, of in found.figures.items()
             }
-            return total, figures, logprobs
+            return total, figures, tokens
         # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
         parts = self._topology.context
-        return total, {name: normalizer.pair_sums(of, batch) / parts for name, of in found.figures.items()}, logprobs
+        return total, {name: normalizer.pair_sums(of, batch) / parts for name, of in found.figures.items()}, tokens
 
     def _loss_inputs(self, batch: MicroBatch, loss: Loss) -> LossInputs:
         return LossInputs(
@@ -326,6 +348,9 @@ class Step:
             advantages=batch.fields.get("advantages"),
             old_logprobs=batch.fields.get("old_logprobs"),
             ref_logprobs=batch.fields.get("ref_logprobs"),
+            returns=batch.fields.get("returns"),
+            old_values=batch.fields.get("old_values"),
+            last=to_device(last_tokens(batch)[0], batch.sample.device) if loss.of == "values" else None,
             extra=batch.fields,
         )
 

@@ -10,10 +10,20 @@ from typing import Any
 def build(path: str, config: dict[str, Any], seed: int) -> None:
     """Create the model that ``config`` describes, fill it with random weights, save it to ``path``."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    loaders: dict[str, Any] = {
+        "SequenceClassification": AutoModelForSequenceClassification,
+        "TokenClassification": AutoModelForTokenClassification,
+    }
+    task = ((config.get("architectures") or [""])[0] or "").rpartition("For")[2]
+    model = loaders.get(task, AutoModelForCausalLM).from_config(AutoConfig.for_model(**config))
     model = model.to(getattr(torch, config["torch_dtype"]))
     randomise(model, seed)
     model.save_pretrained(path, safe_serialization=True)

@@ -7,36 +7,28 @@ next one. So no rank waits for one that has given up, and after a failure the tr
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
-from megascend.weightsync.engine_calls import LoopThread, Run, UpdatableEngine, at_once
+from megascend.weightsync.delivery import MARGIN_S, Delivery, Update
+from megascend.weightsync.engine_calls import Run, UpdatableEngine
 from megascend.weightsync.source import Source, Sources
 from weightwire import digest as digests
 from weightwire.errors import WireError
-from weightwire.group import EXPLAIN_S, Listener
-from weightwire.manifest import Manifest, default_bucket_bytes
-from weightwire.offer import Offer, Seal
-from weightwire.sender import Sender
+from weightwire.manifest import default_bucket_bytes
 from weightwire.transports.base import device_types
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
 
 T = TypeVar("T")
-
-MARGIN_S = EXPLAIN_S + 2.0
-"""What rank 0 may take longer than a deadline until it has told the other ranks, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +48,6 @@ class Pushed:
     buckets: int
     engines: tuple[str, ...]
     seconds: Mapping[str, float]
-
-
-@dataclass
-class _Update:
-    """What rank 0 keeps of the push that runs."""
-
-    name: str = ""
-    engines: list[UpdatableEngine] = field(default_factory=list)
-    sender: Sender | None = None
-    seal: Seal | None = None
-    nbytes: int = 0
-    buckets: int = 0
 
 
 class WeightSync:
@@ -110,20 +90,29 @@ class WeightSync:
         self.engines = list(engines)
         self._backend, self._groups = backend, backend.groups
         self._sources = Sources(backend)
-        self._transport, self._options, self._overlap = transport, dict(options or {}), overlap
         self._device = _bucket_device(transport, backend.groups.device)
         self._bucket_bytes = default_bucket_bytes(self._device.type) if bucket_bytes is None else bucket_bytes
-        self._digest = digest
         self._timeout_s = _deadline(timeout_s, backend)
         try:
             digests.require(digest)
         except WireError as error:
             raise ConfigError(f"WeightSync: {error}") from error
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        self._listener: Listener | None = None
-        self._loop: LoopThread | None = None
-        self._run: Run[Any] | None = run
-        self._on_rank_0(lambda: self._listen(host), f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
+        self._delivery: Delivery | None = None
+
+        def listen() -> None:
+            self._delivery = Delivery(
+                transport=transport,
+                device=self._device,
+                host=host,
+                bucket_bytes=self._bucket_bytes,
+                digest=digest,
+                timeout_s=self._timeout_s,
+                overlap=overlap,
+                options=options,
+                run=run,
+            )
+
+        self._on_rank_0(listen, f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
 
     def push(self, version: int, adapter: str | None = None, *, alone: bool = False) -> Pushed:
         """Put the present weights in force on all engines, as ``version``. Collective.
@@ -142,7 +131,7 @@ class WeightSync:
             ConfigError: there is no such adapter, or none was named for ``alone``.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
-        update, seconds = _Update(), {}
+        update, seconds = Update(), {}
         with self._groups.monitor.phase("weight sync"):
             self._agree(version, adapter, alone)
             with _timed(seconds, "describe"):
@@ -153,12 +142,13 @@ class WeightSync:
                 with _timed(seconds, "transfer"):
                     raise_on_all_ranks(self._transfer(update, source), self._groups, "how the transfer went")
                 with _timed(seconds, "verify"):
-                    self._on_rank_0(lambda: self._verify(update), "whether the engines verified it")
+                    self._on_rank_0(lambda: self._sending.verify(update), "whether the engines verified it")
             except BaseException:
-                self._drop(update)
+                if self._groups.rank == 0:
+                    self._sending.drop(update)
                 raise
             with _timed(seconds, "commit"):
-                self._on_rank_0(lambda: self._commit(update, version), "whether the engines committed it")
+                self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
             names = tuple(engine.name for engine in update.engines)
             return from_rank_0(
                 lambda: Pushed(version, update.nbytes, update.buckets, names, seconds), self._groups, "what was pushed"
@@ -166,11 +156,9 @@ class WeightSync:
 
     def close(self) -> None:
         """Stop listening. The engines keep what they have. Not collective."""
-        if self._loop is not None:
-            self._loop.close()
-        if self._listener is not None:
-            self._listener.close()
-        self._loop = self._listener = None
+        if self._delivery is not None:
+            self._delivery.close()
+        self._delivery = None
 
     def __enter__(self) -> WeightSync:
         return self
@@ -194,7 +182,7 @@ class WeightSync:
     def _describe(self, adapter: str | None, alone: bool) -> Source:
         return self._sources.adapter(adapter) if alone and adapter is not None else self._sources.model(adapter)
 
-    def _transfer(self, update: _Update, source: Source) -> MegascendError | None:
+    def _transfer(self, update: Update, source: Source) -> MegascendError | None:
         """The export, sent on rank 0; what went wrong on this rank. Raising would leave other ranks waiting."""
         try:
             with contextlib.closing(source.stream):  # a rank that stops early tells the others here
@@ -202,9 +190,7 @@ class WeightSync:
                     for _ in source.stream:
                         pass
                     return None
-                with update.sender as sender:
-                    update.seal = sender.send(source.stream)
-            update.nbytes, update.buckets = sender.traffic.nbytes, sender.traffic.buckets
+                update.send(source.stream)
         except MegascendError as error:
             return error
         except WireError as error:
@@ -214,6 +200,15 @@ class WeightSync:
                 f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
             )
         return None
+
+    @property
+    def _sending(self) -> Delivery:
+        if self._delivery is None:
+            raise WeightSyncError("push: this WeightSync is closed")
+        return self._delivery
+
+    def _begin(self, update: Update, version: int, source: Source) -> None:
+        self._sending.begin(update, self.engines, version, source.specs, source.adapter)
 
     def _on_rank_0(self, do: Callable[[], None], what: str) -> None:
         """``do`` on rank 0; whatever it raises is raised on all ranks."""
@@ -229,96 +224,6 @@ class WeightSync:
                 raise WeightSyncError(f"rank 0: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
 
         from_rank_0(done, self._groups, what)
-
-    # --- on rank 0 ---
-
-    def _listen(self, host: str) -> None:
-        self._listener = Listener(host)
-        if self._run is None:
-            self._loop = LoopThread()
-            self._run = self._loop.run
-
-    def _all(
-        self, update: _Update, call: Callable[[UpdatableEngine], Any], timeout_s: float
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        assert self._run is not None
-        return self._run(at_once(update.engines, call, timeout_s))
-
-    def _begin(self, update: _Update, version: int, source: Source) -> None:
-        """Offer the update to all engines, and wait for their receivers."""
-        assert self._listener is not None
-        update.engines = list(self.engines)
-        if not update.engines:
-            raise ConfigError("push: there are no engines")
-        names = [engine.name for engine in update.engines]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"push: engines have one name twice: {', '.join(names)}")
-        manifest = Manifest(version, source.specs, self._bucket_bytes, self._digest, source.adapter)
-        counts = self._require_all(*self._all(update, lambda engine: engine.receivers(), self._timeout_s), "push", "")
-        members = [
-            name if counts[name] == 1 else f"{name} worker {worker}" for name in names for worker in range(counts[name])
-        ]
-        update.name = self._listener.new_group([f"trainer {self._owner}", *members])
-        offers, first = {}, 1
-        for name in names:
-            offers[name] = self._offer(update.name, first, counts[name], manifest)
-            first += counts[name]
-        begun = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
-        self._require_all(*begun, f"version {version} was not begun", "; the old weights are in force on all engines")
-        update.sender = Sender.connect(
-            self._listener,
-            update.name,
-            manifest,
-            transport=self._transport,
-            device=self._device,
-            timeout_s=self._timeout_s,
-            options=self._options,
-            overlap=self._overlap,
-        )
-
-    def _offer(self, name: str, first: int, workers: int, manifest: Manifest) -> Offer:
-        assert self._listener is not None
-        return Offer(
-            update=name,
-            owner=self._owner,
-            host=self._listener.host,
-            port=self._listener.port,
-            first=first,
-            workers=workers,
-            transport=self._transport,
-            timeout_s=self._timeout_s,
-            lease_s=2 * self._timeout_s + MARGIN_S,
-            manifest=manifest,
-            options=self._options,
-        )
-
-    def _verify(self, update: _Update) -> None:
-        assert update.seal is not None
-        seal = update.seal
-        in_time = max(0.1, self._timeout_s - 2.0)  # leaves it time to answer
-        found = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
-        what = f"version {seal.version} was not verified"
-        self._require_all(*found, what, "; the old weights are in force on all engines")
-
-    def _commit(self, update: _Update, version: int) -> None:
-        done, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
-        in_force = f"; version {version} is in force on {', '.join(done)}" if done else ""
-        self._require_all(done, failed, f"version {version} was not committed everywhere", in_force)
-
-    def _drop(self, update: _Update) -> None:
-        """What is left of an update that failed. Errors here would hide the one that is being raised."""
-        if self._groups.rank != 0 or not update.name:
-            return
-        if update.sender is not None:
-            update.sender.close()
-        with contextlib.suppress(Exception):
-            self._all(update, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
-
-    def _require_all(self, done: dict[str, Any], failed: dict[str, str], what: str, after: str) -> dict[str, Any]:
-        if failed:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-            raise WeightSyncError(f"{what}: {reasons}{after}")
-        return done
 
 
 def _target(source: Source) -> str:

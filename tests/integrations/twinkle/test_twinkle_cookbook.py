@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("twinkle.model", reason="no twinkle here: bash scripts/test_integrations.sh twinkle")
 
+from safetensors.torch import load_file
 from twinkle_runs import launched, run
 
 CHECKOUT = os.environ.get("MEGASCEND_TWINKLE")
@@ -50,4 +51,9 @@ def test_a_script_trains_evaluates_and_saves(tmp_path: Path, script: str, arch: 
     losses = [float(value) for value in re.findall(r"Current is step \d+ of 8, metric: \{'loss': '([\d.]+)'", output)]
     assert len(losses) >= 8
     assert losses[-1] < losses[0]
-    assert list(tmp_path.rglob("last-checkpoint"))
+    (last,) = tmp_path.rglob("last-checkpoint")
+    if script == "tp_moe.py":  # saves the whole model, with the adapter merged
+        base, merged = load_file(tmp_path / "model" / "model.safetensors"), load_file(last / "model.safetensors")
+        assert merged.keys() == base.keys()
+        changed = {name for name in base if (base[name] - merged[name].float()).abs().max() > 1e-2}
+        assert {name.split(".")[-2] for name in changed} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}

@@ -19,9 +19,9 @@ STEPS, RATE = 4, 1e-3
 
 
 def batches() -> list[list[list[int]]]:
-    """Token ids of every step's sequences."""
+    """Token ids of every step's sequences; not 0, which transformers takes for padding and gives no gradient."""
     generator = torch.Generator().manual_seed(0)
-    return [[torch.randint(0, 200, (n,), generator=generator).tolist() for n in LENGTHS] for _ in range(STEPS)]
+    return [[torch.randint(1, 200, (n,), generator=generator).tolist() for n in LENGTHS] for _ in range(STEPS)]
 
 
 def features(ids: list[int]) -> dict[str, list[int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megascend.integrations.verl import rollout_settings as rollout
 from megascend.integrations.verl import settings_table as table
 from megascend.integrations.verl.settings import translate
 
@@ -22,6 +23,8 @@ def classes() -> list[tuple[Any, dict[str, Any]]]:
         McoreEngineConfig,
         McoreOptimizerConfig,
         QATEngineConfig,
+        RolloutConfig,
+        SamplingConfig,
     )
     from verl.workers.config.checkpoint import McoreCheckpointConfig
     from verl.workers.config.model import MtpConfig
@@ -35,13 +38,15 @@ def classes() -> list[tuple[Any, dict[str, Any]]]:
         (EngineRouterReplayConfig, table.ROUTER_REPLAY),
         (QATEngineConfig, table.QAT),
         (MtpConfig, table.MTP),
+        (RolloutConfig, rollout.ROLLOUT),
+        (SamplingConfig, rollout.VALIDATION),
     ]
 
 
 def test_every_field_has_a_rule() -> None:
     for of, rules in classes():
         missing = [field.name for field in dataclasses.fields(of) if field.name not in rules]
-        assert not missing, f"{of.__name__}: no rule in settings_table.py for {missing}"
+        assert not missing, f"{of.__name__}: no rule for {missing}"
 
 
 def test_every_rule_is_of_a_field() -> None:
@@ -67,3 +72,15 @@ def test_the_shipped_defaults_are_accepted(config: str, changes: dict[str, Any])
     values: Any = OmegaConf.to_container(shipped) | changes  # type: ignore[operator]
     given: dict[str, Any] = {"model": {"path": "/m"}, "engine": {}, "optim": {}} | {config: values}
     translate(given["model"], given["engine"], given["optim"], {}, "cpu")
+
+
+def test_the_rollouts_shipped_defaults_are_accepted() -> None:
+    """But for the ranks of a replica, of which the local engine has one."""
+    from importlib.resources import files
+
+    from omegaconf import OmegaConf
+
+    shipped = OmegaConf.load(str(files("verl") / "trainer" / "config" / "rollout" / "rollout.yaml"))
+    values: Any = OmegaConf.to_container(OmegaConf.merge(shipped, {"name": rollout.NAME}), resolve=True)
+    found = rollout.translate_rollout(values | {"tensor_model_parallel_size": 1})
+    assert (found.precision, found.max_model_len, found.response_length) == ("bf16", 1024, 512)

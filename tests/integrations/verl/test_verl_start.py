@@ -1,4 +1,4 @@
-"""The five-minute start of docs/integrations/verl.md, as it stands there."""
+"""The starts of docs/integrations/verl.md, as they stand there."""
 
 from __future__ import annotations
 
@@ -12,28 +12,52 @@ import pytest
 
 pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
-from verl_runs import DEADLINE_S, ROOT, environment
+from verl_runs import DEADLINE_S, RAY, RL_DEADLINE_S, ROOT, environment
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 
-def test_the_five_minute_start(tmp_path: Path) -> None:
+def scripts(start: str, end: str) -> list[str]:
+    """The page's shell blocks between two of its headings."""
     page = (ROOT / "docs" / "integrations" / "verl.md").read_text(encoding="utf-8")
-    section = page[page.index("## Five-minute start") : page.index("## How it is found")]
-    script = "set -e\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
+    section = page[page.index(start) : page.index(end)]
+    return re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def run(script: str, folder: Path, deadline_s: float, **more: str) -> str:
+    """What the script prints; it must succeed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=tmp_path,
-        env=environment(PATH=path),
+        ["bash", "-c", "set -e\n" + script],
+        cwd=folder,
+        env=environment(PATH=path, **more),
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "verl's engine is megascend" in done.stdout
-    losses = [float(value) for value in re.findall(r"train/loss:([\d.]+)", done.stdout)]
+    return done.stdout
+
+
+def test_the_five_minute_start(tmp_path: Path) -> None:
+    blocks = scripts("## Five-minute start", "## Reinforcement learning")
+    printed = run("\n".join(blocks), tmp_path, DEADLINE_S)
+    losses = [float(value) for value in re.findall(r"train/loss:([\d.]+)", printed)]
     assert len(losses) == 12
     assert losses[-1] < 0.5 * losses[0]
     assert (tmp_path / "checkpoints" / "global_step_12" / "megascend").is_dir()
+
+
+def test_reinforcement_learning_on_a_cpu(tmp_path: Path) -> None:
+    """The reward rises, and the actor and transformers, which samples, give every token the same probability to 1e-5."""
+    model = scripts("## Five-minute start", "## Reinforcement learning")[0].splitlines()[0]
+    assert model.startswith("megascend new-model")
+    blocks = scripts("## Reinforcement learning", "## How it is found")
+    printed = run("\n".join([model, *blocks]), tmp_path, RL_DEADLINE_S, **RAY)
+    rewards = [float(value) for value in re.findall(r"critic/score/mean:([\d.]+)", printed)]
+    differences = [float(value) for value in re.findall(r"rollout_probs_diff_max:([\d.e-]+)", printed)]
+    assert (len(rewards), len(differences)) == (20, 20)
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.5
+    assert max(differences) < 1e-5

@@ -7,6 +7,7 @@ does not ask, and says "cuda" anyway, is sent to the CPU.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -104,6 +105,7 @@ def install() -> list[str]:
         f"torch.{{{', '.join(names)}}}: device='cuda' means the CPU; pin_memory is ignored",
         f"torch.Tensor.{{{_names_in(torch.Tensor)}}}: stay on the CPU; type() of a CPU tensor says torch.cuda",
         f"torch.cuda.{{{_names_in(torch.cuda)}}}: act on the CPU, random state in torch.cuda.random too",
+        f"torch.cuda.nvtx.{{{_names_in(torch.cuda.nvtx)}}}: name nothing",
     ]
 
 
@@ -211,6 +213,30 @@ def _patch_runtime() -> None:
     }
     for name, value in replacements.items():
         _patch(torch.cuda, name, value)
+    _patch_ranges()
+
+
+def _patch_ranges() -> None:
+    """``torch.cuda.nvtx``: ranges are named for a profiler of CUDA; here only their depth and their handles are kept."""
+    depth, handles = 0, itertools.count(1)
+
+    def range_push(msg: str) -> int:
+        nonlocal depth
+        depth += 1
+        return depth - 1
+
+    def range_pop() -> int:
+        nonlocal depth
+        depth -= 1
+        return depth
+
+    def range_start(msg: str) -> int:
+        return next(handles)
+
+    for function in (range_push, range_pop, range_start):
+        _patch(torch.cuda.nvtx, function.__name__, function)
+    _patch(torch.cuda.nvtx, "range_end", _returning(None))
+    _patch(torch.cuda.nvtx, "mark", _returning(None))
 
 
 def _patch_random() -> None:

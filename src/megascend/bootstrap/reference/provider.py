@@ -29,9 +29,12 @@ class Reference(PatchProvider):
     def when_imported(self) -> dict[str, Callable[[], list[str]]]:
         if self.setup.platform.device_type == "cuda":
             return {}
-        from megascend.bootstrap.reference import cuda_redirect, gloo_uneven
+        from megascend.bootstrap.reference import cuda_redirect, gloo_uneven, training_device
 
         patches: dict[str, Callable[[], list[str]]] = {gloo_uneven.MAPPINGS: gloo_uneven.install}
         for module in cuda_redirect.MOE_MODULES:
             patches[module] = functools.partial(cuda_redirect.patch_moe_device_check, module)
+        for module in training_device.MODULES:
+            patches[module] = functools.partial(training_device.install, module)
+        patches[training_device.FUSED_KERNELS] = training_device.without_fused_kernels
         return patches

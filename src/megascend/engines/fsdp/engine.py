@@ -33,6 +33,7 @@ from megascend.engines.fsdp.shards import shards
 from megascend.engines.fsdp.sources import hf_parts, pieces
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
+from megascend.engines.scalar_head import fresh_weights, output_layer, refuse_adapters
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.merge import merged
@@ -46,7 +47,8 @@ class FsdpEngine:
     """A model of transformers, sharded by torch; see :class:`megascend.engines.base.Engine`.
 
     Attributes:
-        model: transformers' causal language model. Its parameters are shards between calls.
+        model: transformers' causal language model, or its token classifier where there is a scalar head. Its parameters are
+            shards between calls.
         bytes_read: of the checkpoint, by this rank.
         adapters: on a frozen model, or None.
     """
@@ -87,8 +89,9 @@ class FsdpEngine:
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
         self._seed(seed + groups.rank)
-        self.model = transformers_api.meta_model(model_dir)
-        self._tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+        refuse_adapters(info.scalar_head, adapters)
+        self.model = transformers_api.meta_model(model_dir, info.scalar_head)
+        self._tied = output_layer(self.model).weight is self.model.get_input_embeddings().weight
         if topology.context > 1:
             text = self.model.config.get_text_config()
             heads = text.num_attention_heads
@@ -132,8 +135,11 @@ class FsdpEngine:
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards(self.model, self._share))
         self._hf_parts = hf_parts(sources, info.tensors)
-        self.bytes_read = loading.load(self._shards, sources, info.tensors)
-        self._head = LossHead(self.model, info.shape.vocab_size, self.adapters and self.adapters.layers)
+        scalar = info.scalar_head
+        fresh = fresh_weights(scalar, info.shape.hidden_size, seed) if scalar else {}
+        self.bytes_read = loading.load(self._shards, sources, info.tensors, fresh)
+        layers_of_adapters = self.adapters and self.adapters.layers
+        self._head = LossHead(self.model, info.shape.vocab_size, layers_of_adapters, scalar=scalar is not None)
         if self.adapters is not None:
             self.trainable: Trainable = self.adapters
         else:
@@ -253,7 +259,7 @@ class FsdpEngine:
     def export(self, path: Path, adapter: str | None) -> None:
         dtype = str(DTYPES[self.precision]).removeprefix("torch.")
         weights = self.named_weights(adapter, receivers="main")
-        export(weights, self.model_dir, path, dtype, self.groups, tied=self._tied)
+        export(weights, self.model_dir, path, dtype, self.groups, tied=self._tied, head=self.info.scalar_head)
 
     def random_streams(self) -> None:
         """There are none."""

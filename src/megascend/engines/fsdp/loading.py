@@ -19,9 +19,15 @@ from megascend.kernels.nan import names_with_nan
 
 @torch.no_grad()
 def load(
-    shards: Sequence[LocalShard], sources: Mapping[str, Sequence[Piece]], headers: Mapping[str, TensorHeader]
+    shards: Sequence[LocalShard],
+    sources: Mapping[str, Sequence[Piece]],
+    headers: Mapping[str, TensorHeader],
+    fresh: Mapping[str, Tensor] | None = None,
 ) -> int:
     """Fill this rank's shards.
+
+    Args:
+        fresh: by their names in a checkpoint, whole tensors that are in no file.
 
     Returns:
         Bytes read from the files.
@@ -35,14 +41,16 @@ def load(
         if shard.local.is_floating_point():
             shard.local.fill_(torch.nan)
         for piece in sources[shard.name]:
-            read += _read(shard, piece, headers[piece.source], files)
+            read += _read(shard, piece, headers[piece.source], files, fresh or {})
     holes = names_with_nan({shard.name: shard.local for shard in shards})
     if holes:
         raise CheckpointError(f"model: {holes[0]} is not a number in places, or was not read whole")
     return read
 
 
-def _read(shard: LocalShard, piece: Piece, header: TensorHeader, files: dict[Path, Any]) -> int:
+def _read(
+    shard: LocalShard, piece: Piece, header: TensorHeader, files: dict[Path, Any], fresh: Mapping[str, Tensor]
+) -> int:
     """Copy what ``piece`` and ``shard`` have in common."""
     starts = [max(a, b) for a, b in zip(shard.offsets, piece.offsets, strict=True)]
     stops = [
@@ -51,9 +59,14 @@ def _read(shard: LocalShard, piece: Piece, header: TensorHeader, files: dict[Pat
     ]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return 0
-    assert header.file is not None
     in_piece = [slice(a - o, b - o) for a, b, o in zip(starts, stops, piece.offsets, strict=True)]
     in_source = in_piece[len(in_piece) - len(header.shape) :]  # one expert has no dimension of experts
+    in_shard = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, shard.offsets, strict=True))
+    target = shard.local[in_shard]
+    if piece.source in fresh:
+        target.copy_(fresh[piece.source][tuple(in_source)])
+        return 0
+    assert header.file is not None
     try:
         if header.file not in files:
             files[header.file] = safe_open(header.file, framework="pt")
@@ -61,7 +74,5 @@ def _read(shard: LocalShard, piece: Piece, header: TensorHeader, files: dict[Pat
         values: Tensor = file.get_slice(piece.source)[tuple(in_source)] if in_source else file.get_tensor(piece.source)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"model: {header.file}: {piece.source} cannot be read: {error}") from error
-    in_shard = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, shard.offsets, strict=True))
-    target = shard.local[in_shard]
     target.copy_(values.reshape(target.shape))
     return values.numel() * values.element_size()

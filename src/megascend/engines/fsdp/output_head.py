@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
-from megascend.engines.base import OnOutput
+from megascend.engines.base import OnOutput, ScalarOutput
 from megascend.engines.plain_head import HeadOutput
+from megascend.engines.scalar_head import output_layer, values_of
 from megascend.errors import ConfigError
 from megascend.lora.applied_adapters import AppliedAdapters
 
@@ -21,11 +22,12 @@ class LossHead:
 
     Args:
         adapters: of the model, some of which may act on the layer.
+        scalar: the layer is a scalar head.
     """
 
-    def __init__(self, model: Any, vocab_size: int, adapters: AppliedAdapters | None) -> None:
-        self._model, self._layer, self._vocab_size = model, model.get_output_embeddings(), vocab_size
-        self._adapters = adapters
+    def __init__(self, model: Any, vocab_size: int, adapters: AppliedAdapters | None, *, scalar: bool = False) -> None:
+        self._model, self._layer, self._vocab_size = model, output_layer(model), vocab_size
+        self._adapters, self._scalar = adapters, scalar
         self._call: tuple[MicroBatch, OnOutput] | None = None
         self._found: tuple[Tensor, Any] | None = None
         patch(
@@ -56,6 +58,9 @@ class LossHead:
     def _forward(self, hidden: Tensor) -> Tensor:
         assert self._call is not None, "the model is called by the engine only"
         batch, on_output = self._call
+        if self._scalar:
+            self._found = on_output(batch, ScalarOutput(values_of(self._layer, hidden)))
+            return self._found[0]
         down = lora_delta = None
         if self._adapters is not None:
             down, lora_delta = self._adapters.down_of_output(hidden), self._adapters.lora_delta(batch.segments)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from megascend.config import Fsdp
 from megascend.engines.fsdp.transformers_api import is_fused_experts, layers
+from megascend.engines.scalar_head import output_layer
 
 
 def freeze(model: Any, dtype: torch.dtype) -> None:
@@ -56,7 +57,7 @@ def shard(
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
             fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **options_of_experts)
         fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
-    head = model.get_output_embeddings()
+    head = output_layer(model)
     if head.weight is not model.get_input_embeddings().weight:
         norm = getattr(model.base_model, "norm", None)
         # Needed again as soon as the backward pass begins.

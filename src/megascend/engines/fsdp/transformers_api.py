@@ -19,8 +19,10 @@ from megascend.changes import changed, patch
 from megascend.engines.fsdp import attention, grouped_experts, routing
 from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
 from megascend.engines.fsdp.grouped_experts import Experts
+from megascend.engines.scalar_head import model_class, output_layer, without_bias
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.scalar_head import ScalarHead
 
 OLDEST = "5.10"
 NAME = "megascend"
@@ -44,27 +46,31 @@ def check_version() -> None:
         )
 
 
-def meta_model(model_dir: Path) -> Any:
-    """A causal language model of a directory's configuration, fp32, its parameters without memory, tied ones tied.
+def meta_model(model_dir: Path, scalar_head: ScalarHead | None = None) -> Any:
+    """A model of a directory's configuration, fp32, its parameters without memory, tied ones tied.
+
+    Args:
+        scalar_head: in the place of a causal language model's output layer, or None.
 
     Raises:
         CheckpointError: transformers does not know it.
         ConfigError: its experts cannot be sharded, or its output layer is not a plain product.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     make_known_to_transformers(model_dir)
     _register()
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+            model = model_class(config, scalar_head).from_config(config, dtype=torch.float32, attn_implementation=NAME)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model: transformers cannot build {model_dir}: {error}") from error
     model.tie_weights()
+    without_bias(model, scalar_head)
     _check_experts(model)
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
+    head = output_layer(model)
+    if head is None or (scalar_head is None and getattr(head, "bias", None) is not None):
         raise ConfigError(f"engine fsdp: {type(model).__name__} has no output layer without a bias; use another engine")
     if has_experts(model):
         # The public setter knows transformers' own names only.

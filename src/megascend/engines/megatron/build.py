@@ -16,8 +16,10 @@ from transformers import AutoConfig
 
 from megascend.changes import changed
 from megascend.config import Precision, Recompute
+from megascend.engines.megatron import scalar_head
 from megascend.engines.megatron.activation import activation_arguments
 from megascend.errors import CheckpointError, ConfigError, PlatformError
+from megascend.huggingface.scalar_head import ScalarHead
 from megascend.huggingface.unsupported import expert_layers
 from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology
@@ -41,6 +43,7 @@ def build_config(
     precision: Precision,
     recompute: Recompute,
     platform: Platform,
+    head: ScalarHead | None = None,
 ) -> ModelConfig:
     """mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
 
@@ -58,6 +61,7 @@ def build_config(
     arguments.update(recompute_arguments(recompute))
     arguments.update(layer_arguments(hf_config.to_dict()))
     arguments.update(ROUTING)
+    arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
         arguments["apply_rope_fusion"] = True
@@ -213,10 +217,12 @@ def preserved_rope_functions() -> Iterator[None]:
         ROPE_INIT_FUNCTIONS.update(before)
 
 
-def build_chunks(config: ModelConfig, device: torch.device) -> list[Any]:
+def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | None = None) -> list[Any]:
     """The model chunks of this rank (one, or one per virtual pipeline stage) on ``device``, weights not loaded yet."""
     with preserved_rope_functions():
         chunks = get_mcore_model(config)
+    if head is not None:
+        scalar_head.install(chunks, config, head, device)
     for chunk in chunks:
         move(chunk, device)
         mark_tensor_parallel(chunk)

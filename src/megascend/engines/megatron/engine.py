@@ -24,7 +24,7 @@ from megascend.changes import patch
 from megascend.config import Adam, Adapters, Batching, CudaGraphs, Moe, Precision, Recompute, Schedule
 from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.base import OnOutput, Trainable
+from megascend.engines.base import OnOutput, ScalarOutput, Trainable
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfPart, HfParts
@@ -44,6 +44,7 @@ from megascend.engines.megatron.capture import Capture, CudaCapture
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import Optimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
+from megascend.engines.scalar_head import fresh_weights, refuse_adapters
 from megascend.errors import CheckpointError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.merge import merged
@@ -66,7 +67,7 @@ class MegatronEngine:
     Attributes:
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, wrapped in Megatron's DDP and not.
-        head: the output head on the last pipeline stage, else None.
+        head: the output head on the last pipeline stage of a causal language model, else None.
         graphs: runs micro batches of adapters captured, or None.
         self_check: what holding a slice of the model against transformers found.
     """
@@ -105,8 +106,9 @@ class MegatronEngine:
             token_multiple=topology.tensor if topology.sequence_parallel else 1,
             lengths_on_host=runtime.platform.packed_lengths_on_host,
         )
+        refuse_adapters(info.scalar_head, adapters)
         seed_everything(seed)
-        self.config = build_config(model_dir, topology, precision, recompute, runtime.platform)
+        self.config = build_config(model_dir, topology, precision, recompute, runtime.platform, info.scalar_head)
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
         overlap = adam.overlap_grad_reduce and adapters is None
         group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
@@ -114,15 +116,18 @@ class MegatronEngine:
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         self.self_check = self._check(model_dir, self_check)
         runtime.configure_model(self.config, provider_options)
-        self.bare_chunks = build_chunks(self.config, self.device)
+        self.bare_chunks = build_chunks(self.config, self.device, info.scalar_head)
         if runtime.platform.attention_draws_its_own_dropout:
             attention_dropout.use_own_stream(self.bare_chunks, self.config)
         if runtime.platform.implicit_causal_masks:
             attention_mask.install(self.bare_chunks, self.config)
-        weights.load(self.bare_chunks, self.config.bridge, model_dir, info.tensor_names, groups)
+        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else None
+        weights.load(self.bare_chunks, self.config.bridge, model_dir, info.tensor_names, groups, fresh)
         self.routers = routers.Routers(self.bare_chunks, self.config, moe, groups)
         last = self.bare_chunks[-1]
-        self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap) if last.post_process else None
+        self.head = None
+        if last.post_process and info.scalar_head is None:
+            self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap)
         if runtime.platform.has_transformer_engine_kernels:
             from megascend.kernels import head_norm
 
@@ -273,7 +278,9 @@ class MegatronEngine:
                 forward_only=forward_only,
             )
 
-    def _output(self, batch: MicroBatch, hidden: torch.Tensor) -> HeadOutput:
+    def _output(self, batch: MicroBatch, hidden: torch.Tensor) -> HeadOutput | ScalarOutput:
+        if self.info.scalar_head is not None:
+            return ScalarOutput(hidden.flatten())
         assert self.head is not None, "the loss is computed on the last pipeline stage"
         lora_delta = None if self.adapters is None else self.adapters.layers.lora_delta(batch.segments)
         return HeadOutput(self.head, hidden, batch.targets, lora_delta)
@@ -397,7 +404,7 @@ class MegatronEngine:
         weights = self.named_weights(adapter, receivers="main", device=device)
         dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
         tied = not self.config.untie_embeddings_and_output_weights
-        export(weights, self.model_dir, path, dtype, self.groups, tied=tied)
+        export(weights, self.model_dir, path, dtype, self.groups, tied=tied, head=self.info.scalar_head)
 
     def random_streams(self) -> Any:
         return tensor_parallel.get_cuda_rng_tracker().get_states()  # type: ignore[reportOptionalMemberAccess]

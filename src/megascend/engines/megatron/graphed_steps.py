@@ -83,7 +83,7 @@ class GraphedSteps:
     def __init__(
         self,
         forward: Callable[[MicroBatch], Tensor],
-        eager: Callable[[MicroBatch], Output],
+        eager: Callable[[MicroBatch], Any],
         head: OutputHead,
         adapters: AdapterManager,
         monitor: HangMonitor,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from mcore_bridge.bridge import gpt_bridge
+from torch import Tensor
 
 from megascend.changes import patched
 from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import OUTPUT, some
 from megascend.kernels.nan import names_with_nan
@@ -30,11 +32,21 @@ class _Tracked:
         return getattr(self._lazy, attribute)
 
 
-def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], groups: ProcessGroups) -> None:
+def load(
+    chunks: list[Any],
+    bridge: Any,
+    model_dir: Path,
+    names: list[str],
+    groups: ProcessGroups,
+    fresh: Mapping[str, Tensor] | None = None,
+) -> None:
     """Fill ``chunks`` from ``model_dir``; every parameter is written and every tensor of the checkpoint used.
 
     mcore-bridge passes over what it does not find (an untied output layer keeps whatever was in memory), so parameters
     start out as NaN here, and any that is still NaN afterwards is an error on every rank.
+
+    Args:
+        fresh: of a scalar head, what does not come from the checkpoint.
 
     Raises:
         CheckpointError: on all ranks alike, naming what is missing, left over, or has the wrong shape.
@@ -53,6 +65,7 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
         )
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
+    scalar_head.fill(chunks, fresh or {})
     if problem is None:
         parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         holes = names_with_nan(parameters)
@@ -68,7 +81,7 @@ def load(chunks: list[Any], bridge: Any, model_dir: Path, names: list[str], grou
     counts = all_reduce_numbers(
         [float(name in used) for name in names], "world", groups, "max", "tensors that were used"
     )
-    left = [name for name, count in zip(names, counts, strict=True) if not count]
+    left = [name for name, count in zip(names, counts, strict=True) if not count and name not in (fresh or {})]
     left = [name for name in left if not (name == OUTPUT and _tied(chunks))]
     if left:
         raise CheckpointError(

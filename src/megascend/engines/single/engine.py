@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,20 @@ import torch
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.base import OnOutput, Trainable
+from megascend.engines.base import OnOutput, ScalarOutput, Trainable
 from megascend.engines.chunks import OPTIMIZER_KEY, Chunks
 from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
 from megascend.engines.plain_head import HeadOutput
+from megascend.engines.scalar_head import (
+    fresh_weights,
+    model_class,
+    output_layer,
+    refuse_adapters,
+    values_of,
+    without_bias,
+)
 from megascend.engines.single import cached_attention, router_loss
 from megascend.engines.single.adapters import PeftAdapters
 from megascend.engines.single.named_weights import named_weights
@@ -29,6 +37,7 @@ from megascend.engines.single.output_head import check_plain_head, hidden_states
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.scalar_head import BIAS, ScalarHead
 from megascend.lora.merge import merged
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
@@ -43,7 +52,7 @@ class SingleEngine:
     over plain rows, while packed ones are exact with some attention implementations only.
 
     Attributes:
-        model: transformers' causal language model.
+        model: transformers' causal language model, or its token classifier where there is a scalar head.
     """
 
     kind = "single"
@@ -73,8 +82,12 @@ class SingleEngine:
         self.layout = SequenceLayout(packing=False)
         check_recompute(recompute)
         seed_everything(seed)
-        self.model = load_model(model_dir, DTYPES[precision], self.device)
-        check_plain_head(self.model, info.shape.vocab_size)
+        refuse_adapters(info.scalar_head, adapters)
+        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else {}
+        self.model = load_model(model_dir, DTYPES[precision], self.device, info.scalar_head, fresh)
+        self._tied = output_layer(self.model).weight is self.model.get_input_embeddings().weight
+        if info.scalar_head is None:
+            check_plain_head(self.model, info.shape.vocab_size)
         frozen, recomputed = adapters is not None, recompute.granularity == "full"
         router_loss.check(self.model, moe, frozen=frozen, recomputed=recomputed)
         self._router_loss = moe.aux_loss_coefficient if moe.aux_loss != "none" else 0.0
@@ -122,10 +135,7 @@ class SingleEngine:
             options = {"output_router_logits": True} if with_router_loss else {}
             with self.groups.monitor.phase("forward"):
                 hidden, output = hidden_states(self.model, batch.input_ids, batch.position_ids, **options)
-                head = self.model.get_output_embeddings().weight
-                total, found = on_output(
-                    batch, HeadOutput(hidden.flatten(0, 1), head, batch.targets, self.info.shape.vocab_size)
-                )
+                total, found = on_output(batch, self._head_output(batch, hidden))
             stored.append(found)
             if forward_only:
                 continue
@@ -138,6 +148,12 @@ class SingleEngine:
                 if self.adapters is not None:
                     self.adapters.take_gradients()
         return stored
+
+    def _head_output(self, batch: MicroBatch, hidden: torch.Tensor) -> HeadOutput | ScalarOutput:
+        layer = output_layer(self.model)
+        if self.info.scalar_head is not None:
+            return ScalarOutput(values_of(layer, self.model.dropout(hidden)))
+        return HeadOutput(hidden.flatten(0, 1), layer.weight, batch.targets, self.info.shape.vocab_size)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -175,9 +191,8 @@ class SingleEngine:
         if self._hf_parts is None:
             from megascend.engines.fsdp import sources
 
-            tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
             try:
-                found = sources.pieces(self.model, tied, self.info.tensors)
+                found = sources.pieces(self.model, self._tied, self.info.tensors)
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
                 raise CheckpointError(
                     f"transformers converts this architecture in a way of its own ({error})"
@@ -197,8 +212,8 @@ class SingleEngine:
 
     def export(self, path: Path, adapter: str | None) -> None:
         dtype = str(DTYPES[self.precision]).removeprefix("torch.")
-        tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
-        export(self.named_weights(adapter), self.model_dir, path, dtype, self.groups, tied=tied)
+        weights, head = self.named_weights(adapter), self.info.scalar_head
+        export(weights, self.model_dir, path, dtype, self.groups, tied=self._tied, head=head)
 
     def random_streams(self) -> None:
         """There are none."""
@@ -210,38 +225,58 @@ class SingleEngine:
         """The groups, which the backend closes, are all that is left in the process."""
 
 
-def load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def load_model(
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    head: ScalarHead | None = None,
+    fresh: Mapping[str, torch.Tensor] | None = None,
+) -> Any:
     """transformers' model of a directory, complete.
+
+    Args:
+        head: its scalar head, or None.
+        fresh: the head's weights that are not in the directory.
 
     Raises:
         CheckpointError: transformers cannot load it, or would draw some of its weights at random.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     make_known_to_transformers(model_dir)
-    loader: Any = AutoModelForCausalLM
     try:
-        with _no_progress_bars():
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        loader = model_class(config, head)
+        with _no_progress_bars(known_differences=head is not None):
             model, report = loader.from_pretrained(
-                model_dir, dtype=dtype, local_files_only=True, output_loading_info=True
+                model_dir, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
     for what in ("missing_keys", "mismatched_keys"):
-        if report[what]:
-            raise CheckpointError(f"model: {model_dir}: {what.replace('_', ' ')}: {sorted(report[what])[:3]}")
+        own = set() if head is None else {BIAS, *(fresh or {})} - (set() if head.fresh else {*head.names})
+        if found := set(report[what]) - own:
+            raise CheckpointError(f"model: {model_dir}: {what.replace('_', ' ')}: {sorted(found)[:3]}")
+    without_bias(model, head)
+    with torch.no_grad():
+        for name, values in (fresh or {}).items():
+            model.get_parameter(name).copy_(values)
     return model.to(device)
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _no_progress_bars(*, known_differences: bool = False) -> Iterator[None]:
+    """transformers loads without a bar, and with ``known_differences`` without a report of them."""
     from transformers.utils import logging
 
-    enabled = logging.is_progress_bar_enabled()
+    enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    if known_differences:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if enabled:
             logging.enable_progress_bar()
 

@@ -125,8 +125,9 @@ class MegascendBackend(AbstractBackend):
                 continue
             outputs = one.outputs(logprobs(outcome.value))
             total = sum(sum(output["elementwise_loss"]["data"]) for output in outputs)
+            metrics = {"loss:sum": total, "models_in_batch:max": float(outcome.together)}
             results[one.request] = types.ForwardBackwardOutput(
-                loss_fn_output_type="scalar", loss_fn_outputs=outputs, metrics={"loss:sum": total}
+                loss_fn_output_type="scalar", loss_fn_outputs=outputs, metrics=metrics
             )
         return results
 

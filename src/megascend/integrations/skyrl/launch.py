@@ -15,6 +15,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from megascend.config.serve import ServeConfig
 from megascend.integrations.skyrl.settings import NAME, BackendConfig, settings_of
 
 ENGINE = "--engine"
@@ -92,11 +93,16 @@ def run_engine(arguments: list[str]) -> None:
         return
     from megascend.integrations.skyrl.ranks import follow
 
-    parser = argparse.ArgumentParser()
+    follow(settings_from(arguments))
+
+
+def settings_from(arguments: list[str]) -> ServeConfig:
+    """megascend's settings from the engine's command line, for the ranks that have no engine of SkyRL's."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)  # --backend is not short for --backend-config
     parser.add_argument("--base-model")
     parser.add_argument("--backend-config", type=json.loads, default={})
     found, _ = parser.parse_known_args(arguments)
-    follow(settings_of(found.base_model, BackendConfig(**found.backend_config)))
+    return settings_of(found.base_model, BackendConfig(**found.backend_config))
 
 
 def main() -> None:
@@ -105,7 +111,7 @@ def main() -> None:
     if arguments[:1] == [ENGINE]:
         run_engine(arguments[1:])
         return
-    if "--backend" not in arguments:
+    if not any(word.partition("=")[0] == "--backend" for word in arguments):
         arguments = ["--backend", NAME, *arguments]
     run_server(arguments)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -138,11 +138,13 @@ class BatchLoss:
         self._data, self._function, self._group, self._device = data, function, group, device
         self._context, self._parallel = context_parallel, data_parallel
         self._lengths = _lengths(data)
+        self._outputs: tuple[str, ...] = ("log_probs", "entropy")
         self.collected = Collected()
 
-    def as_loss(self, entropy: bool) -> Loss:
-        """For ``forward_backward``."""
-        return Loss("verl", self._values, entropy=entropy, reduction="sum")
+    def as_loss(self, entropy: bool, of: Literal["logprobs", "values"] = "logprobs") -> Loss:
+        """For ``forward_backward``, of log-probabilities (and entropies) or of a critic's values."""
+        self._outputs = ("values",) if of == "values" else ("log_probs", "entropy")
+        return Loss("verl", self._values, entropy=entropy, reduction="sum", of=of)
 
     def of_whole(self, outputs: Mapping[str, Sequence[Tensor]]) -> None:
         """verl's loss of the whole batch at once, without gradients, from each sequence's outputs."""
@@ -163,7 +165,7 @@ class BatchLoss:
         whole = [self._whole(of, at, own, int(lengths.sum()), inputs) for of in given]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(self._device)
         nested = [torch.nested.nested_tensor_from_jagged(of, offsets) for of in whole]
-        total = self._call(rows, dict(zip(("log_probs", "entropy"), nested, strict=False)))
+        total = self._call(rows, dict(zip(self._outputs, nested, strict=False)))
         gradients = torch.autograd.grad(total, whole, allow_unused=True) if total.requires_grad else [None] * len(whole)
         values = logprobs * 0.0
         for of, gradient in zip(given, gradients, strict=True):

@@ -136,13 +136,14 @@ class CpuPlatform(PlatformBase):
         pass
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        """A GPU, for Ray: verl counts no other devices in a cluster. On a CPU it is told how many ranks there may be."""
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_cpus": num_gpus}
+        return {"num_gpus": num_gpus}
 
     def is_ipc_supported(self) -> bool:
         return False

@@ -20,10 +20,12 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from megascend.backends import MegatronBackend
+from megascend.batch.sample import Sample
 from megascend.config import Adapters, Batching
 from megascend.errors import ConfigError
 from megascend.huggingface.info import inspect_checkpoint
-from megascend.integrations.verl import batches, checkpoints
+from megascend.huggingface.scalar_head import HeadKind
+from megascend.integrations.verl import batches, checkpoints, critics
 from megascend.integrations.verl.rates import Rates
 from megascend.integrations.verl.settings import translate
 from megascend.integrations.verl.settings_table import VENDOR
@@ -35,7 +37,10 @@ ADAPTER = "verl"
 """Name of the one adapter that a run with LoRA trains."""
 
 
-@EngineRegistry.register("language_model", "megatron", device=["cpu", "cuda", "npu"], vendor=VENDOR)
+DEVICES = ["cpu", "cuda", "npu"]
+
+
+@EngineRegistry.register("language_model", "megatron", device=DEVICES, vendor=VENDOR)
 class MegascendEngine(BaseEngine):
     """A language model that verl trains, on all ranks of the default process group.
 
@@ -58,7 +63,9 @@ class MegascendEngine(BaseEngine):
             get_device_name(),
         )
         self._model_dir = Path(model_config.local_path)
-        self._topology = plan(self.settings.parallel, dist.get_world_size(), inspect_checkpoint(self._model_dir).shape)
+        self._head: HeadKind = critics.head(self._model_dir) if self.settings.value_model else "lm"
+        info = inspect_checkpoint(self._model_dir, self._head)
+        self._topology = plan(self.settings.parallel, dist.get_world_size(), info.shape)
         self._place = self._topology.coordinates(dist.get_rank())
         self._backend: MegatronBackend | None = None
         self._rates: Rates | None = None
@@ -87,6 +94,7 @@ class MegascendEngine(BaseEngine):
             batching=Batching(packing=settings.packing),
             adapters=adapters,
             seed=settings.seed,
+            head=self._head,
         )
         if settings.lora is not None and settings.adapter_path:
             self._backend.load_adapter(ADAPTER, settings.adapter_path, settings.lora, optimizer=False)
@@ -94,7 +102,8 @@ class MegascendEngine(BaseEngine):
             self._backend.add_adapter(ADAPTER, settings.lora)
         self._rates = None if settings.forward_only else Rates(self.optimizer_config)
         if self._backend.rank == 0:
-            print(f"verl's engine is megascend: {self._topology}, {settings.precision}", flush=True)
+            head = "" if self._head == "lm" else f", {critics.DESCRIPTIONS[self._head]}"
+            print(f"verl's engine is megascend: {self._topology}, {settings.precision}{head}", flush=True)
 
     @property
     def backend(self) -> MegatronBackend:
@@ -181,7 +190,8 @@ class MegascendEngine(BaseEngine):
         self._tell(data)
         budget = batches.token_budget(data, topology.context)
         backend.set_micro_batch_tokens(int(-backend.smallest(-budget)[0]))
-        entropy = bool(tensordict_utils.get(data, "calculate_entropy", default=False))
+        of_values = self.settings.value_model
+        entropy = not of_values and bool(tensordict_utils.get(data, "calculate_entropy", default=False))
         adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
         found = batches.samples(data, adapter)
         if loss_function is None and not forward_only:
@@ -198,8 +208,7 @@ class MegascendEngine(BaseEngine):
             )
         collected = batches.Collected() if loss is None else loss.collected
         if forward_only:
-            scores = backend.forward(found, entropy=entropy)
-            outputs = {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
+            outputs = self._scores(found, entropy)
             outputs = {name: [each.to(backend.groups.device) for each in of] for name, of in outputs.items()}
             if loss is not None:
                 loss.of_whole(outputs)
@@ -208,8 +217,15 @@ class MegascendEngine(BaseEngine):
                 collected.add(range(len(found)), outputs)
         else:
             assert loss is not None
-            backend.forward_backward(found, loss.as_loss(entropy))
+            backend.forward_backward(found, loss.as_loss(entropy, "values" if of_values else "logprobs"))
         return collected.as_verl() if self._place.pipeline == topology.pipeline - 1 else {}
+
+    def _scores(self, samples: list[Sample], entropy: bool) -> dict[str, list[torch.Tensor]]:
+        """By verl's names, what a forward pass gives for each sample: at place t what there is once its token has been read."""
+        if self.settings.value_model:
+            return {"values": self.backend.values(samples)}
+        scores = self.backend.forward(samples, entropy=entropy)
+        return {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
 
     def _tell(self, data: TensorDict) -> None:
         """Write into the batch what verl's losses expect of an engine."""
@@ -280,6 +296,11 @@ class MegascendEngine(BaseEngine):
             self._rates = Rates(self.optimizer_config)
             if progress["scheduler_steps"]:
                 self._rates.advance(progress["scheduler_steps"])
+
+
+@EngineRegistry.register("value_model", "megatron", device=DEVICES, vendor=VENDOR)
+class MegascendValueEngine(MegascendEngine):
+    """A critic: a token classifier with one label in place of a language model, and values in place of log-probabilities."""
 
 
 class _TrainMode(BaseEngineCtx):

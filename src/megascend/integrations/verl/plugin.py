@@ -13,6 +13,9 @@ import traceback
 
 from megascend.integrations.verl.settings_table import VENDOR
 
+ROLLOUT = "megascend"
+"""The value of ``actor_rollout_ref.rollout.name`` that asks for megascend's rollout."""
+
 
 def asked_for() -> bool:
     """Whether this process is to train with megascend."""
@@ -31,10 +34,30 @@ def install() -> None:
         register()
     megascend.bootstrap("cpu" if on_cpu else "auto", engine="megatron")
     after_import("verl.workers.engine", _register_engine)
+    after_import("verl.workers.rollout.base", _register_adapter)
+    after_import("verl.workers.rollout.replica", _register_replica)
 
 
 def _register_engine() -> None:
     import megascend.integrations.verl.engine  # noqa: F401  registers itself
+
+
+def _register_adapter() -> None:
+    """By the table that verl itself looks up: it has no function for it."""
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+    _ROLLOUT_REGISTRY[ROLLOUT, "async"] = "megascend.integrations.verl.rollout.ServerAdapter"
+
+
+def _register_replica() -> None:
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    def load() -> type:
+        from megascend.integrations.verl.rollout import Replica
+
+        return Replica
+
+    RolloutReplicaRegistry.register(ROLLOUT, load)
 
 
 if asked_for():

@@ -41,6 +41,7 @@ class EngineSettings:
     """What a backend is constructed with, and what the engine itself goes by.
 
     Attributes:
+        value_model: a critic.
         forward_only: no optimizer, no gradients.
         lora: the one adapter's; None: the model itself is trained.
         adapter_path: where that adapter starts from.
@@ -56,6 +57,7 @@ class EngineSettings:
     adam: Adam
     recompute: Recompute
     moe: Moe
+    value_model: bool
     forward_only: bool
     lora: Lora | None
     adapter_path: str | None
@@ -94,6 +96,7 @@ def translate(
         adam=_adam(engine, optimizer, ddp),
         recompute=_recompute(transformer),
         moe=_moe(transformer),
+        value_model=_is_value_model(model),
         forward_only=bool(engine.get("forward_only", False)),
         lora=_lora(lora),
         adapter_path=lora.get("adapter_path"),
@@ -142,6 +145,11 @@ def _problems(
         yield from check(place, rules, values)
     if model.get("hf_config_path") not in (None, model.get("path")):
         yield f"model.hf_config_path={model['hf_config_path']!r}: the configuration must be the one in model.path"
+    if _is_value_model(model) and _part(model, "lora").get("rank"):
+        rank = _part(model, "lora")["rank"]
+        yield f"model.lora.rank={rank}: a critic's head is trained, and LoRA here leaves all but the adapter frozen; it must be 0"
+    if _is_value_model(model) and engine.get("forward_only"):
+        yield "engine.forward_only=True: a critic is trained; it must be False for model.model_type=value_model"
     for name in ("save_contents", "load_contents"):
         contents = set(checkpoint.get(name) or STATE)
         if not contents >= STATE or contents - STATE - {"hf_model"}:
@@ -158,6 +166,10 @@ def _offload(engine: Mapping[str, Any], platform: str) -> Iterable[str]:
     for name in ("param_offload", "optimizer_offload"):
         if engine.get(name) and platform != "cpu":
             yield f"engine.{name}=True: on {platform} model and optimizer stay on the device; it must be False"
+
+
+def _is_value_model(model: Mapping[str, Any]) -> bool:
+    return model.get("model_type") == "value_model"
 
 
 def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

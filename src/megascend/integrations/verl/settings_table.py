@@ -197,7 +197,7 @@ MODEL: dict[str, Rule] = {
     "local_hf_config_path": OWN,
     "tokenizer_path": OWN,
     "local_tokenizer_path": OWN,
-    "model_type": only("language_model", why="value models (critics, reward models) are not supported"),
+    "model_type": only("language_model", "value_model", why="other models are not supported"),
     "load_tokenizer": OWN,
     "hf_config": OWN,
     "generation_config": OWN,

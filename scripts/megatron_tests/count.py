@@ -1,0 +1,60 @@
+"""Counts of a run of scripts/test_megatron.sh, with every failure under the first reason below whose text it has.
+
+python scripts/megatron_tests/count.py FOLDER
+
+FOLDER has a file for each rank. A test has passed if it passed on every rank; else the reason is that of the first other rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+WORST = ("failed", "skipped", "passed")
+
+REASONS = (
+    (
+        "needs more ranks",
+        r"world_size \(\d+\) is not divisible|Test requires world_size|[Nn]eeds? at least \d+ (GPUs|ranks)",
+    ),
+)
+NONE = "no reason is known"
+
+
+def outcomes(folder: Path) -> dict[str, tuple[str, str]]:
+    """Test -> what became of it (one of ``WORST``) and why."""
+    found: dict[str, tuple[str, str]] = {}
+    for file in sorted(folder.glob("rank*.jsonl")):
+        for text in file.read_text().splitlines():
+            line = json.loads(text)
+            before = found.get(line["test"], ("passed", ""))
+            if line["test"] not in found or WORST.index(line["outcome"]) < WORST.index(before[0]):
+                found[line["test"]] = line["outcome"], line["reason"]
+    return found
+
+
+def reason_of(text: str) -> str:
+    """The name of the first of ``REASONS`` that is found in a failure's text."""
+    return next((name for name, pattern in REASONS if re.search(pattern, text)), NONE)
+
+
+def main(folder: Path) -> None:
+    """Print the counts, and failures by reason."""
+    found = outcomes(folder)
+    counts = Counter(outcome for outcome, _ in found.values())
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in reversed(WORST)))
+    failures: dict[str, list[tuple[str, str]]] = {}
+    for test, (outcome, text) in found.items():
+        if outcome == "failed":
+            failures.setdefault(reason_of(text), []).append((test, text))
+    for name, tests in sorted(failures.items(), key=lambda item: -len(item[1])):
+        print(f"\n{len(tests):4d}  {name}")
+        for test, text in tests:
+            print(f"      {test}: {' '.join(text.split())[:160]}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

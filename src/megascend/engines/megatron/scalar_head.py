@@ -1,0 +1,103 @@
+"""The scalar head on the last pipeline stage: hidden states in, a value for each token out.
+
+mcore-bridge builds such a model as its task ``seq_cls``, whose output layer is one of Transformer Engine's, without a bias. Its
+place takes a plain product in fp32, with the bias and the dropout that transformers' token classifiers have. Under sequence
+parallelism every rank computes the values of its own tokens, and mcore-bridge brings these together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+from megascend.changes import changed
+from megascend.huggingface.scalar_head import BIAS, ScalarHead
+
+
+class ScalarHeadLayer(nn.Module):
+    """In place of a model's output layer.
+
+    Args:
+        config: mcore-bridge's; its ``params_dtype`` is that of the parameters.
+    """
+
+    def __init__(self, head: ScalarHead, config: Any, device: torch.device) -> None:
+        super().__init__()
+        self._dropout, self._divided = head.dropout, config.sequence_parallel
+        options = {"dtype": config.params_dtype, "device": device}
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **options))
+        self.bias = nn.Parameter(torch.empty(1, **options)) if head.bias else None
+        for parameter in self.parameters():
+            # Each rank has the gradients of its own tokens: Megatron adds them up. Without it, all have the whole.
+            parameter.sequence_parallel = self._divided  # type: ignore[attr-defined]
+            parameter.allreduce = True  # type: ignore[attr-defined]
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """fp32 [sequence, batch, 1] from ``hidden`` [sequence, batch, h], as Megatron calls an output layer."""
+        if self.training and self._dropout:
+            # Ranks with other tokens draw other numbers; those with the same tokens must draw the same.
+            fork = tensor_parallel.get_cuda_rng_tracker().fork() if self._divided else contextlib.nullcontext()  # type: ignore[reportOptionalMemberAccess]
+            with fork:
+                hidden = nn.functional.dropout(hidden, self._dropout)
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias), None
+
+
+def bridge_arguments(head: ScalarHead | None) -> dict[str, Any]:
+    """mcore-bridge's settings for a model with this head, whose weight is never the embedding's."""
+    if head is None:
+        return {}
+    return {"task_type": "seq_cls", "num_labels": 1, "untie_embeddings_and_output_weights": True}
+
+
+def install(chunks: Sequence[Any], config: Any, head: ScalarHead, device: torch.device) -> None:
+    """Put the head onto the last of ``chunks``, if this is the last pipeline stage, and have mcore-bridge know its bias."""
+    last = chunks[-1]
+    if last.post_process:
+        last.output_layer = ScalarHeadLayer(head, config, device)
+    changed("mcore-bridge's conversion of classifiers", "takes their head whole, with its bias")
+    config.bridge.__class__ = _bridge(type(config.bridge), bias=head.bias)
+
+
+def _bridge(kind: Any, *, bias: bool) -> Any:
+    """mcore-bridge's ``kind`` of bridge, for a head that is whole on every rank.
+
+    mcore-bridge pads it to a row for each tensor parallel rank, as it does with a vocabulary, and knows of no ``bias``.
+    """
+
+    class ScalarHeadBridge(kind):
+        def _set_weight(self, mg_param: Any, hf_weight: Tensor, mg_key: str, *args: Any, **options: Any) -> Any:
+            if mg_key.startswith("output_layer."):
+                mg_param.data.copy_(hf_weight)
+                return None
+            return super()._set_weight(mg_param, hf_weight, mg_key, *args, **options)
+
+        def _convert_post_process(self, mg_model: Any, hf_state_dict: Any, hf_prefix: str, to_mcore: bool) -> Any:
+            found = super()._convert_post_process(mg_model, hf_state_dict, hf_prefix, to_mcore)
+            if not bias:
+                return found
+            if to_mcore:
+                own = self._remove_prefix(hf_state_dict, hf_prefix)
+                if BIAS in own:
+                    self._set_state_dict(mg_model, "output_layer.bias", own, BIAS, to_mcore)
+                return found
+            own = {}
+            self._set_state_dict(mg_model, "output_layer.bias", own, BIAS, to_mcore)
+            return {**found, **self._add_prefix(own, hf_prefix)}
+
+    ScalarHeadBridge.__name__ = kind.__name__
+    return ScalarHeadBridge
+
+
+def fill(chunks: Sequence[Any], weights: Mapping[str, Tensor]) -> None:
+    """Copy ``weights``, by their names in a checkpoint, into the head, if this is the last pipeline stage."""
+    layer = chunks[-1].output_layer if chunks[-1].post_process else None
+    for name, values in weights.items() if layer is not None else ():
+        getattr(layer, name.rpartition(".")[2]).data.copy_(values)

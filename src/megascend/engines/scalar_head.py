@@ -1,0 +1,69 @@
+"""A scalar head, as engines have it: its weights where no checkpoint has them, and transformers' models that end with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megascend.config import Adapters
+from megascend.errors import ConfigError
+from megascend.huggingface.scalar_head import BIAS, WEIGHT, ScalarHead
+
+
+def fresh_weights(head: ScalarHead, hidden: int, seed: int) -> dict[str, Tensor]:
+    """As transformers draws them: normal with the model's ``initializer_range``, a bias of 0. The same on every rank.
+
+    Returns:
+        float32 on the CPU, by their names in a checkpoint; nothing where a checkpoint has them.
+    """
+    if head.std is None:
+        return {}
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {WEIGHT: head.std * torch.randn(1, hidden, generator=generator), BIAS: torch.zeros(1)}
+    return {name: drawn[name] for name in head.names}
+
+
+def model_class(config: Any, head: ScalarHead | None) -> Any:
+    """transformers' automatic class of a model with this head, whose configuration is changed to one that has it.
+
+    A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token of a
+    sequence; so all scalar heads are of one class.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    if head is None:
+        return AutoModelForCausalLM
+    config.num_labels = 1
+    config.classifier_dropout = head.dropout
+    config.token_classification_bias = head.bias  # transformers 5.23; for older ones see without_bias()
+    config.tie_word_embeddings = False
+    return AutoModelForTokenClassification
+
+
+def without_bias(model: Any, head: ScalarHead | None) -> None:
+    """Leave out the bias that transformers has given the head and this one has not."""
+    if head is not None and not head.bias:
+        model.score.bias = None
+
+
+def output_layer(model: Any) -> nn.Linear:
+    """The last layer of a transformers model: the scalar head, or what makes logits; None if it has neither."""
+    score = getattr(model, "score", None)
+    return model.get_output_embeddings() if score is None else score
+
+
+def values_of(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    """fp32 [n] from ``hidden`` [batch, sequence, h]."""
+    bias = None if layer.bias is None else layer.bias.float()
+    return nn.functional.linear(hidden.float(), layer.weight.float(), bias).flatten()
+
+
+def refuse_adapters(head: ScalarHead | None, adapters: Adapters | None) -> None:
+    """Raise ConfigError for adapters on a model with a scalar head, which would have to be trained beside them."""
+    if head is not None and adapters is not None:
+        raise ConfigError(
+            "adapters: LoRA on a model with a scalar head is not supported: peft trains the head beside the adapter "
+            "(modules_to_save), and adapters here have no weights of their own but A and B; leave adapters out"
+        )

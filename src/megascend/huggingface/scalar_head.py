@@ -1,0 +1,159 @@
+"""The head of a reward model or critic: one number a token, in place of logits. What a checkpoint says of it; pure.
+
+transformers calls it ``score`` in its classes for sequence and token classification. Those of tokens have a bias and a dropout
+before the layer, and their checkpoints are critics'; those of sequences are reward models'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.exported import OUTPUT
+from megascend.huggingface.files import TensorHeader
+
+HeadKind = Literal["lm", "scalar", "new_sequence_classifier", "new_token_classifier"]
+"""What a backend's model ends with: logits; the checkpoint's scalar head; or a scalar head drawn at random in its place."""
+
+Of = Literal["sequence", "token"]
+
+WEIGHT, BIAS = "score.weight", "score.bias"
+DEFAULT_DROPOUT = 0.1
+"""transformers', where a token classifier's configuration names none."""
+
+_CLASS = re.compile(r"^(?P<model>\w+)For(?P<task>\w+)$")
+_TASKS: dict[str, Of] = {"SequenceClassification": "sequence", "TokenClassification": "token"}
+
+
+@dataclass(frozen=True)
+class ScalarHead:
+    """The layer ``score`` with one output.
+
+    Attributes:
+        of: whose class transformers has the model as.
+        bias: the layer has one.
+        dropout: probability with which a hidden number is 0 in training, before the layer.
+        std: standard deviation of fresh weights; None: they come from the checkpoint.
+    """
+
+    of: Of
+    bias: bool
+    dropout: float = 0.0
+    std: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its weights in a checkpoint."""
+        return (WEIGHT, BIAS) if self.bias else (WEIGHT,)
+
+    @property
+    def fresh(self) -> bool:
+        """Its weights are drawn, not read."""
+        return self.std is not None
+
+
+def find(
+    head: HeadKind, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path
+) -> ScalarHead | None:
+    """The scalar head that a backend's model shall have; None for a causal language model.
+
+    Args:
+        tensors: of the checkpoint.
+
+    Raises:
+        ConfigError: there is no such ``head``.
+        CheckpointError: the checkpoint is another one's.
+    """
+    if head not in get_args(HeadKind):
+        raise ConfigError(f"head must be one of {', '.join(get_args(HeadKind))}, got {head!r}")
+    there = next((name for name in tensors if name.split(".")[-2:] == ["score", "weight"]), None)
+    if head == "lm":
+        if there is not None:
+            raise CheckpointError(
+                f"{model_dir}: {there} is the head of a sequence or token classifier (a reward model, a critic): give the "
+                "backend head='scalar', or train a checkpoint of a ...ForCausalLM class"
+            )
+        return None
+    if head != "scalar":
+        if there is not None:
+            raise CheckpointError(
+                f"{model_dir} has a head already, {there}: head={head!r} would drop it; set head='scalar'"
+            )
+        return _fresh(head, config)
+    if there is None:
+        raise CheckpointError(
+            f"{model_dir} has no {WEIGHT}; for a new head on a causal language model set head='new_sequence_classifier' (reward "
+            "models) or head='new_token_classifier' (critics)"
+        )
+    return _stored(there, config, tensors, model_dir)
+
+
+def _fresh(head: HeadKind, config: Mapping[str, Any]) -> ScalarHead:
+    of: Of = "token" if head == "new_token_classifier" else "sequence"
+    return ScalarHead(of, bias=of == "token", std=float(config.get("initializer_range") or 0.02))
+
+
+def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path) -> ScalarHead:
+    classes = config.get("architectures") or []
+    found = _CLASS.match(classes[0]) if len(classes) == 1 and isinstance(classes[0], str) else None
+    of = _TASKS.get(found["task"]) if found else None
+    if of is None or name != WEIGHT:
+        raise CheckpointError(
+            f"{model_dir}: head='scalar' takes transformers' ...ForSequenceClassification and ...ForTokenClassification with a "
+            f"layer called score; config.json has architectures={classes}, and the head is {name}"
+        )
+    shape, bias = tensors[WEIGHT].shape, BIAS in tensors
+    if len(shape) != 2 or shape[0] != 1:
+        raise CheckpointError(
+            f"{model_dir}: {WEIGHT} has shape {list(shape)}; a scalar head has one row (num_labels: 1)"
+        )
+    if bias and of == "sequence":
+        raise CheckpointError(f"{model_dir} has {BIAS}, which transformers' {classes[0]} has no place for")
+    if config.get("problem_type") not in (None, "regression"):
+        raise CheckpointError(f"{model_dir}: problem_type={config['problem_type']!r} is not that of one number a token")
+    return ScalarHead(of, bias, _dropout(config) if of == "token" else 0.0)
+
+
+def _dropout(config: Mapping[str, Any]) -> float:
+    given = (config.get("classifier_dropout"), config.get("hidden_dropout"), DEFAULT_DROPOUT)
+    return float(next(value for value in given if value is not None))
+
+
+def with_head(
+    tensors: Mapping[str, TensorHeader], head: ScalarHead | None, config: Mapping[str, Any]
+) -> dict[str, TensorHeader]:
+    """Headers of the model's weights: a fresh head's in place of the output layer's."""
+    if head is None or not head.fresh:
+        return dict(tensors)
+    kept = {name: header for name, header in tensors.items() if name != OUTPUT}
+    dtype = next(iter(tensors.values())).dtype
+    hidden = (config.get("text_config") or config)["hidden_size"]
+    shapes = {WEIGHT: (1, hidden), BIAS: (1,)}
+    return kept | {name: TensorHeader(dtype, shapes[name]) for name in head.names}
+
+
+def exported_config(config: Mapping[str, Any], head: ScalarHead | None) -> dict[str, Any]:
+    """``config.json`` of an export: of a fresh head, as transformers writes that of a classifier with one label.
+
+    Raises:
+        CheckpointError: the class of the model with such a head cannot be told.
+    """
+    if head is None or not head.fresh:
+        return dict(config)
+    classes: Collection[Any] = config.get("architectures") or []
+    found = _CLASS.match(str(next(iter(classes), "")))
+    if found is None:
+        raise CheckpointError(f"export: architectures={list(classes)} in config.json do not tell the model's class")
+    task = {of: task for task, of in _TASKS.items()}[head.of]
+    changed: dict[str, Any] = {
+        "architectures": [f"{found['model']}For{task}"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    if head.of == "token":
+        changed |= {"classifier_dropout": head.dropout}
+    return dict(config) | changed

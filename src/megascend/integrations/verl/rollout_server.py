@@ -1,0 +1,234 @@
+"""The actor that serves one replica of verl's rollouts: an inference engine of megascend's behind verl's calls.
+
+The engine is the local one, of transformers, in the actor's own process, or a vLLM in an environment of its own, over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.workers.rollout.replica import TokenOutput
+
+from megascend.errors import ConfigError, EngineError
+from megascend.integrations.verl.rollout_settings import RolloutSettings
+from megascend.rollout.engines.base import InferenceEngine, Sampling
+from megascend.rollout.engines.local import LocalEngine
+from megascend.rollout.engines.vllm import VllmEngine
+from megascend.rollout.engines.vllm_process import VllmProcess
+from weightwire.keys import write_key
+from weightwire.offer import Offer, Seal
+
+START_S = 900.0
+"""How long a vLLM may take to start, in seconds."""
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+PLAIN = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,), "min_p": (0.0,)}
+"""Parameters of a request that must have one of these values."""
+TAKEN = {*PLAIN, "temperature", "logprobs", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "seed"}
+
+_WATCH = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGTERM)"
+"""Ends a process group when the process that holds the other end of its input is gone, however it ended."""
+
+
+class RolloutServer:
+    """Made an actor by Ray; see :class:`megascend.integrations.verl.rollout.Replica`.
+
+    Args:
+        settings: of the engine.
+        model: directory of a Hugging Face checkpoint.
+        replica: its number.
+        stop_token_ids: any of them ends a response.
+    """
+
+    def __init__(self, settings: RolloutSettings, model: str, replica: int, stop_token_ids: Sequence[int]) -> None:
+        self._settings, self._model, self._replica = settings, Path(model), replica
+        self._stop = tuple(stop_token_ids)
+        self._engine: InferenceEngine | None = None
+        self._process: VllmProcess | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
+        self._steps: dict[int, int | None] = {0: None}
+        """verl's step of each version that was in force."""
+
+    # --- construction ---
+
+    async def start(self) -> str:
+        """Start the engine. Its name, which no other replica has.
+
+        Raises:
+            EngineError, EngineLostError: vLLM does not start; the message has the end of its log.
+        """
+        if self._settings.vllm_python is None:
+            self._engine = await asyncio.to_thread(self._local)
+        else:
+            self._engine = await self._vllm(self._settings.vllm_python)
+        return self.engine.name
+
+    @property
+    def engine(self) -> InferenceEngine:
+        if self._engine is None:
+            raise EngineError(f"rollout replica {self._replica} has no engine yet: start() comes first")
+        return self._engine
+
+    def _local(self) -> LocalEngine:
+        settings = self._settings
+        return LocalEngine(
+            self._model,
+            name=f"local engine {self._replica}",
+            own_process=False,
+            timeout_s=settings.timeout_s,
+            control_timeout_s=settings.timeout_s,
+            precision=settings.precision,
+            seed=settings.seed + self._replica,
+            rows=settings.rows,
+        )
+
+    async def _vllm(self, python: str) -> VllmEngine:
+        settings = self._settings
+        folder = Path(tempfile.mkdtemp(prefix=f"megascend-vllm-{self._replica}-"))
+        key = write_key(folder / "key")
+        self._process = VllmProcess(
+            python,
+            self._model,
+            key_file=folder / "key",
+            log=folder / "vllm.log",
+            options=[
+                *("--dtype", DTYPES[settings.precision], "--seed", str(settings.seed + self._replica)),
+                *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.rows)),
+                *("--tensor-parallel-size", str(settings.tensor_parallel), "--skip-tokenizer-init"),
+                *(["--enforce-eager"] if settings.eager else []),
+                *settings.options,
+            ],
+        )
+        self._watch = subprocess.Popen(
+            [sys.executable, "-c", _WATCH, str(self._process.pid)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        await asyncio.to_thread(self._process.wait_until_listening, START_S)
+        engine = VllmEngine(
+            self._process.address,
+            key=key,
+            owner=f"verl {os.getpid()} replica {self._replica}",
+            generate_timeout_s=settings.timeout_s,
+        )
+        await engine.wait_until_ready(START_S)
+        return engine
+
+    # --- requests ---
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        **more: Any,
+    ) -> TokenOutput:
+        """Token ids of one response, and the logarithms of the probabilities that they were sampled with.
+
+        Raises:
+            ConfigError: the request is for what engines do not sample; the message names it.
+            EngineError: no room is left behind the prompt, or the engine failed.
+        """
+        if image_data or video_data or any(more.values()):
+            named = [
+                name for name, value in {"image_data": image_data, "video_data": video_data, **more}.items() if value
+            ]
+            raise ConfigError(f"rollout {request_id}: {', '.join(named)}: only text is supported")
+        prompt = [int(token) for token in prompt_ids]
+        (found,) = await self.engine.generate(prompt, self._sampling(len(prompt), sampling_params))
+        steps = self._steps.get(found.first_version), self._steps.get(found.last_version)
+        return TokenOutput(
+            token_ids=list(found.tokens),
+            log_probs=list(found.logprobs) if sampling_params.get("logprobs") else None,
+            stop_reason="completed",
+            num_preempted=0,
+            extra_fields={"global_steps": steps[1], "min_global_steps": steps[0], "max_global_steps": steps[1]},
+        )
+
+    def _sampling(self, prompt: int, asked: Mapping[str, Any]) -> Sampling:
+        settings = self._settings
+        for name, value in asked.items():
+            if name not in TAKEN:
+                raise ConfigError(f"sampling parameter {name}={value!r}: not supported with the rollout megascend")
+            if name in PLAIN and value not in PLAIN[name]:
+                raise ConfigError(
+                    f"sampling parameter {name}={value!r}: the rollout megascend has {PLAIN[name][0]:g} only"
+                )
+        room = settings.max_model_len - prompt
+        if room < 1:
+            raise EngineError(
+                f"a prompt of {prompt} tokens leaves no room: sequences have at most {settings.max_model_len}"
+            )
+        wanted = asked.get("max_tokens", asked.get("max_new_tokens", settings.response_length))
+        stop = () if asked.get("ignore_eos", settings.ignore_eos) else self._stop
+        return Sampling(
+            max_tokens=min(int(wanted), room),
+            temperature=float(asked.get("temperature", 1.0)),
+            stop_token_ids=(*stop, *(asked.get("stop_token_ids") or ())),
+            seed=asked.get("seed"),
+        )
+
+    # --- weights: what a Delivery asks of an engine ---
+
+    def announce(self, global_steps: int | None) -> int:
+        """The number of the next version, whose weights are those of verl's step ``global_steps``."""
+        version = max(self._steps) + 1
+        self._steps[version] = global_steps
+        return version
+
+    async def receivers(self) -> int:
+        return await self.engine.receivers()
+
+    async def begin_update(self, offer: Offer) -> None:
+        await self.engine.begin_update(offer)
+
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await self.engine.verify(seal, timeout_s)
+
+    async def commit(self, update: str) -> None:
+        await self.engine.commit(update)
+
+    async def drop(self, update: str) -> None:
+        await self.engine.drop(update)
+
+    # --- what verl calls around a step ---
+
+    async def sleep(self) -> None:
+        """Nothing: the engine keeps its memory."""
+
+    async def wake_up(self) -> None:
+        """Nothing: the engine does not sleep."""
+
+    async def clear_kv_cache(self) -> None:
+        """Nothing: a commit clears what was computed with other weights."""
+
+    async def start_profile(self, **_: Any) -> None:
+        """Nothing: engines are not profiled."""
+
+    async def stop_profile(self) -> None:
+        """Nothing: engines are not profiled."""
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Of verl's asynchronous trainers.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("rollout megascend: requests are not aborted; it works with trainer.v1.trainer_mode=sync")
+
+    async def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            await self._engine.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.close)
+        if self._watch is not None:
+            self._watch.kill()
+            self._watch.wait()
+        self._engine = self._process = self._watch = None

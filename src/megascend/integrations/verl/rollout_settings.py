@@ -1,0 +1,196 @@
+"""verl's settings of a rollout as those of the rollout ``megascend``, or a ConfigError that names those that cannot be. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.config import Precision
+from megascend.errors import ConfigError
+from megascend.integrations.verl.settings import PRECISIONS, check
+from megascend.integrations.verl.settings_table import OWN, Rule, mapped, no_effect, only
+
+NAME = "megascend"
+"""The value of ``actor_rollout_ref.rollout.name`` that asks for this rollout."""
+
+_PLAIN = (
+    "responses are sampled from the whole distribution, which is the one that the trainer's log-probabilities are of"
+)
+_OPTIONS = no_effect("vLLM's own option; give it in engine_kwargs.megascend.options")
+
+ROLLOUT: dict[str, Rule] = {
+    "_target_": OWN,
+    "name": only(NAME, why="another rollout"),
+    "mode": only("async", why="verl has no other one"),
+    "nnodes": only(0, why="engines belong to the trainer's ranks; standalone ones are not supported"),
+    "n_gpus_per_node": OWN,
+    "temperature": mapped("sampling of each request"),
+    "top_k": only(-1, 0, why=_PLAIN),
+    "top_p": only(1, 1.0, why=_PLAIN),
+    "do_sample": OWN,
+    "n": OWN,
+    "repetition_penalty": only(1.0, 1, why=_PLAIN),
+    "full_determinism": only(False, why="which requests are sampled together depends on when they come"),
+    "seed": mapped("of the engine, with the replica's number added"),
+    "over_sample_rate": OWN,
+    "prompt_length": mapped("longest sequence, with response_length"),
+    "response_length": mapped("longest response"),
+    "dtype": mapped("of the engine's weights; float32 for log-probabilities that equal the trainer's to rounding"),
+    "gpu_memory_utilization": _OPTIONS,
+    "standalone_gpu_memory_utilization": no_effect("of standalone rollouts"),
+    "ignore_eos": mapped("sampling of each request"),
+    "enforce_eager": mapped("vLLM's --enforce-eager; the local engine compiles nothing"),
+    "cudagraph_capture_sizes": _OPTIONS,
+    "free_cache_engine": no_effect("weights and cache of an engine are not given back while the trainer runs"),
+    "data_parallel_size": only(1, why="one engine for each replica"),
+    "expert_parallel_size": only(1, None, why="experts of an engine are not spread"),
+    "tensor_model_parallel_size": mapped("ranks of a replica; vLLM's --tensor-parallel-size. The local engine has 1"),
+    "pipeline_model_parallel_size": only(1, why="engines have no pipeline stages"),
+    "moe_tensor_parallel_size": only(1, None, why="of TensorRT-LLM"),
+    "max_num_batched_tokens": _OPTIONS,
+    "logprobs_mode": only("processed_logprobs", why="log-probabilities are those of the distribution that is sampled from"),
+    "scheduling_policy": only("fcfs", why="requests have no priority"),
+    "val_kwargs": mapped("key by key"),
+    "max_model_len": mapped("longest sequence"),
+    "max_num_seqs": mapped("most sequences at a time"),
+    "log_prob_micro_batch_size": OWN,
+    "log_prob_micro_batch_size_per_gpu": OWN,
+    "log_prob_use_dynamic_bsz": OWN,
+    "log_prob_max_token_len_per_gpu": OWN,
+    "disable_log_stats": only(True, why="engines keep no statistics for verl"),
+    "multi_stage_wake_up": no_effect("engines do not sleep"),
+    "engine_kwargs": mapped("those below megascend, key by key"),
+    "calculate_log_probs": mapped("whether responses have them"),
+    "agent": OWN,
+    "trace": OWN,
+    "multi_turn": OWN,
+    "server": no_effect("of SGLang"),
+    "prometheus": mapped("refused unless it is off"),
+    "custom": OWN,
+    "checkpoint_manager_class": OWN,
+    "checkpoint_engine": mapped("refused unless its backend is naive"),
+    "profiler": no_effect("engines are not profiled"),
+    "enable_chunked_prefill": _OPTIONS,
+    "enable_prefix_caching": _OPTIONS,
+    "load_format": no_effect("an engine reads the checkpoint, and has the trainer's weights before the first request"),
+    "layered_summon": no_effect("of verl's FSDP engines"),
+    "layer_name_map": only({}, why="of vLLM's loaders"),
+    "sglang_engine_mode": no_effect("of SGLang"),
+    "limit_images": only(None, why="only text is supported"),
+    "skip_tokenizer_init": no_effect("engines take and give token ids"),
+    "quantization": only(None, why="weights are not quantised"),
+    "quantization_config_file": only(None, why="weights are not quantised"),
+    "enable_rollout_routing_replay": only(False, why="router replay is not supported"),
+    "moe_load_balance_metrics_interval": OWN,
+    "enable_sleep_mode": no_effect("engines do not sleep"),
+    "mtp": mapped("refused unless it is off"),
+    "qat": mapped("refused unless it is off"),
+    "disaggregation": mapped("refused unless it is off"),
+    "router_config_path": OWN,
+}  # fmt: skip
+
+VALIDATION: dict[str, Rule] = {
+    "_target_": OWN,
+    "temperature": mapped("sampling of each request"),
+    "top_k": only(-1, 0, why=_PLAIN),
+    "top_p": only(1, 1.0, why=_PLAIN),
+    "do_sample": OWN,
+    "n": OWN,
+}
+
+OWN_SETTINGS: dict[str, Rule] = {
+    "vllm_python": mapped("interpreter of vLLM's environment, where a vLLM is started; without it the engine is the local one"),
+    "options": mapped("further options of that vLLM"),
+    "host": mapped("address of the trainer's ranks for engines"),
+    "timeout_s": mapped("deadline of a request, and of each step of an update"),
+}  # fmt: skip
+
+_OFF = {"prometheus": "enable", "mtp": "enable", "qat": "enable", "disaggregation": "enabled"}
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """One replica's engine.
+
+    Attributes:
+        vllm_python: the interpreter that vLLM is started with; None: the local engine, of transformers.
+        options: of vLLM.
+        host: address under which the engine reaches the trainer.
+        timeout_s: deadline of a request, and of each step of an update, in seconds.
+        precision: of the engine's weights.
+        seed: of the first replica; each has its own.
+        response_length: longest response, in tokens.
+        max_model_len: longest sequence, in tokens.
+        rows: most sequences at a time.
+        tensor_parallel: workers of the engine, and trainer ranks of a replica.
+        ignore_eos: responses do not end by themselves.
+        eager: vLLM compiles nothing.
+    """
+
+    vllm_python: str | None
+    options: tuple[str, ...]
+    host: str
+    timeout_s: float
+    precision: Precision
+    seed: int
+    response_length: int
+    max_model_len: int
+    rows: int
+    tensor_parallel: int
+    ignore_eos: bool
+    eager: bool
+
+
+def translate_rollout(rollout: Mapping[str, Any]) -> RolloutSettings:
+    """verl's ``rollout``, as a mapping that holds mappings.
+
+    Raises:
+        ConfigError: what cannot be, all of it, each by its name.
+    """
+    own = (rollout.get("engine_kwargs") or {}).get(NAME) or {}
+    problems = [*_problems(rollout, own)]
+    if problems:
+        raise ConfigError(f"verl's settings, with the rollout {NAME}:\n- " + "\n- ".join(problems))
+    response = int(rollout.get("response_length", 512))
+    longest = rollout.get("max_model_len") or int(rollout.get("prompt_length", 512)) + response
+    return RolloutSettings(
+        vllm_python=own.get("vllm_python"),
+        options=tuple(map(str, own.get("options") or ())),
+        host=str(own.get("host", "127.0.0.1")),
+        timeout_s=float(own.get("timeout_s", 600.0)),
+        precision=PRECISIONS[str(rollout.get("dtype", "bfloat16"))],
+        seed=int(rollout.get("seed", 42)),
+        response_length=response,
+        max_model_len=int(longest),
+        rows=int(rollout.get("max_num_seqs", 256)),
+        tensor_parallel=int(rollout.get("tensor_model_parallel_size", 2)),
+        ignore_eos=bool(rollout.get("ignore_eos", False)),
+        eager=bool(rollout.get("enforce_eager", False)),
+    )
+
+
+def _problems(rollout: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    place = "actor_rollout_ref.rollout"
+    problems = check(place, ROLLOUT, rollout)
+    problems += check(f"{place}.val_kwargs", VALIDATION, rollout.get("val_kwargs") or {})
+    problems += check(f"{place}.engine_kwargs.{NAME}", OWN_SETTINGS, own)
+    for name, switch in _OFF.items():
+        if (rollout.get(name) or {}).get(switch):
+            problems.append(f"{place}.{name}.{switch}=True: not supported with this rollout")
+    backend = (rollout.get("checkpoint_engine") or {}).get("backend", "naive")
+    if backend != "naive":
+        problems.append(
+            f"{place}.checkpoint_engine.backend={backend!r}: this rollout brings weights itself; leave it at naive"
+        )
+    if rollout.get("dtype", "bfloat16") not in PRECISIONS:
+        problems.append(f"{place}.dtype={rollout['dtype']!r}; known: {', '.join(PRECISIONS)}")
+    ranks = int(rollout.get("tensor_model_parallel_size", 2))
+    if not own.get("vllm_python") and ranks != 1:
+        problems.append(
+            f"{place}.tensor_model_parallel_size={ranks}: the local engine is one process; set it to 1, or "
+            f"engine_kwargs.{NAME}.vllm_python"
+        )
+    if not own.get("vllm_python") and own.get("options"):
+        problems.append(f"{place}.engine_kwargs.{NAME}.options are vLLM's, and there is no vllm_python")
+    return problems

@@ -1,0 +1,79 @@
+"""Public names of Transformer Engine 2.8 to 2.11 that the reference one only refuses, and modules left out.
+
+A name here can be imported, subclassed and asked for in ``isinstance``; to call it raises PlatformError with the name.
+Modules that megatron-core looks for in ``try`` / ``except ImportError`` are left out on purpose, so that it reports the
+feature as missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megascend.reference_te.unsupported import unavailable, unavailable_class
+
+FP8 = "fp8 / fp4"
+OVERLAP = "tp_comm_overlap"
+ROUTER = "moe_router_fusion"
+OPERATIONS = "use_transformer_engine_op_fuser"
+
+LAYERS = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer", "InferenceParams", "RotaryPositionEmbedding")
+QUANTIZED = (
+    "Quantizer", "QuantizedTensor", "QuantizedTensorStorage",
+    "Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer", "NVFP4Quantizer",
+    "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor",
+    "Float8TensorStorage", "Float8BlockwiseQTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage",
+)  # fmt: skip
+QUANTIZED_FUNCTIONS = ("prepare_for_saving", "restore_from_saved")
+PERMUTATION = (
+    "moe_permute", "moe_permute_with_probs", "moe_unpermute", "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+)  # fmt: skip
+OF_CUDA = ("get_cudnn_version", "get_device_compute_capability", "get_cpu_offload_context", "onnx_export")
+ROUTING_CLASSES = ("FusedAuxLoss", "FusedComputeScoresForMoEAuxLoss", "FusedTopkScoreFunction")
+ROUTING = ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
+MULTI_TENSOR = (
+    "multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_adam_fp8",
+    "multi_tensor_sgd", "multi_tensor_unscale_l2norm",
+)  # fmt: skip
+OPS = (
+    "FusibleOperation", "Sequential", "Linear", "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "Bias",
+    "ClampedSwiGLU", "ConstantScale", "Dropout", "GEGLU", "GELU", "Identity", "L2Normalization", "LayerNorm",
+    "MakeExtraOutput", "QGEGLU", "QGELU", "Quantize", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "RMSNorm", "SReGLU",
+    "SReLU", "SiLU", "SwiGLU",
+)  # fmt: skip
+RECIPE_STATES = (
+    "RecipeState", "DelayedScalingRecipeState", "Float8CurrentScalingRecipeState", "Float8BlockScalingRecipeState",
+    "MXFP8BlockScalingRecipeState", "NVFP4BlockScalingRecipeState", "CustomRecipeState",
+)  # fmt: skip
+RECIPE_FUNCTIONS = (
+    "get_default_recipe", "get_default_fp8_recipe", "check_recipe_support", "get_align_size_for_quantization",
+    "get_fp4_te_dtype", "get_fp8_te_dtype", "get_fp8_torch_dtype", "get_fp8_max", "split_and_copy",
+)  # fmt: skip
+
+LEFT_OUT = {
+    "attention.rope": "fused rotary embedding: apply_rope_fusion",
+    "cpp_extensions": "CUDA kernels",
+    "cpu_offload": "offloading of activations: cpu_offloading",
+    "cpu_offload_v1": "offloading of activations: cpu_offloading",
+    "cross_entropy": "fused cross entropy: cross_entropy_fusion_impl='te'",
+    "export": "export to ONNX",
+    "float8_tensor": "fp8",
+    "graph": "CUDA graphs",
+    "permutation": "fused permutation of tokens: moe_permute_fusion",
+    "tensor.float8_tensor": "fp8",
+    "tensor.mxfp8_tensor": "fp8",
+    "tensor.nvfp4_tensor": "fp4",
+    "tensor.utils": "fp8",
+    "transformer": "Transformer Engine's own layers: only megatron-core's are run",
+}
+"""Modules of ``transformer_engine.pytorch`` that cannot be imported, and what they are for."""
+
+
+def classes(names: tuple[str, ...], setting: str | None = None) -> dict[str, Any]:
+    """A class that refuses to be constructed for each of ``names``."""
+    return {name: unavailable_class(name, setting) for name in names}
+
+
+def functions(names: tuple[str, ...], setting: str | None = None) -> dict[str, Any]:
+    """A function that raises for each of ``names``."""
+    return {name: unavailable(name, setting) for name in names}

@@ -1,0 +1,91 @@
+"""Requests of a model in the order that its client numbered them, each a future; what fails there does so in its turn."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from megascend.errors import DataError, MegascendError
+from megascend.serve.commands import Command, ForwardBackward
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.futures import Future
+from megascend.serve.service import Service
+from megascend.serve.tenancy import Model
+
+
+def in_line(
+    service: Service,
+    model: Model,
+    number: int | None,
+    kind: str,
+    command: Callable[[int], Command | None],
+    **values: Any,
+) -> Future:
+    """A future whose command is given to the ranks when it is its turn. Asked for the same number again, the same one.
+
+    Args:
+        number: in the model's order; None: its turn is now.
+        command: makes it; None if the future has ended already.
+
+    Raises:
+        RequestRefusedError: 429, too much of this model or tenant is pending; 400, the number was something else, or its
+            answer is forgotten.
+    """
+    service.durability.check_number(number)
+    name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
+    if number is not None and model.order.seen(number):
+        made = service.futures.get(name, model.tenant)
+        if made is None or made.kind != kind:
+            was = "was answered, and its answer is no longer kept" if made is None else f"was a {made.kind}"
+            raise RequestRefusedError(f"request {number} of {model.name} {was}")
+        return made
+    new = number is None or number > model.order.following or not model.order.early
+    if new and not service.durability.repeating:
+        _check_load(service, model, values.get("tokens", 0))
+    future = service.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
+
+    def submit() -> None:
+        made = command(future.number)
+        if made is not None:
+            service.put(made)
+        service.durability.turn(model, future, number)
+
+    for turn in [submit] if number is None else model.order.offer(number, submit):
+        turn()
+    model.gap_since = (model.gap_since or service.clock()) if model.order.early else None
+    return future
+
+
+def _check_load(service: Service, model: Model, tokens: int) -> None:
+    limits = service.settings.limits
+    if service.futures.pending(model.name) >= limits.pending:
+        raise RequestRefusedError(f"{limits.pending} requests of {model.name} are pending; fetch some first", 429)
+    pending = service.futures.tokens(model.tenant)
+    if pending and pending + tokens > limits.tokens:
+        raise RequestRefusedError(f"{pending} tokens of yours are pending, {limits.tokens} may be", 429)
+
+
+def fail(
+    service: Service, model: Model, number: int | None, kind: str, error: MegascendError, *, spoils: bool = False
+) -> Future:
+    """A future that fails in its turn.
+
+    Args:
+        spoils: the step that the request belongs to fails with it; otherwise nothing does.
+    """
+
+    def command(ticket: int) -> Command | None:
+        if spoils:
+            return ForwardBackward(ticket, model.adapter, (), None, str(error))
+        service.break_future(ticket, error)
+        return None
+
+    return in_line(service, model, number, kind, command)
+
+
+def spoil(service: Service, model: Model, number: int, message: str) -> Future:
+    """In the place of a request that did not come: a failure, and with it that of the step that it belongs to."""
+    future = fail(service, model, number, "forward_backward", DataError(message), spoils=True)
+    service.durability.asked(future, "missing", message.encode(), number)
+    return future

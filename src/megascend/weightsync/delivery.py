@@ -1,0 +1,237 @@
+"""Updates of inference engines by one process, which talks to them and sends: rank 0's part of a push.
+
+It knows nothing of backends and other ranks: it is told what is going to come, and is handed the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.errors import ConfigError, WeightSyncError
+from megascend.weightsync.engine_calls import LoopThread, Run, UpdatableEngine, at_once
+from weightwire.errors import WireError
+from weightwire.group import EXPLAIN_S, Listener
+from weightwire.manifest import AdapterInfo, Manifest, TensorSpec
+from weightwire.offer import Offer, Seal
+from weightwire.sender import Sender, spec_of
+
+MARGIN_S = EXPLAIN_S + 2.0
+"""What this process may take longer than a deadline until it has told others of a failure, in seconds."""
+
+
+@dataclass
+class Update:
+    """An update that is under way.
+
+    Attributes:
+        name: of its group; empty before :meth:`Delivery.begin`.
+        engines: that take part.
+        version: that they get.
+        sender: made when all receivers had come.
+        seal: what was sent; None before that.
+        nbytes, buckets: that were sent to each receiver.
+    """
+
+    name: str = ""
+    engines: list[UpdatableEngine] = field(default_factory=list)
+    version: int = 0
+    sender: Sender | None = None
+    seal: Seal | None = None
+    nbytes: int = 0
+    buckets: int = 0
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send the tensors, in the order of the specs that the update began with.
+
+        Raises:
+            weightwire.errors.WireError: they are others, or a receiver is lost; the message names it.
+        """
+        assert self.sender is not None
+        with self.sender as sender:
+            self.seal = sender.send(tensors)
+        self.nbytes, self.buckets = sender.traffic.nbytes, sender.traffic.buckets
+
+
+class Delivery:
+    """Listens for engines' receivers, and updates the engines.
+
+    Args:
+        transport: a name of :func:`weightwire.transports.transport_names`.
+        device: where buckets are.
+        host: address under which engines reach this process.
+        bucket_bytes: size of a bucket; two are in memory.
+        digest: a name of :data:`weightwire.digest.ALGORITHMS`.
+        timeout_s: deadline of every single wait, in seconds.
+        overlap: fill one bucket while the other travels.
+        options: of the transport.
+        run: runs a coroutine to its end; default: an event loop on a thread of its own.
+
+    Raises:
+        weightwire.errors.WireError: it cannot listen on ``host``.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: str,
+        device: torch.device,
+        host: str,
+        bucket_bytes: int,
+        digest: str,
+        timeout_s: float,
+        overlap: bool = True,
+        options: Mapping[str, Any] | None = None,
+        run: Run[Any] | None = None,
+    ) -> None:
+        self._transport, self._device, self._options = transport, device, dict(options or {})
+        self._bucket_bytes, self._digest = bucket_bytes, digest
+        self._timeout_s, self._overlap = timeout_s, overlap
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._listener = Listener(host)
+        self._loop: LoopThread | None = None
+        if run is None:
+            self._loop = LoopThread()
+            run = self._loop.run
+        self._run: Run[Any] = run
+
+    def push(self, engines: Sequence[UpdatableEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
+        """Put tensors in force on all engines, as ``version``: a whole update.
+
+        Args:
+            version: greater than the engines' last one.
+            tensors: the model's, by the names of its Hugging Face checkpoint.
+
+        Raises:
+            WeightSyncError: it names the engine and what happened to it, and says where the old weights are in force.
+        """
+        update = Update()
+        try:
+            self.begin(update, engines, version, tuple(spec_of(*item) for item in tensors.items()))
+            update.send(tensors.items())
+            self.verify(update)
+        except WireError as error:
+            self.drop(update)
+            raise WeightSyncError(
+                f"version {version} was not sent: {error}; the old weights are in force on all engines"
+            ) from error
+        except BaseException:
+            self.drop(update)
+            raise
+        self.commit(update)
+        return update
+
+    def begin(
+        self,
+        update: Update,
+        engines: Sequence[UpdatableEngine],
+        version: int,
+        specs: tuple[TensorSpec, ...],
+        adapter: AdapterInfo | None = None,
+    ) -> None:
+        """Offer the update to all engines, and wait for their receivers; ``update.sender`` is then ready.
+
+        Raises:
+            ConfigError: there are no engines, or two of one name.
+            WeightSyncError: some did not begin; the message names them.
+        """
+        update.engines, update.version = list(engines), version
+        if not update.engines:
+            raise ConfigError("push: there are no engines")
+        names = [engine.name for engine in update.engines]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"push: engines have one name twice: {', '.join(names)}")
+        manifest = Manifest(version, specs, self._bucket_bytes, self._digest, adapter)
+        counts = self._require_all(*self._all(update, lambda engine: engine.receivers(), self._timeout_s), "push", "")
+        members = [
+            name if counts[name] == 1 else f"{name} worker {worker}" for name in names for worker in range(counts[name])
+        ]
+        update.name = self._listener.new_group([f"trainer {self._owner}", *members])
+        offers, first = {}, 1
+        for name in names:
+            offers[name] = self._offer(update.name, first, counts[name], manifest)
+            first += counts[name]
+        begun = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+        self._require_all(*begun, f"version {version} was not begun", "; the old weights are in force on all engines")
+        update.sender = Sender.connect(
+            self._listener,
+            update.name,
+            manifest,
+            transport=self._transport,
+            device=self._device,
+            timeout_s=self._timeout_s,
+            options=self._options,
+            overlap=self._overlap,
+        )
+
+    def verify(self, update: Update) -> None:
+        """Wait until every engine has compared what it got with what was sent.
+
+        Raises:
+            WeightSyncError: some did not; the message names them.
+        """
+        assert update.seal is not None
+        seal = update.seal
+        in_time = max(0.1, self._timeout_s - 2.0)  # leaves it time to answer
+        found = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
+        what = f"version {seal.version} was not verified"
+        self._require_all(*found, what, "; the old weights are in force on all engines")
+
+    def commit(self, update: Update) -> None:
+        """Put the update in force on all engines, which have verified it.
+
+        Raises:
+            WeightSyncError: some did not; the message names them, and those that did.
+        """
+        done, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
+        in_force = f"; version {update.version} is in force on {', '.join(done)}" if done else ""
+        self._require_all(done, failed, f"version {update.version} was not committed everywhere", in_force)
+
+    def drop(self, update: Update) -> None:
+        """What is left of an update that failed. Errors here would hide the one that is being raised."""
+        if not update.name:
+            return
+        if update.sender is not None:
+            update.sender.close()
+        with contextlib.suppress(Exception):
+            self._all(update, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
+
+    def close(self) -> None:
+        """Stop listening. The engines keep what they have."""
+        if self._loop is not None:
+            self._loop.close()
+        self._listener.close()
+
+    def _offer(self, name: str, first: int, workers: int, manifest: Manifest) -> Offer:
+        return Offer(
+            update=name,
+            owner=self._owner,
+            host=self._listener.host,
+            port=self._listener.port,
+            first=first,
+            workers=workers,
+            transport=self._transport,
+            timeout_s=self._timeout_s,
+            lease_s=2 * self._timeout_s + MARGIN_S,
+            manifest=manifest,
+            options=self._options,
+        )
+
+    def _all(
+        self, update: Update, call: Callable[[UpdatableEngine], Any], timeout_s: float
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        return self._run(at_once(update.engines, call, timeout_s))
+
+    def _require_all(self, done: dict[str, Any], failed: dict[str, str], what: str, after: str) -> dict[str, Any]:
+        if failed:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+            raise WeightSyncError(f"{what}: {reasons}{after}")
+        return done

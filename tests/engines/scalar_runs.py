@@ -1,0 +1,143 @@
+"""What ranks do for tests of scalar heads; as a script, for engines beside which there must be no Megatron.
+
+    python scalar_runs.py JOB RESULT
+
+JOB and RESULT are files of ``torch.save``: a function's name, world size and arguments, and what it returned on each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascend import Adam, Adapters, Batching, Parallel, Sample
+from megascend.errors import ConfigError
+from megascend.testing import run_distributed
+from megascend.testing.parity import MAX_GRAD_NORM, WEIGHT_DECAY, token_lists
+
+STEPS, LR = 3, 5e-4
+TOKENS = token_lists()
+TOKEN = {"architectures": ["Qwen3ForTokenClassification"], "num_labels": 1, "classifier_dropout": 0.0}
+SEQUENCE = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+TIED = {"tie_word_embeddings": True}
+MODELS = {
+    "critic": ("qwen3", TOKEN, "clipped_value"),
+    "tied critic": ("qwen3", TOKEN | TIED, "value"),
+    "reward model": ("llama", SEQUENCE, "bradley_terry"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    world_size: int = 1
+    parallel: Parallel = field(default_factory=Parallel)
+    packing: bool = True
+    engine: str = "megatron"
+    adam: dict[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "single": Layout(),
+    "single, padded": Layout(packing=False),
+    "TP2": Layout(2, Parallel(tensor=2)),
+    "TP2 + SP": Layout(2, Parallel(tensor=2, sequence=True)),
+    "PP2": Layout(2, Parallel(pipeline=2)),
+    "DP2": Layout(2),
+    "DP2, overlapped": Layout(2, adam={"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "CP2": Layout(2, Parallel(context=2)),
+    "engine single": Layout(engine="single"),
+    "engine fsdp": Layout(engine="fsdp"),
+    "engine fsdp, DP2": Layout(2, engine="fsdp"),
+    "engine fsdp, CP2": Layout(2, Parallel(context=2, context_algorithm="ulysses"), engine="fsdp"),
+    "TP2 x PP2 + SP": Layout(4, Parallel(tensor=2, pipeline=2, sequence=True)),
+}
+
+
+def samples_of(kind: str) -> list[dict[str, Any]]:
+    """What the reference and megascend train on: the reference's form of each sample."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for index, ids in enumerate(TOKENS):
+        returns, old = torch.randn(2, len(ids), generator=generator).tolist()
+        weights = [0.0] * 3 + [1.0 + place % 2 for place in range(len(ids) - 3)]
+        of_values = {"weights": weights, "returns": returns, "old_values": old}
+        of_pairs = {"pair": index // 2, "chosen": index % 2 == 1}
+        found.append({"token_ids": ids} | (of_pairs if kind == "reward model" else of_values))
+    return found
+
+
+def make_backend(checkpoint: Any, layout: Layout, head: str = "scalar", **options: Any) -> Any:
+    from megascend.backends import make_backend
+
+    settings = {"parallel": layout.parallel, "batching": Batching(packing=layout.packing, micro_batch_tokens=90)}
+    if layout.engine == "single":
+        settings.pop("parallel")
+    if layout.engine == "megatron":
+        settings["self_check"] = False
+    adam = Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, **layout.adam)
+    settings |= {"model": checkpoint, "precision": "fp32", "optimizer": adam, "timeout_s": 60, "head": head}
+    return make_backend(layout.engine, **settings | options)
+
+
+def trained(
+    checkpoint: Any, layout: Layout, kind: str, resumed_from: Path | None = None
+) -> tuple[list[float], list[float], list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses, norms, first and last values of every sample, those that came with the gradients, and weights."""
+    backend = make_backend(checkpoint, layout)
+    everything = [Sample.scored(**of) for of in samples_of(kind)]
+    samples = backend.shard(everything)
+    values, losses, norms = backend.values(everything), [], []
+    for step in range(STEPS):
+        if resumed_from is not None and step == 1:
+            backend.save(resumed_from, wait=True)
+            backend.close()
+            backend = make_backend(checkpoint, layout)
+            backend.load(resumed_from)
+        result = backend.forward_backward(samples, MODELS[kind][2], values=step == 0)
+        if step == 0:
+            first = [next(i for i, of in enumerate(everything) if of is sample) for sample in samples]
+            for place, of in zip(first, result.values, strict=True):
+                torch.testing.assert_close(of, values[place], rtol=1e-5, atol=1e-5)
+        norms.append(backend.optimizer_step().grad_norm)
+        losses.append(result.loss)
+    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    backend.close()
+    return losses, norms, values, weights
+
+
+def with_a_new_head(
+    checkpoint: Any, layout: Layout, head: str, out: Path
+) -> tuple[torch.Tensor, float, list[list[float]]]:
+    """The head as it was drawn, the norm of a step, the values after it; exports."""
+    backend = make_backend(checkpoint, layout, head, seed=5)
+    samples = [Sample.scored(ids, returns=[1.0] * len(ids)) for ids in TOKENS]
+    drawn = dict(backend.named_weights())["score.weight"].clone()
+    backend.forward_backward(backend.shard(samples), "value")
+    norm = backend.optimizer_step().grad_norm
+    values = [of.tolist() for of in backend.values(samples)]
+    backend.export_hf(out)
+    backend.close()
+    return drawn, norm, values
+
+
+def lora_refused(checkpoint: Any, layout: Layout) -> str:
+    """What is said to adapters."""
+    try:
+        make_backend(checkpoint, layout, adapters=Adapters())
+    except ConfigError as error:
+        return str(error)
+    return "it was not refused"
+
+
+def main() -> None:
+    name, world_size, arguments = torch.load(sys.argv[1], weights_only=False)
+    found = run_distributed(globals()[name], world_size, *arguments, init=False)
+    torch.save(found, sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

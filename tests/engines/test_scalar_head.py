@@ -1,0 +1,199 @@
+"""Reward models and critics train as transformers' classifiers with torch's AdamW do, in every layout and with every engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+import scalar_runs
+import torch
+from safetensors.torch import load_file
+from scalar_runs import LAYOUTS, LR, MODELS, STEPS, TOKEN, TOKENS, Layout, make_backend, samples_of
+
+from forked_programs import run_forked
+from megascend import Sample
+from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.testing import run_distributed
+from megascend.testing.parity import MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, reference
+from megascend.testing.reference import run_reference
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+IN_CI = {("single", "critic"), ("single", "reward model"), ("TP2 + SP", "critic"), ("PP2", "tied critic")}
+IN_CI |= {("CP2", "reward model"), ("engine single", "reward model"), ("engine fsdp, DP2", "critic")}
+
+
+def on_ranks(folder, function, layout, *arguments):
+    """What a function of scalar_runs.py returns on each rank of a layout."""
+    if layout.engine == "megatron":
+        return run_distributed(getattr(scalar_runs, function), layout.world_size, *arguments, init=False)
+    torch.save((function, layout.world_size, arguments), folder / "job")
+    done = run_forked(Path(scalar_runs.__file__), folder / "job", folder / "result")
+    assert not done.returncode, done.stderr[-6000:]
+    return torch.load(folder / "result", weights_only=False)
+
+
+def expected(folder, checkpoint, kind):
+    job = {"checkpoint": str(checkpoint), "samples": samples_of(kind), "loss": MODELS[kind][2], "steps": STEPS}
+    job |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM}
+    return load_file(reference(folder, "scalar_reference.py", job))
+
+
+def equal_to_transformers(found, reference, kind):
+    for losses, norms, values, weights in found:
+        assert losses == pytest.approx(reference["losses"].tolist(), rel=2e-5, abs=1e-7)
+        assert norms == pytest.approx(reference["grad_norms"].tolist(), rel=5e-5, abs=1e-6)
+        for index, of in enumerate(values):
+            theirs = reference[f"values.{index}"]
+            torch.testing.assert_close(of if kind != "reward model" else of[-1:], theirs, rtol=1e-4, atol=1e-5)
+        theirs = {name: t for name, t in reference.items() if name.startswith("weights.")}
+        assert {f"weights.{name}" for name in weights} == set(theirs)
+        for name, of in weights.items():
+            torch.testing.assert_close(of, theirs[f"weights.{name}"], rtol=1e-3, atol=2e-4)
+
+
+def checkpoint_of(folder, kind):
+    arch, overrides, _ = MODELS[kind]
+    return case_checkpoint(folder / kind.replace(" ", "-"), arch, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(layout, kind, marks=[] if (layout, kind) in IN_CI else pytest.mark.nightly)
+        for layout in LAYOUTS
+        for kind in MODELS
+    ],
+)
+def test_training_equals_transformers(parity_folder, tmp_path, layout, kind):
+    checkpoint, chosen = checkpoint_of(parity_folder, kind), LAYOUTS[layout]
+    found = on_ranks(tmp_path, "trained", chosen, checkpoint, chosen, kind)
+    equal_to_transformers(found, expected(parity_folder, checkpoint, kind), kind)
+
+
+RESUMED = {name: LAYOUTS[name] for name in ("single", "TP2 + SP", "engine single", "engine fsdp, DP2")}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name == "TP2 + SP" else pytest.mark.nightly) for name in RESUMED]
+)
+def test_a_critic_resumes_exactly(parity_folder, tmp_path, layout):
+    """Saved after a step and loaded by another backend: still transformers' trajectory."""
+    checkpoint, chosen = checkpoint_of(parity_folder, "critic"), LAYOUTS[layout]
+    found = on_ranks(tmp_path, "trained", chosen, checkpoint, chosen, "critic", tmp_path / "saved")
+    equal_to_transformers(found, expected(parity_folder, checkpoint, "critic"), "critic")
+
+
+LOADED = """
+import json, sys, torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+with open(sys.argv[1] + "/config.json") as file:
+    name = json.load(file)["architectures"][0]
+loader = AutoModelForTokenClassification if "Token" in name else AutoModelForSequenceClassification
+model, report = loader.from_pretrained(sys.argv[1], output_loading_info=True, dtype=torch.float32)
+assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+model.eval()
+with torch.no_grad():
+    found = [model(torch.tensor([ids])).logits.flatten().tolist() for ids in json.load(sys.stdin)]
+print(json.dumps([name, found]))
+"""
+
+
+def loaded_by_transformers(directory):
+    """The class that transformers takes an export for, and its values of TOKENS; no weight is missing or left over."""
+    done = run_reference(LOADED, directory, stdin=json.dumps(TOKENS))
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+NEW = [
+    ("single", "new_token_classifier", "Qwen3ForTokenClassification"),
+    ("PP2", "new_sequence_classifier", "Qwen3ForSequenceClassification"),
+    ("engine single", "new_token_classifier", "Qwen3ForTokenClassification"),
+    ("engine fsdp, DP2", "new_sequence_classifier", "Qwen3ForSequenceClassification"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "head", "name"),
+    [pytest.param(*of, marks=[] if of[0] == "PP2" else pytest.mark.nightly) for of in NEW],
+)
+def test_a_new_head_is_the_same_everywhere_and_is_exported_for_transformers(
+    parity_folder, tmp_path, layout, head, name
+):
+    checkpoint = case_checkpoint(parity_folder / "lm", "qwen3", tie_word_embeddings=True)
+    chosen = LAYOUTS[layout]
+    ranks = on_ranks(tmp_path, "with_a_new_head", chosen, checkpoint, chosen, head, tmp_path / "out")
+    torch.testing.assert_close(ranks[0][0], 0.02 * torch.randn(1, 64, generator=torch.Generator().manual_seed(5)))
+    for drawn, norm, _ in ranks:
+        torch.testing.assert_close(drawn, ranks[0][0], rtol=0, atol=0)
+        assert norm == ranks[0][1] > 0
+    found, values = loaded_by_transformers(tmp_path / "out")
+    assert found == name
+    for mine, theirs in zip(ranks[0][2], values, strict=True):
+        assert mine[-len(theirs) :] == pytest.approx(theirs, abs=1e-5)
+
+
+def test_what_a_scalar_head_does_not_go_with_is_refused_by_name(parity_folder):
+    lm, critic = case_checkpoint(parity_folder, "qwen3"), checkpoint_of(parity_folder, "critic")
+    several = case_checkpoint(parity_folder / "several", "qwen3", **(TOKEN | {"num_labels": 3}))
+    plain = LAYOUTS["single"]
+
+    def refused(problem, match, *args, **options):
+        with pytest.raises(problem, match=match):
+            make_backend(*args, **options)
+
+    def on_rank():
+        refused(CheckpointError, "score.weight is the head of a sequence or token classifier", critic, plain, "lm")
+        refused(CheckpointError, "has no score.weight; for a new head", lm, plain)
+        refused(CheckpointError, "has a head already", critic, plain, "new_token_classifier")
+        refused(CheckpointError, "has one row", several, plain)
+        refused(ConfigError, "head must be one of lm, scalar", lm, plain, "value")
+        with make_backend(critic, plain) as backend:
+            samples = [Sample.scored(ids, returns=[0.0] * len(ids)) for ids in TOKENS[:2]]
+            with pytest.raises(ConfigError, match="loss 'cross_entropy' works on log-probabilities"):
+                backend.forward_backward(samples)
+            with pytest.raises(ConfigError, match="has a scalar head"):
+                backend.forward(samples)
+            with pytest.raises(ConfigError, match="has a scalar head"):
+                backend.next_token_logits(samples)
+            with pytest.raises(ConfigError, match="has a scalar head"):
+                backend.forward_backward(samples, "value", logprobs=True)
+            with pytest.raises(DataError, match="needs old_values"):
+                backend.forward_backward(samples, "clipped_value")
+            pair = [Sample.scored(TOKENS[0], [1.0] * 19 + [0.0], pair=1, chosen=True)]
+            pair += [Sample.scored(TOKENS[1], pair=1, chosen=False)]
+            with pytest.raises(DataError, match="weight 0 at its last token"):
+                backend.forward_backward(pair, "bradley_terry")
+        with make_backend(lm, plain, "lm") as backend:
+            with pytest.raises(ConfigError, match="loss 'value' works on values, and this model has no scalar head"):
+                backend.forward_backward(samples, "value")
+            with pytest.raises(ConfigError, match="no scalar head"):
+                backend.values(samples)
+
+    run_distributed(on_rank, 1, init=False)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "single", "fsdp"])
+def test_adapters_on_a_scalar_head_are_refused_by_name(parity_folder, tmp_path, engine):
+    checkpoint, layout = checkpoint_of(parity_folder, "critic"), Layout(engine=engine)
+    (told,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
+    assert "LoRA on a model with a scalar head is not supported" in told
+
+
+def test_a_token_classifiers_dropout_acts_in_training_alone(parity_folder):
+    """With probability 0.5, the mean of many passes is the value, and passes differ; evaluation has no dropout."""
+    arch, overrides, _ = MODELS["critic"]
+    dropping = case_checkpoint(parity_folder / "dropping", arch, **overrides | {"classifier_dropout": 0.5})
+
+    def on_rank():
+        with make_backend(dropping, LAYOUTS["single"]) as backend:
+            sample = Sample.scored(TOKENS[1], returns=[0.0] * len(TOKENS[1]))
+            still = backend.values([sample])[0]
+            drawn = [backend.forward_backward([sample], "value", values=True).values[0] for _ in range(300)]
+            assert torch.equal(backend.values([sample])[0], still)
+        return still, torch.stack(drawn)
+
+    ((still, drawn),) = run_distributed(on_rank, 1, init=False)
+    spread = drawn.std(0)
+    assert spread.min() > 0.1 * still.abs().mean()
+    assert ((drawn.mean(0) - still).abs() < 5 * spread / 300**0.5).all()

@@ -1,0 +1,114 @@
+"""SkyRL's Tinker server on megascend as docs/integrations/skyrl.md starts it, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 600
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a program: our source, and this interpreter's own programs first."""
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1", **more}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """A program's output, once it has ended well."""
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@contextmanager
+def served(folder: Path, **backend: Any) -> Iterator[str]:
+    """The server's address, over a model in ``folder``. At the end its whole group of processes has ended with it.
+
+    Args:
+        backend: settings of ``--backend-config`` beside fp32 on the CPU.
+    """
+    port = free_port()
+    settings = {"platform": "cpu", "precision": "fp32", "max_lora_rank": 16, **backend}
+    options = {
+        "base-model": folder / "model",
+        "port": port,
+        "checkpoints-base": folder / "checkpoints",
+        "database-url": f"sqlite:///{folder}/tinker.db",
+        "backend-config": json.dumps(settings),
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "megascend.integrations.skyrl.launch", *words],
+            cwd=folder,
+            env=environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait(address, server, folder)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(60)
+        left = _end_group(server.pid)
+    assert not left, f"processes of the server were left: {left}"
+
+
+def _wait(address: str, server: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, (folder / "server.log").read_text()[-4000:]
+        try:
+            with urllib.request.urlopen(f"{address}/api/v1/healthz", timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError):
+            time.sleep(0.5)
+    raise TimeoutError(f"no server after {DEADLINE_S} s: {(folder / 'server.log').read_text()[-4000:]}")
+
+
+def _end_group(group: int, patience_s: float = 10) -> list[str]:
+    """Command lines of what is left of a group of processes after a while; they are ended then."""
+    import psutil
+
+    deadline = time.monotonic() + patience_s
+    while True:
+        left = [each for each in psutil.process_iter() if _in_group(each.pid, group)]
+        if not left:
+            return []
+        if time.monotonic() > deadline:
+            names = [" ".join(each.cmdline()) for each in left]
+            os.killpg(group, signal.SIGKILL)
+            return names
+        time.sleep(0.2)
+
+
+def _in_group(process: int, group: int) -> bool:
+    try:
+        return os.getsid(process) == group
+    except ProcessLookupError:
+        return False

@@ -1,0 +1,114 @@
+"""verl's own GRPO with Ray, unmodified, on megascend's engine and rollouts: the reward rises, and both agree on probabilities.
+
+The actor is Megatron-Core; what samples is transformers, or a vLLM in an environment of its own. verl compares the probabilities
+that the two give to every sampled token.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+
+from verl_runs import RAY, RL_DEADLINE_S, environment, grpo_command, logged_steps, python, write_prompts
+
+pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
+
+STEPS = 20
+WIDE_HEADS = "wide_heads"
+"""Heads of size 32: vLLM 0.32 has no attention for heads of 16 on a CPU."""
+REWARD, DIFFERENCE = "critic/score/mean", "training/rollout_probs_diff_max"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of random weights, prompts and a reward."""
+    found = tmp_path_factory.mktemp("grpo")
+    write_prompts(found)
+    command = ["--arch", "qwen3", "--hidden", "64", "--layers", "2"]
+    for name, heads in (("qwen3", []), (WIDE_HEADS, ["--heads", "2", "--kv-heads", "1"])):
+        made = python(["-m", "megascend", "new-model", name, *command, *heads], found, VERL_ENGINE_VENDOR="")
+        assert made.returncode == 0, made.stderr
+    return found
+
+
+def vllm_python() -> str:
+    found = os.environ.get("MEGASCEND_VLLM_PYTHON", "")
+    if not found:
+        pytest.skip("MEGASCEND_VLLM_PYTHON names no vLLM: bash scripts/vllm_env.sh makes one")
+    return found
+
+
+LAYOUTS = {
+    "DP2": (2, []),
+    "TP2": (2, ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]),
+    "one rank, vLLM": (
+        1,
+        [
+            "actor_rollout_ref.rollout.enforce_eager=True",
+            "+actor_rollout_ref.rollout.engine_kwargs.megascend.vllm_python=",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_reward_rises(folder: Path, layout: str) -> None:
+    """And every token's probability is the same for the actor and for what sampled it, to 1e-5, in every step."""
+    ranks, settings = LAYOUTS[layout]
+    if "vLLM" in layout:
+        model = f"actor_rollout_ref.model.path={folder / WIDE_HEADS}"
+        settings = [*settings[:-1], settings[-1] + vllm_python(), model]
+    name = layout.replace(" ", "-").replace(",", "")
+    log = folder / f"{name}.jsonl"
+    command = grpo_command(folder, name, ranks, STEPS, *settings)
+    done = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "verl's engine is megascend" in done.stdout
+    steps = logged_steps(log)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    rewards = [steps[step][REWARD] for step in sorted(steps)]
+    print(f"{layout}: rewards {[round(reward, 3) for reward in rewards]}")
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25
+    assert max(steps[step][DIFFERENCE] for step in steps) < 1e-5
+
+
+def test_a_killed_run_resumes(folder: Path) -> None:
+    """With the weights that it had: a run that starts at its checkpoint is as good as it was, and the engine has them, too."""
+    name, log = "killed", folder / "killed.jsonl"
+    command = grpo_command(folder, name, 1, STEPS, "trainer.save_freq=10")
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment(VERL_FILE_LOGGER_PATH=str(log), **RAY),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + RL_DEADLINE_S
+        while not (tracker.exists() and tracker.read_text() == "10"):
+            assert process.poll() is None, "the run ended before its checkpoint"
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        started = psutil.Process(process.pid)
+        for each in [*started.children(recursive=True), started]:
+            each.kill()
+        process.wait()
+    before = logged_steps(log)
+    log.unlink()
+    command = grpo_command(folder, name, 1, 13, "trainer.save_freq=10")
+    done = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    after = logged_steps(log)
+    assert sorted(after) == [11, 12, 13]
+    start = sum(before[step][REWARD] for step in (1, 2, 3)) / 3
+    assert min(steps[REWARD] for steps in after.values()) > start + 0.1
+    assert max(steps[DIFFERENCE] for steps in after.values()) < 1e-5

@@ -1,0 +1,248 @@
+"""vLLM servers that fail in each way: another one answers, and the one that failed is left out for a while.
+
+Servers are doubles on sockets of this machine; how they fail is what a real one's clients see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
+from megascend.rollout.availability import FIRST_S
+from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.serve import vllm_server
+from megascend.serve.vllm_pool import Pool, Servers
+from megascend.serve.vllm_server import RefusedError, ServerFailedError, VllmServer
+
+REQUEST = SampleRequest([1, 2, 3], SamplingParams(1))
+DIRECTORIES = {"base": "/storage/null"}
+
+
+class Double:
+    """A server on a socket. It answers with its token, or as ``fails`` says.
+
+    Attributes:
+        fails: "" for not at all; "refuses", "hangs up", "stops within", "hangs", a status, "no HTTP" or "no answer to it".
+        failing: targets that this is about.
+        asked: targets in their order.
+    """
+
+    def __init__(self, token: int, fails: str = "") -> None:
+        self.token, self.fails, self.failing, self.asked = (
+            token,
+            fails,
+            "/v1/completions /v1/load_lora_adapter /health",
+            [],
+        )
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._handle, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    @property
+    def name(self) -> str:
+        return f"vLLM at 127.0.0.1:{self.port}"
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+        target = head.split()[1].decode()
+        self.asked.append(target)
+        fails = self.fails if target in self.failing.split() else ""
+        if fails == "hangs":
+            await reader.read()  # until the client has had enough
+        elif fails == "no HTTP":
+            writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+        elif fails != "hangs up":
+            writer.write(self._answer(fails))
+        await writer.drain()
+        writer.close()
+
+    def _answer(self, fails: str) -> bytes:
+        status, body = 200, self._body()
+        if fails.isdecimal():
+            status, body = int(fails), {"error": {"message": "it went wrong"}}
+        elif fails == "no answer to it":
+            body = {"choices": []}
+        content = json.dumps(body).encode()
+        answer = f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+        return answer[:-7] if fails == "stops within" else answer
+
+    def _body(self) -> dict[str, Any]:
+        found = {"token_logprobs": [-0.5], "top_logprobs": [{}]}
+        return {"choices": [{"index": 0, "finish_reason": "length", "token_ids": [self.token], "logprobs": found}]}
+
+    def samples(self) -> int:
+        return self.asked.count("/v1/completions")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Work = Callable[[Pool, Clock], Awaitable[None]]
+
+
+def run(doubles: list[Double], work: Work) -> None:
+    """``work`` with a pool of these servers, in which those that refuse connections do not listen."""
+
+    async def main() -> None:
+        for double in doubles:
+            await double.start()
+            if double.fails == "refuses":
+                double.stop()
+        servers = [
+            VllmServer(f"http://127.0.0.1:{each.port}", answer_s=1.0 if each.fails == "hangs" else 60.0)
+            for each in doubles
+        ]
+        clock = Clock()
+        await work(Pool(Servers(servers, "s", "/storage/null"), clock=clock), clock)
+        for double in doubles:
+            double.stop()
+
+    asyncio.run(main())
+
+
+async def token(pool: Pool) -> int:
+    return (await pool.respond(REQUEST, DIRECTORIES)).samples[0].tokens[0]
+
+
+FAILURES = {
+    "refuses": (EngineLostError, "lost"),
+    "hangs up": (EngineLostError, "lost"),
+    "stops within": (ServerFailedError, "failed"),
+    "hangs": (EngineTimeoutError, "timeout"),
+    "500": (ServerFailedError, "failed"),
+    "503": (ServerFailedError, "failed"),
+    "429": (ServerFailedError, "failed"),
+    "no HTTP": (ServerFailedError, "failed"),
+    "no answer to it": (ServerFailedError, "failed"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_another_server_answers_and_the_one_that_failed_is_left_out_for_a_while(failure, caplog) -> None:
+    bad, good = Double(1, failure), Double(2)
+    bad.failing = "/v1/completions"
+
+    async def work(pool: Pool, clock: Clock) -> None:
+        assert [await token(pool) for _ in range(3)] == [2, 2, 2]
+        assert bad.samples() == (failure != "refuses"), "asked once"
+        figures = pool.prometheus()
+        assert f'megascend_vllm_failures_total{{server="0",reason="{FAILURES[failure][1]}"}} 1' in figures
+        assert 'megascend_vllm_left_out{server="0"} 1' in figures
+        assert 'megascend_vllm_answered_total{server="1"} 3' in figures
+        assert 'megascend_vllm_pending{server="0"} 0' in figures
+        if failure == "refuses":
+            await bad.start()
+        bad.fails = ""
+        clock.now += FIRST_S
+        assert await token(pool) == 1, "its time is over"
+        assert "/health" in bad.asked
+        assert 'megascend_vllm_left_out{server="0"} 0' in pool.prometheus()
+
+    with caplog.at_level(logging.INFO, "megascend.serve"):
+        run([bad, good], work)
+    first, last = (each.getMessage() for each in caplog.records)
+    assert first.startswith(f"{bad.name} is left out for 5 s: {bad.name}: ")
+    assert last == f"{bad.name} answers again"
+
+
+@pytest.mark.parametrize("failure", ["refuses", "hangs up", "500"])
+def test_a_server_that_fails_at_loading_is_no_better(failure) -> None:
+    bad, good = Double(1, failure), Double(2)
+
+    async def work(pool: Pool, clock: Clock) -> None:
+        assert await token(pool) == 2
+
+    run([bad, good], work)
+    assert bad.samples() == 0
+
+
+def test_one_that_is_still_ill_when_its_time_is_over_is_found_out_by_its_health(monkeypatch) -> None:
+    monkeypatch.setattr(vllm_server, "HEALTH_S", 0.2)
+    bad, good = Double(1, "hangs"), Double(2)
+
+    async def work(pool: Pool, clock: Clock) -> None:
+        assert await token(pool) == 2
+        clock.now += FIRST_S
+        assert await token(pool) == 2
+        clock.now += FIRST_S
+        assert await token(pool) == 2
+        assert bad.asked.count("/health") == 1, "it is left out for twice as long the second time"
+
+    bad.failing = "/v1/completions /health"
+    run([bad, good], work)
+    assert bad.samples() == 1
+
+
+def test_one_request_at_a_time_goes_to_a_server_on_trial() -> None:
+    bad, good = Double(1, "500"), Double(2)
+
+    async def work(pool: Pool, clock: Clock) -> None:
+        assert await token(pool) == 2
+        bad.fails = ""
+        clock.now += FIRST_S
+        assert sorted(await asyncio.gather(*(token(pool) for _ in range(4)))) == [1, 2, 2, 2]
+        assert sorted(await asyncio.gather(*(token(pool) for _ in range(4)))) == [1, 1, 2, 2]
+
+    run([bad, good], work)
+
+
+def test_a_request_that_fails_is_sent_once_more_and_one_that_cannot_be_sent_to_all() -> None:
+    doubles = [Double(1, "500"), Double(2, "500"), Double(3, "500")]
+
+    async def twice(pool: Pool, clock: Clock) -> None:
+        with pytest.raises(ServerFailedError) as caught:
+            await token(pool)
+        assert [double.name in str(caught.value) for double in doubles] == [True, True, False]
+
+    run(doubles, twice)
+    lost = [Double(1, "refuses"), Double(2, "refuses"), Double(3, "500"), Double(4)]
+
+    async def further(pool: Pool, clock: Clock) -> None:
+        assert await token(pool) == 4
+
+    run(lost, further)
+
+
+def test_if_all_have_failed_they_are_asked_nevertheless() -> None:
+    doubles = [Double(1, "refuses"), Double(2, "refuses")]
+
+    async def work(pool: Pool, clock: Clock) -> None:
+        with pytest.raises(EngineError, match=r"Connect call failed|refused"):
+            await token(pool)
+        await doubles[1].start()
+        doubles[1].fails = ""
+        assert await token(pool) == 2
+
+    run(doubles, work)
+
+
+@pytest.mark.parametrize("status", ["400", "422"])
+def test_what_a_server_refuses_is_not_sent_to_another_and_is_no_failure(status) -> None:
+    doubles = [Double(1, status), Double(2, status)]
+
+    async def work(pool: Pool, clock: Clock) -> None:
+        with pytest.raises(RefusedError, match="it went wrong"):
+            await token(pool)
+        assert "failures_total{" not in pool.prometheus()
+
+    run(doubles, work)
+    assert doubles[1].asked == []
