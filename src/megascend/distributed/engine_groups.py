@@ -34,8 +34,10 @@ class GroupFactory(Protocol):
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
         """All groups of ``topology``, on all ranks in the same order. Collective, after the default group exists.
 
+        The caller holds their ranks against the topology, when all ranks have made theirs.
+
         Raises:
-            ProcessGroupError: they cannot be made, or are not those of the topology.
+            ProcessGroupError: they cannot be made.
         """
         ...
 

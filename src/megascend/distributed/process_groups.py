@@ -100,6 +100,10 @@ def initialize(
             made = factory.create(topology, launch.rank, timeout_s)
             groups._device_groups = made.device
             _create_channels(groups, made.cpu)
+            # One that leaves, well or with an error, while another still connects to it would look lost to that one.
+            if launch.world_size > 1:
+                dist.barrier(groups.channel("world").group)
+            _check_ranks(groups, factory)
             _redirect_objects(groups)
             groups.limit_timeouts()
     except BaseException:
@@ -195,6 +199,17 @@ def _check_binding(platform: CommunicationPlatform) -> None:
             f"the default process group is bound to {bound}, which Gloo groups on platform {platform.name} would "
             "inherit; call init_process_group without device_id"
         )
+
+
+def _check_ranks(groups: ProcessGroups, factory: GroupFactory) -> None:
+    """Raise ProcessGroupError unless every group of the engine has the ranks that the topology gives it."""
+    for name, group in groups._device_groups.items():
+        found, expected = dist.get_process_group_ranks(group), groups.ranks(name)
+        if found != expected:
+            raise ProcessGroupError(
+                f"rank {groups.rank}: {type(factory).__name__} made the group {name} of ranks {found}, the topology has "
+                f"{expected}; the engine's library, or a patch to it, orders ranks in a way megascend does not know"
+            )
 
 
 def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup]) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's process groups: created through ``parallel_state``, held against the topology, and forgotten with the rest."""
+"""Megatron's process groups: created through ``parallel_state``, and forgotten with the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megascend.distributed.engine_groups import EngineGroups
 from megascend.engines.megatron import upstream_groups
 from megascend.errors import ProcessGroupError
-from megascend.topology.groups import axes_of
 from megascend.topology.topology import Topology
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class MegatronGroups:
         """All groups of ``topology``, as Megatron makes them. Collective.
 
         Raises:
-            ProcessGroupError: Megatron's groups exist already, or are not those of the topology.
+            ProcessGroupError: Megatron's groups exist already.
         """
         require_none_alive()
         self._began = True
@@ -50,15 +49,7 @@ class MegatronGroups:
             order="tp-cp-ep-dp-pp",
             create_gloo_process_groups=True,
         )
-        device = _device_groups()
-        for name, group in device.items():
-            found, expected = dist.get_process_group_ranks(group), topology.group_of(rank, *axes_of(name))
-            if found != expected:
-                raise ProcessGroupError(
-                    f"rank {rank}: Megatron's group {name} has ranks {found}, the topology {expected}; "
-                    "the installed megatron-core, or a patch to it, orders ranks in a way megascend does not know"
-                )
-        return EngineGroups(device, _cpu_groups())
+        return EngineGroups(_device_groups(), _cpu_groups())
 
     def limit_timeouts(self, timeout_s: float) -> None:
         """Give groups that upstream has made meanwhile the timeout of this run, in seconds."""
