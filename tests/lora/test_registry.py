@@ -8,6 +8,7 @@ import torch
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.layout import shape_groups
+from megascend.lora.optimizer import update
 from megascend.lora.registry import AdapterRegistry, check_name
 from megascend.lora.target_modules import FusedSlice, TargetModule, restrict
 
@@ -147,8 +148,52 @@ def test_an_adapter_has_its_own_optimizer_and_schedule_or_the_backends():
     lrs = {}
     for made in (own, plain):
         made.grads.fill_(3.0)
-        lrs[made.name] = [made.step(3.0).lr for _ in range(3)]
+        lrs[made.name] = [update([made], [3.0], {})[made.name].lr for _ in range(3)]
     assert lrs == {"own": [2.0, 2.0, 2.0], "plain": pytest.approx([0.125, 0.25, 0.375])}
+
+
+def test_adapters_that_step_together_equal_adamw_on_each_alone():
+    registry = make_registry(adam=Adam(lr=0.1, max_grad_norm=0.5), schedule=Schedule())
+    settings = {
+        "as-all": None,
+        "also": None,
+        "slow": Adam(lr=1e-4, max_grad_norm=0.5),
+        "decayed": Adam(lr=0.1, weight_decay=0.3, max_grad_norm=0.0),
+        "other-moments": Adam(lr=0.1, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=0.5),
+        "not-finite": None,
+    }
+    made = [
+        registry.create(name, Lora(rank=number + 1, optimizer=adam))
+        for number, (name, adam) in enumerate(settings.items())
+    ]
+    references = {}
+    for adapter in made:
+        adam = settings[adapter.name] or Adam(lr=0.1, max_grad_norm=0.5)
+        own = torch.nn.Parameter(adapter.values.detach().clone())
+        references[adapter.name] = (
+            own,
+            adam,
+            torch.optim.AdamW([own], lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay),
+        )
+    for number in range(3):
+        norms = []
+        for adapter in made:
+            adapter.grads.normal_(generator=torch.Generator().manual_seed(number))
+            own, adam, adamw = references[adapter.name]
+            own.grad = adapter.grads.clone()
+            norms.append(float(own.grad.norm()))
+            if adapter.name == "not-finite" and number == 1:
+                norms[-1] = math.inf
+                continue
+            if adam.max_grad_norm:
+                own.grad.mul_(min(1.0, adam.max_grad_norm / (norms[-1] + 1e-6)))
+            adamw.step()
+        results = update(made, norms, {})
+        assert [name for name, result in results.items() if result.skipped] == (["not-finite"] if number == 1 else [])
+    for adapter in made:
+        assert torch.equal(adapter.values, references[adapter.name][0]), adapter.name
+        assert adapter.taken == (2 if adapter.name == "not-finite" else 3)
+        assert not adapter.grads.any()
 
 
 def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
@@ -162,7 +207,7 @@ def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
         made.grads.copy_(gradient * made.loss_scale)
         made.accumulated = True
         norm = float(gradient.norm())
-        result = made.step(norm * made.loss_scale if finite else math.nan)
+        result = update([made], [norm * made.loss_scale if finite else math.nan], {})["a"]
         scales.append((result.loss_scale, result.skipped, result.skipped_in_a_row))
         if finite:
             reference.grad = gradient * min(1.0, 1 / (norm + 1e-6))

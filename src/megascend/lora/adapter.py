@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,26 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000
 
 
+@dataclass(frozen=True)
+class NextStep:
+    """What an adapter's next optimizer step is to do.
+
+    Attributes:
+        adam: its settings, the learning rate of this step among them.
+        norm: L2 norm of the gradients without the loss scale; inf if the step is skipped.
+        factor: what the gradients are multiplied with first, to undo the loss scale and to clip.
+    """
+
+    adam: Adam
+    norm: float
+    factor: float
+
+    @property
+    def skipped(self) -> bool:
+        """Gradients are not finite."""
+        return math.isinf(self.norm)
+
+
 class Adapter:
     """A LoRA adapter in training.
 
@@ -31,6 +52,7 @@ class Adapter:
         accumulated: True if a forward_backward has added to ``grads`` since the last step.
         step_count: optimizer steps so far, skipped ones included; the schedule follows it.
         skipped_in_a_row: steps skipped since the last one that was taken.
+        fused: AdamW runs as one kernel.
     """
 
     def __init__(
@@ -42,14 +64,9 @@ class Adapter:
         self.adam, self.schedule, self.seed = adam, schedule, seed
         self.values = torch.nn.Parameter(torch.zeros(layout.size, device=device))
         self.values.grad = torch.zeros(layout.size, device=device)
-        self.optimizer = torch.optim.AdamW(
-            [self.values],
-            lr=adam.lr,
-            betas=adam.betas,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            fused=device.type == "cuda",
-        )
+        self.fused = device.type == "cuda"
+        self._moments: tuple[Tensor, Tensor] | None = None
+        self._taken = self._count(0)
         self.accumulated = False
         self.step_count = self.skipped_in_a_row = 0
         self._scales_loss = scales_loss
@@ -68,62 +85,61 @@ class Adapter:
             yield span, vector[span.start : span.stop].view(span.shape)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Adam's first and second moment, zeros before the first step."""
-        state = self.optimizer.state[self.values]
-        if not state:
-            zero = torch.zeros_like(self.values)
-            return zero, zero.clone()
-        return state["exp_avg"], state["exp_avg_sq"]
+        """Adam's first and second moment, float32 as ``values``, zeros before the first step; live tensors."""
+        if self._moments is None:
+            self._moments = torch.zeros_like(self.values), torch.zeros_like(self.values)
+        return self._moments
 
-    def restore(self, first: Tensor, second: Tensor, saved: SavedAdapter) -> None:
-        """Go on from saved moments and counters."""
-        device = self.values.device if self.optimizer.defaults["fused"] else "cpu"
-        self.optimizer.state[self.values] = (
-            {"step": torch.tensor(float(saved.taken), device=device), "exp_avg": first, "exp_avg_sq": second}
-            if saved.taken
-            else {}
-        )
-        self.step_count, self.skipped_in_a_row = saved.step_count, saved.skipped_in_a_row
-        if saved.loss_scale is not None and self._scales_loss:
-            self.loss_scale, self.good_steps = saved.loss_scale, saved.good_steps
+    @property
+    def taken_count(self) -> Tensor:
+        """:attr:`taken` as a float32 scalar, which AdamW counts on: on the device where that is one kernel, else on the CPU."""
+        return self._taken
 
     @property
     def taken(self) -> int:
         """Steps that changed the adapter."""
-        state = self.optimizer.state[self.values]
-        return int(state["step"]) if state else 0
+        return int(self._taken)
 
-    def step(self, grad_norm: float, adam: Adam | None = None) -> StepResult:
-        """Clip and step, or skip if the norm is not finite; then clear the gradients.
+    def restore(self, first: Tensor, second: Tensor, saved: SavedAdapter) -> None:
+        """Go on from saved moments and counters."""
+        self._moments, self._taken = (first, second), self._count(saved.taken)
+        self.step_count, self.skipped_in_a_row = saved.step_count, saved.skipped_in_a_row
+        if saved.loss_scale is not None and self._scales_loss:
+            self.loss_scale, self.good_steps = saved.loss_scale, saved.good_steps
+
+    def next_step(self, grad_norm: float, adam: Adam | None = None) -> NextStep:
+        """What a step with these gradients does; changes nothing.
 
         Args:
             grad_norm: L2 norm of the reduced gradients over all ranks, loss scale included.
             adam: settings for this step alone, in place of the adapter's own and of its schedule.
         """
-        lr = learning_rate(self.schedule, self.adam.lr, self.step_count) if adam is None else adam.lr
-        settings = adam or self.adam
-        scale, finite = self.loss_scale, math.isfinite(grad_norm)
-        norm = grad_norm / scale if finite else math.inf
-        if finite:
-            factor = 1 / scale
-            if settings.max_grad_norm > 0:
-                factor *= min(1.0, settings.max_grad_norm / (norm + 1e-6))
-            if factor != 1:
-                self.grads.mul_(factor)
-            self.optimizer.param_groups[0].update(
-                lr=lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-            )
-            self.optimizer.step()
-        self._adapt_scale(finite)
-        self.clear()
+        if adam is None:
+            lr = learning_rate(self.schedule, self.adam.lr, self.step_count)
+            adam = self.adam.model_copy(update={"lr": lr})
+        if not math.isfinite(grad_norm):
+            return NextStep(adam, math.inf, 1.0)
+        norm, factor = grad_norm / self.loss_scale, 1 / self.loss_scale
+        if adam.max_grad_norm > 0:
+            factor *= min(1.0, adam.max_grad_norm / (norm + 1e-6))
+        return NextStep(adam, norm, factor)
+
+    def count_step(self, step: NextStep) -> StepResult:
+        """``step`` has been taken or skipped, and the gradients are zero again."""
+        scale = self.loss_scale
+        self._adapt_scale(not step.skipped)
+        self.accumulated = False
         self.step_count += 1
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        return StepResult(norm, lr, not finite, self.skipped_in_a_row, scale)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if step.skipped else 0
+        return StepResult(step.norm, step.adam.lr, step.skipped, self.skipped_in_a_row, scale)
 
     def clear(self) -> None:
         """Drop accumulated gradients."""
         self.grads.zero_()
         self.accumulated = False
+
+    def _count(self, taken: int) -> Tensor:
+        return torch.tensor(float(taken), device=self.values.device if self.fused else "cpu")
 
     def _adapt_scale(self, finite: bool) -> None:
         """fp16: halve the loss scale after an overflow, double it after a long row of finite steps."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.optim.adamw import adamw
 
 from megascend.batch.results import StepResult
 from megascend.config import Adam
@@ -32,14 +34,13 @@ class AdapterOptimizer:
         """
         self._groups.monitor.call("grad reduce", self._reduce_all, adapters)
         with self._groups.monitor.phase("update"):
-            squares = torch.stack([self._square_norm(adapter) for adapter in adapters])
+            counted: list[Sharding] = [
+                sharding for sharding in SHARDINGS if is_main_replica(sharding, self._groups.coordinates)
+            ]
+            squares = torch.stack([square_norm(adapter, counted) for adapter in adapters])
             if self._topology.world_size > 1:
                 dist.all_reduce(squares)
-            norms = squares.sqrt().tolist()
-            return {
-                adapter.name: adapter.step(norm, adam.get(adapter.name))
-                for adapter, norm in zip(adapters, norms, strict=True)
-            }
+            return update(adapters, squares.sqrt().tolist(), adam)
 
     def _reduce_all(self, adapters: Sequence[Adapter]) -> None:
         for adapter in adapters:
@@ -58,15 +59,60 @@ class AdapterOptimizer:
         if topology.data * topology.context > 1:
             adapter.grads.div_(topology.data * topology.context)  # the loss is scaled for a mean, as for Megatron's DDP
 
-    def _square_norm(self, adapter: Adapter) -> torch.Tensor:
-        """This rank's part of the squared gradient norm; copies of a factor count on one rank."""
-        ranges = (
-            adapter.layout.ranges[sharding]
-            for sharding in SHARDINGS
-            if is_main_replica(sharding, self._groups.coordinates)
+
+def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
+    """This rank's part of the squared L2 norm of an adapter's gradients, a float32 scalar.
+
+    Args:
+        counted: in the layout's order, those of which this rank's copy counts.
+    """
+    ranges = merged(adapter.layout.ranges[sharding] for sharding in counted)
+    parts = [adapter.grads[start:stop].square().sum() for start, stop in ranges]
+    return torch.stack(parts).sum() if parts else adapter.grads.new_zeros(())
+
+
+@torch.no_grad()
+def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[str, Adam]) -> dict[str, StepResult]:
+    """Clip and step each adapter, or skip it if its norm is not finite; then clear its gradients.
+
+    Adapters of equal settings go through AdamW in one call: each number is computed as in a call of its adapter alone.
+
+    Args:
+        adapters: each once, with reduced gradients.
+        norms: L2 norms of the gradients over all ranks, loss scale included.
+        adam: settings of this step alone, by adapter.
+    """
+    steps = [adapter.next_step(norm, adam.get(adapter.name)) for adapter, norm in zip(adapters, norms, strict=True)]
+    taken = [(adapter, step) for adapter, step in zip(adapters, steps, strict=True) if not step.skipped]
+    # Before a number changes: there may be no room for them.
+    moments = {adapter.name: adapter.moments() for adapter, _ in taken}
+    scaled = [(adapter.grads, step.factor) for adapter, step in taken if step.factor != 1]
+    if scaled:
+        grads, factors = zip(*scaled, strict=True)
+        torch._foreach_mul_(grads, factors)
+    alike: dict[tuple[bool, float, tuple[float, float], float, float], list[Adapter]] = defaultdict(list)
+    for adapter, step in taken:
+        alike[adapter.fused, step.adam.lr, step.adam.betas, step.adam.eps, step.adam.weight_decay].append(adapter)
+    for (fused, lr, betas, eps, weight_decay), together in alike.items():
+        adamw(
+            [adapter.values for adapter in together],
+            [adapter.grads for adapter in together],
+            [moments[adapter.name][0] for adapter in together],
+            [moments[adapter.name][1] for adapter in together],
+            [],
+            [adapter.taken_count for adapter in together],
+            foreach=False,
+            fused=fused,
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
         )
-        parts = [adapter.grads[start:stop].square().sum() for start, stop in ranges if stop > start]
-        return torch.stack(parts).sum() if parts else adapter.grads.new_zeros(())
+    torch._foreach_zero_([adapter.grads for adapter in adapters])
+    return {adapter.name: adapter.count_step(step) for adapter, step in zip(adapters, steps, strict=True)}
 
 
 def reductions(sharding: Sharding, topology: Topology) -> list[str]:
@@ -84,6 +130,17 @@ def reductions(sharding: Sharding, topology: Topology) -> list[str]:
     if sharding.startswith("expert"):
         return [*names, "edp"] if topology.expert_data > 1 else names
     return [*names, "dp_cp"] if topology.data * topology.context > 1 else names
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending ranges, neighbours as one and empty ones left out. Pure."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return found
 
 
 def loss_scales(names: Sequence[str], adapters: Mapping[str, Adapter]) -> list[float]:
