@@ -37,11 +37,14 @@ def sequences() -> list[dict[str, Any]]:
     return found
 
 
-def batch() -> Any:
+def batch(part: slice = slice(None)) -> Any:
+    """What a data parallel rank gets that has this part of the sequences."""
+
     def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
-    rows = sequences()
+    every = sequences()
+    rows = every[part]
     ids = [torch.tensor(row["ids"]) for row in rows]
     masks = [torch.tensor([0] * row["prompt"] + [1] * len(row["returns"])) for row in rows]
     tensors = {
@@ -55,22 +58,31 @@ def batch() -> Any:
         "returns": nested([torch.tensor(row["returns"]) for row in rows]),
     }
     settings = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 20, "temperature": 1.0, "pad_mode": "no_padding"}
-    return tensordict_utils.get_tensordict(tensors, {**settings, "global_batch_size": len(rows)})
+    return tensordict_utils.get_tensordict(tensors, {**settings, "global_batch_size": len(every)})
+
+
+def configs(path: str, **engine: Any) -> dict[str, Any]:
+    """verl's, of a critic; ``engine``'s are those of its layout."""
+    return {
+        "model_config": HFModelConfig(path=path, model_type="value_model"),
+        "engine_config": McoreEngineConfig(override_transformer_config={"params_dtype": "float32"}, **engine),
+        "optimizer_config": McoreOptimizerConfig(
+            lr=5e-4, lr_decay_style="constant", total_training_steps=10, weight_decay=0.0, clip_grad=1.0
+        ),
+        "checkpoint_config": McoreCheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
+    }
 
 
 def engine_of(path: str) -> Any:
-    engine = EngineRegistry.new(
-        model_type="value_model",
-        backend="megatron",
-        model_config=HFModelConfig(path=path, model_type="value_model"),
-        engine_config=McoreEngineConfig(override_transformer_config={"params_dtype": "float32"}),
-        optimizer_config=McoreOptimizerConfig(
-            lr=5e-4, lr_decay_style="constant", total_training_steps=10, weight_decay=0.0, clip_grad=1.0
-        ),
-        checkpoint_config=McoreCheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
-    )
+    engine = EngineRegistry.new(model_type="value_model", backend="megatron", **configs(path))
     engine.initialize()
     return engine
+
+
+def loss_of_verl() -> Any:
+    """verl's own value loss."""
+    settings = SimpleNamespace(cliprange_value=0.2, loss_agg_mode="token-mean", loss_scale_factor=None)
+    return partial(value_loss, settings)
 
 
 def values_of(engine: Any) -> torch.Tensor:
@@ -82,7 +94,7 @@ def main(critic: str, causal: str, out: str) -> None:
     initialize_global_process_group_ray()
     folder = Path(out)
     engine = engine_of(critic)
-    loss = partial(value_loss, SimpleNamespace(cliprange_value=0.2, loss_agg_mode="token-mean", loss_scale_factor=None))
+    loss = loss_of_verl()
     found = {"values": values_of(engine)}
     losses, norms, micro_batches = [], [], []
     for _ in range(STEPS):

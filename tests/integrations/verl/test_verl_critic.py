@@ -1,4 +1,7 @@
-"""A critic of verl's, trained by megascend with verl's own value loss, is transformers' token classifier with torch's AdamW."""
+"""A critic of verl's, trained by megascend with verl's own value loss, is transformers' token classifier with torch's AdamW.
+
+On one rank by the engine's methods, on several by verl's own worker.
+"""
 
 from __future__ import annotations
 
@@ -120,3 +123,45 @@ def test_a_causal_model_gets_a_new_head(found: dict[str, torch.Tensor]) -> None:
     drawn = found["new head"]
     assert drawn.shape == (1, 64)
     assert 0.01 < drawn.std() < 0.03
+
+
+LAYOUTS = {
+    "DP2": ({}, {0: 0, 1: 1}),
+    "TP2": ({"tensor_model_parallel_size": 2}, {0: 0}),
+    "PP2": ({"pipeline_model_parallel_size": 2}, {1: 0}),
+    "CP2": ({"context_parallel_size": 2}, {0: 0}),
+}
+"""The engine's settings, and which ranks answer verl, each for the data parallel rank that it is."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_two_ranks_it_is_transformers_too(folder: Path, reference: dict[str, torch.Tensor], layout: str) -> None:
+    """Losses, norms and rates reach verl from the ranks that have outputs, and only from those; weights are whole on all."""
+    settings, answering = LAYOUTS[layout]
+    out = folder / layout
+    out.mkdir()
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={random.randint(20000, 60000)}"]
+    done = python(
+        [*command, str(HERE / "critic_ranks.py"), str(folder / "critic"), str(out), json.dumps(settings)], out
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = {rank: json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)}
+    parallel = len(answering)
+    assert {rank: each["data rank"] for rank, each in found.items() if each["collects"]} == answering
+    for rank, each in found.items():
+        if rank not in answering:
+            assert each["values"] is None
+            assert each["steps"] == [None] * 3
+            continue
+        place = answering[rank]
+        theirs = torch.cat([reference[f"values.{index}"] for index in range(place, 4, parallel)])
+        torch.testing.assert_close(torch.tensor(each["values"]), theirs, rtol=1e-4, atol=1e-5)
+        assert [step["loss"] for step in each["steps"]] == pytest.approx(reference["losses"].tolist(), rel=2e-5)
+        norms = reference["grad_norms"].tolist()
+        assert [step["grad_norm"] for step in each["steps"]] == pytest.approx(norms, rel=5e-5)
+        assert [step["lr"] for step in each["steps"]] == pytest.approx([5e-4] * 3)
+    for rank in found:
+        weights = load_file(out / f"rank{rank}.safetensors")
+        assert {f"weights.{name}" for name in weights} == {name for name in reference if name.startswith("weights.")}
+        for name, mine in weights.items():
+            torch.testing.assert_close(mine, reference[f"weights.{name}"], rtol=1e-3, atol=2e-4)
