@@ -112,12 +112,17 @@ def main(critic: str, causal: str, out: str) -> None:
     found["fresh"] = values_of(engine)
     engine.load_checkpoint(str(folder / "global_step_3"))
     found["loaded"] = values_of(engine)
+    try:
+        engine_of(causal)
+    except ValueError as error:
+        second = str(error)
     engine.backend.close()
     new = engine_of(causal)
     found["new head"] = dict(new.get_per_tensor_param()[0])["score.weight"].clone()
     new.backend.close()
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "found.safetensors")
-    (folder / "found.json").write_text(json.dumps({"losses": losses, "norms": norms, "micro batches": micro_batches}))
+    figures = {"losses": losses, "norms": norms, "micro batches": micro_batches, "second": second}
+    (folder / "found.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -125,6 +125,12 @@ def test_a_causal_model_gets_a_new_head(found: dict[str, torch.Tensor]) -> None:
     assert 0.01 < drawn.std() < 0.03
 
 
+def test_a_second_model_in_a_process_is_refused_by_name(folder: Path) -> None:
+    told = json.loads((folder / "found.json").read_text())["second"]
+    assert "two models" in told
+    assert "trainer.v1.trainer_mode=sync" in told
+
+
 LAYOUTS = {
     "DP2": ({}, {0: 0, 1: 1}),
     "TP2": ({"tensor_model_parallel_size": 2}, {0: 0}),

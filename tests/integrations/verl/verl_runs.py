@@ -143,6 +143,15 @@ def grpo_command(folder: Path, name: str, ranks: int, steps: int, *settings: str
     ]
 
 
+def critic_settings(folder: Path) -> list[str]:
+    """What makes a GRPO command PPO with a critic, whose head is new."""
+    return [
+        *("algorithm.adv_estimator=gae", f"critic.model.path={folder / 'qwen3'}", "critic.optim.lr=1e-3"),
+        "critic.ppo_max_token_len_per_gpu=1024",
+        "+critic.megatron.override_transformer_config.params_dtype=float32",
+    ]
+
+
 def logged_steps(path: Path) -> dict[int, dict[str, float]]:
     """All figures of verl's file logger, by step."""
     records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -22,7 +22,8 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from megascend.backends import MegatronBackend
 from megascend.batch.sample import Sample
 from megascend.config import Adapters, Batching
-from megascend.errors import ConfigError
+from megascend.engines.megatron.groups import require_none_alive
+from megascend.errors import ConfigError, ProcessGroupError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.scalar_head import HeadKind
 from megascend.integrations.verl import batches, checkpoints, critics
@@ -76,9 +77,14 @@ class MegascendEngine(BaseEngine):
     # --- construction ---
 
     def initialize(self) -> None:
-        """Read the model, and make its optimizer and scheduler. A second call starts from the model in its directory again."""
+        """Read the model, and make its optimizer and scheduler. A second call starts from the model in its directory again.
+
+        Raises:
+            ConfigError: another engine of this process has a model.
+        """
         if self._backend is not None:
             self._backend.close()
+        _require_own_process()
         settings = self.settings
         if settings.lora is not None:
             adapters = Adapters(max_count=1, max_rank=settings.lora.rank, targets=settings.lora.targets)
@@ -310,6 +316,17 @@ class _TrainMode(BaseEngineCtx):
         if self.zero_grad_on_exit or exc_type is not None:
             self.engine.optimizer_zero_grad()
         super().__exit__(exc_type, exc_val, exc_tb)
+
+
+def _require_own_process() -> None:
+    try:
+        require_none_alive()
+    except ProcessGroupError as error:
+        raise ConfigError(
+            "verl has put two models (actor and critic, or actor and reference) into one process, which holds one Megatron "
+            "backend. With trainer.use_v1=True and trainer.v1.trainer_mode=sync each has a process of its own; other trainers of "
+            "verl need a reference by LoRA and no critic"
+        ) from error
 
 
 def _refuse_remote(path: str | None) -> None:

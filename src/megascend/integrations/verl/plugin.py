@@ -36,6 +36,7 @@ def install() -> None:
     after_import("verl.workers.engine", _register_engine)
     after_import("verl.workers.rollout.base", _register_adapter)
     after_import("verl.workers.rollout.replica", _register_replica)
+    after_import("verl.trainer.ppo.v1.trainer_sync", _register_trainer)
 
 
 def _register_engine() -> None:
@@ -58,6 +59,12 @@ def _register_replica() -> None:
         return Replica
 
     RolloutReplicaRegistry.register(ROLLOUT, load)
+
+
+def _register_trainer() -> None:
+    from megascend.integrations.verl.trainer import register
+
+    register()
 
 
 if asked_for():

@@ -1,0 +1,118 @@
+"""verl's synchronous PPO trainer, whose critic and reference model have processes of their own.
+
+verl 0.9.1 puts all roles into one resource pool (``PPOTrainer._init_resource_pool_mgr``) and the roles of a pool into one
+process for each device (``PPOTrainer._setup``, by ``create_colocated_worker_cls``), and makes actor and reference one worker.
+Megatron-Core keeps its parallel state in globals, so a process has one backend of megascend. verl's worker groups can share
+devices, though: each bundle of a pool's placement groups has room for three (``ResourcePoolManager.max_colocate_count``), and
+each group has ranks and an address of its own. So critic and reference get pools of their own here, on the placement groups of
+the actor's.
+
+It is registered under verl's own name, ``trainer.v1.trainer_mode=sync``, by :mod:`megascend.integrations.verl.plugin`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    create_colocated_worker_cls,
+)
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from megascend.changes import changed
+
+MODE = "sync"
+ENGINE = "megatron"
+
+
+class _SharedPool(RayResourcePool):
+    """Other processes on the devices of another pool: its placement groups, which are made once."""
+
+    def __init__(self, of: RayResourcePool) -> None:
+        super().__init__(
+            process_on_nodes=of.store,
+            use_gpu=of.use_gpu,
+            name_prefix=of.name_prefix,
+            max_colocate_count=of.max_colocate_count,
+        )
+        self._of = of
+
+    def get_placement_groups(self, *arguments: Any, **named: Any) -> list[Any]:
+        return self._of.get_placement_groups(*arguments, **named)
+
+
+class _Pools(ResourcePoolManager):
+    """verl's pools, and shared ones, which need no devices of their own and are not counted."""
+
+    shared: dict[str, str]
+    """By its name, whose devices a pool has."""
+
+    def create_resource_pool(self) -> None:
+        super().create_resource_pool()
+        for name, of in self.shared.items():
+            self.resource_pool_dict[name] = _SharedPool(self.resource_pool_dict[of])
+
+
+class SeparateRolesTrainer(PPOTrainerSync):
+    """verl's trainer; a critic or a reference model on Megatron-Core is in processes of its own, on the actor's devices."""
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        shared: dict[str, str] = {}
+        if Role.Critic in self.mapping and self.config.critic.strategy == ENGINE:
+            self._share(Role.Critic, shared)
+        self._separate_reference = (
+            Role.ActorRolloutRef in self.mapping and self.config.actor_rollout_ref.actor.strategy == ENGINE
+        )
+        if self._separate_reference:
+            worker = self.role_worker_mapping.pop(Role.ActorRolloutRef)
+            pool = self.mapping.pop(Role.ActorRolloutRef)
+            self.role_worker_mapping[Role.ActorRollout] = worker
+            self.mapping[Role.ActorRollout] = self.mapping[Role.RefPolicy] = pool
+            self._share(Role.RefPolicy, shared)
+        manager = self.resource_pool_manager
+        self.resource_pool_manager = _Pools(
+            resource_pool_spec=manager.resource_pool_spec,
+            mapping=manager.mapping,
+            max_colocate_count=manager.max_colocate_count,
+        )
+        self.resource_pool_manager.shared = shared
+
+    def _share(self, role: Role, shared: dict[str, str]) -> None:
+        name = f"{role}_pool"
+        shared[name] = self.mapping[role]
+        self.mapping[role] = name
+
+    def _setup(self) -> None:
+        super()._setup()
+        if self._separate_reference:
+            self.ref_policy_wg = self._reference()
+
+    def _reference(self) -> Any:
+        """The reference model's workers; verl's own set-up makes none beside an actor that samples, too."""
+        name = str(Role.RefPolicy)
+        made = RayClassWithInitArgs(
+            cls=ray.remote(ActorRolloutRefWorker), config=self.config.actor_rollout_ref, role=name
+        )
+        group = RayWorkerGroup(
+            resource_pool=self.resource_pool_manager.get_resource_pool(Role.RefPolicy),
+            ray_cls_with_init=create_colocated_worker_cls(class_dict={name: made}),
+            device_name=self.config.trainer.device,
+        )
+        workers = group.spawn(prefix_set={name})[name]
+        workers.init_model()
+        return workers
+
+
+def register() -> None:
+    """Put it in place of verl's own; verl's function for registering refuses a second class of a name."""
+    TRAINER_REGISTRY[MODE] = SeparateRolesTrainer
+    changed("verl's synchronous PPO trainer", "critic and reference model get processes of their own")

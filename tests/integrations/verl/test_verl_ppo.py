@@ -1,0 +1,123 @@
+"""verl's own PPO with Ray, a critic and a reference model: each in a process of its own, on the devices of the actor's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+
+from verl_runs import RAY, RL_DEADLINE_S, critic_settings, grpo_command, logged_steps, python, write_prompts
+
+pytestmark = pytest.mark.nightly
+
+STEPS = 20
+REWARD, DIFFERENCE = "critic/score/mean", "training/rollout_probs_diff_max"
+KL = "actor/kl_loss"
+REFERENCE = ["actor_rollout_ref.actor.use_kl_loss=True"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights, prompts and a reward."""
+    found = tmp_path_factory.mktemp("ppo")
+    write_prompts(found)
+    command = ["-m", "megascend", "new-model", "qwen3", "--arch", "qwen3", "--hidden", "64", "--layers", "2"]
+    made = python(command, found, VERL_ENGINE_VENDOR="")
+    assert made.returncode == 0, made.stderr
+    return found
+
+
+def trained(folder: Path, name: str, ranks: int, steps: int, *settings: str) -> dict[int, dict[str, float]]:
+    """The figures of a run's steps; one of a name that was there resumes."""
+    log = folder / f"{name}.jsonl"
+    log.unlink(missing_ok=True)
+    command = grpo_command(folder, name, ranks, steps, *critic_settings(folder), *settings)
+    done = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "verl's engine is megascend" in done.stdout
+    assert "a critic with a new head" in done.stdout
+    return logged_steps(log)
+
+
+def mean(steps: dict[int, dict[str, float]], name: str, chosen: Any) -> float:
+    return sum(steps[step][name] for step in chosen) / len(chosen)
+
+
+def rises(steps: dict[int, dict[str, float]]) -> None:
+    """The reward rises, the critic's loss falls, and its values become the rewards."""
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    first, last = (1, 2, 3), (STEPS - 2, STEPS - 1, STEPS)
+    print({name: [round(steps[step][name], 4) for step in steps] for name in (REWARD, "critic/vf_loss")})
+    assert mean(steps, REWARD, last) > mean(steps, REWARD, first) + 0.25
+    assert mean(steps, "critic/vf_loss", last) < mean(steps, "critic/vf_loss", first) / 3
+    assert mean(steps, "critic/values/mean", last) == pytest.approx(mean(steps, REWARD, last), abs=0.15)
+    assert max(steps[step][DIFFERENCE] for step in steps) < 1e-5
+    assert min(steps[step]["critic/grad_norm"] for step in steps) > 0
+
+
+@pytest.mark.torchrun
+def test_ppo_with_a_critic_and_a_reference_trains_and_resumes(folder: Path) -> None:
+    """The reference is the actor of the first step; a resumed critic is the one that was saved."""
+    steps = trained(folder, "one", 1, STEPS, *REFERENCE, f"trainer.save_freq={STEPS}")
+    rises(steps)
+    assert abs(steps[1][KL]) < 1e-6
+    assert steps[STEPS][KL] > 1e-3
+    for role in ("actor", "critic"):
+        assert (folder / "one" / f"global_step_{STEPS}" / role / "megascend").is_dir()
+    after = trained(folder, "one", 1, STEPS + 2, *REFERENCE, f"trainer.save_freq={STEPS}")
+    assert sorted(after) == [STEPS + 1, STEPS + 2]
+    for each in after.values():
+        assert each[REWARD] == pytest.approx(mean(steps, REWARD, (STEPS - 1, STEPS)), abs=0.15)
+        assert each["critic/values/mean"] == pytest.approx(each[REWARD], abs=0.2)
+        assert each[KL] > 1e-3
+
+
+@pytest.mark.torchrun
+def test_actor_and_critic_may_have_different_layouts(folder: Path) -> None:
+    """On two ranks the actor is data parallel, and its critic tensor parallel."""
+    rises(trained(folder, "two", 2, STEPS, "critic.megatron.tensor_model_parallel_size=2"))
+
+
+GRPO, GAE = "algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"
+CASES: list[tuple[list[str], dict[str, str]]] = [
+    (["model_engine=megatron", GRPO], {"actor_rollout": "global_pool"}),
+    (["model_engine=megatron", GAE], {"actor_rollout": "global_pool", "critic": "critic_pool"}),
+    (["model_engine=megatron", GRPO, *REFERENCE], {"actor_rollout": "global_pool", "ref": "ref_pool"}),
+    (
+        ["model_engine=megatron", GRPO, *REFERENCE, "actor_rollout_ref.model.lora.rank=8"],
+        {"actor_rollout": "global_pool"},
+    ),
+    (["model_engine=dp", GAE, *REFERENCE], {"actor_rollout_ref": "global_pool", "critic": "global_pool"}),
+]
+POOLS = """
+import json, sys
+from pathlib import Path
+import verl
+from hydra import compose, initialize_config_dir
+from verl.trainer.ppo.v1 import get_trainer_cls
+
+found = []
+with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+    for overrides in json.loads(sys.argv[1]):
+        config = compose("ppo_trainer", overrides=overrides)
+        trainer = object.__new__(get_trainer_cls(config.trainer.v1.trainer_mode))
+        trainer.config = config
+        trainer._init_resource_pool_mgr()
+        manager = trainer.resource_pool_manager
+        assert manager.get_n_gpus() == config.trainer.n_gpus_per_node
+        assert {str(role) for role in trainer.role_worker_mapping} <= {str(role) for role in manager.mapping}
+        found.append({str(role): pool for role, pool in manager.mapping.items()})
+print(json.dumps(found))
+"""
+
+
+def test_what_has_a_pool_of_its_own(tmp_path: Path) -> None:
+    """A critic or a reference model on Megatron-Core; with LoRA there is none, and verl's other engines stay where they are."""
+    done = python(["-c", POOLS, json.dumps([settings for settings, _ in CASES])], tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [{role: pool for role, pool in each.items() if role != "rm"} for each in found] == [of for _, of in CASES]
