@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,9 +30,6 @@ PLAIN = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,), "min_p
 """Parameters of a request that must have one of these values."""
 TAKEN = {*PLAIN, "temperature", "logprobs", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "seed"}
 
-_WATCH = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGTERM)"
-"""Ends a process group when the process that holds the other end of its input is gone, however it ended."""
-
 
 class RolloutServer:
     """Made an actor by Ray; see :class:`megascend.integrations.verl.rollout.Replica`.
@@ -51,7 +46,6 @@ class RolloutServer:
         self._stop = tuple(stop_token_ids)
         self._engine: InferenceEngine | None = None
         self._process: VllmProcess | None = None
-        self._watch: subprocess.Popen[bytes] | None = None
         self._steps: dict[int, int | None] = {0: None}
         """verl's step of each version that was in force."""
 
@@ -104,9 +98,6 @@ class RolloutServer:
                 *(["--enforce-eager"] if settings.eager else []),
                 *settings.options,
             ],
-        )
-        self._watch = subprocess.Popen(
-            [sys.executable, "-c", _WATCH, str(self._process.pid)], stdin=subprocess.PIPE, start_new_session=True
         )
         await asyncio.to_thread(self._process.wait_until_listening, START_S)
         engine = VllmEngine(
@@ -228,7 +219,4 @@ class RolloutServer:
             await self._engine.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
-        if self._watch is not None:
-            self._watch.kill()
-            self._watch.wait()
-        self._engine = self._process = self._watch = None
+        self._engine = self._process = None

@@ -19,6 +19,7 @@ import megascend.errors
 import weightwire.errors
 from megascend.errors import EngineError, EngineLostError, MegascendError
 from megascend.rollout.engines.base import Sampling
+from megascend.rollout.engines.guarded import GuardedProcess
 
 KILL_AFTER_S = 10.0
 
@@ -84,15 +85,11 @@ class ChildProcess:
         command = [sys.executable, "-m", "megascend.rollout.engines.local_service", str(model), json.dumps(settings)]
         try:
             # An interactive Ctrl-C is for the trainer, which ends this process when it has saved.
-            self._process = subprocess.Popen(
-                [*command, str(requests), str(answers)],
-                pass_fds=(requests, answers),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._guarded = GuardedProcess([*command, str(requests), str(answers)], descriptors=(requests, answers))
         finally:
             os.close(requests)
             os.close(answers)
+        self._process = self._guarded.process
         self._requests = os.fdopen(own_requests, "w")
         self._answers = os.fdopen(own_answers)
         self._lock = threading.Lock()
@@ -143,6 +140,7 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._guarded.release()
         self._reader.join()
         self._answers.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from megascend.errors import ConfigError, EngineError, EngineLostError
+from megascend.rollout.engines.guarded import GuardedProcess
 
 MODULE = "weightwire.vllm"
 ON_A_CPU = {
@@ -35,6 +36,8 @@ TAIL = 3000
 
 class VllmProcess:
     """A server of vLLM on this machine, with processes of its own that end with it. A context manager.
+
+    They end, too, when this process is gone without having closed it, as one that was killed.
 
     Args:
         python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` makes one).
@@ -74,19 +77,18 @@ class VllmProcess:
             **({} if key_file is None else {"WEIGHTWIRE_KEY_FILE": str(key_file)}),
         }
         self._variables.pop("WEIGHTWIRE_KEY", None)
-        self._process = self._start()
+        self._guarded = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> GuardedProcess:
         self.port = self._port or _free_port()
         with self._log.open("wb") as output:
-            return subprocess.Popen(
-                [*self._command, "--port", str(self.port)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._variables,
-                start_new_session=True,  # its workers can then be ended with it
+            return GuardedProcess(
+                [*self._command, "--port", str(self.port)], output=output, environment=self._variables
             )
+
+    @property
+    def _process(self) -> subprocess.Popen[bytes]:
+        return self._guarded.process
 
     @property
     def address(self) -> str:
@@ -118,7 +120,8 @@ class VllmProcess:
             except EngineLostError:
                 if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace"):
                     raise
-                self._process = self._start()  # somebody was faster
+                self._guarded.release()
+                self._guarded = self._start()  # somebody was faster
             with socket.socket() as probe:
                 probe.settimeout(1.0)
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -138,6 +141,7 @@ class VllmProcess:
             except subprocess.TimeoutExpired:
                 continue
         self._process.wait()
+        self._guarded.release()
 
     def __enter__(self) -> Self:
         return self
