@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +21,7 @@ from megascend.config import Adam, Lora
 from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import AdapterTrainable, Engine, Receivers
-from megascend.errors import ConfigError, MegascendError
+from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.step.checks import check_samples, require_head
 from megascend.step.step import Step
 from megascend.topology.topology import Topology
@@ -173,6 +174,9 @@ class Backend:
             LossFunctionError: on every rank, if the loss raised on any, with its traceback; its adapters keep the gradients
                 of earlier calls, the model itself has lost those accumulated since the last :meth:`optimizer_step`.
             ConfigError: the loss is unknown, or gradients were reduced already (``overlap_grad_reduce``).
+            OutOfDeviceMemoryError: on every rank, if memory ran out on any of several that do not wait for one another (data
+                parallel ones, with adapters on a dense model of Megatron's); no gradient has been added.
+            torch.OutOfMemoryError: memory ran out, and this is the only rank, or others may be waiting for it.
         """
         try:
             resolved = resolve(loss)
@@ -184,7 +188,8 @@ class Backend:
         except ConfigError as error:
             agree("forward_backward", self.groups, problem=error)
             raise
-        return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, wanted)
+        with self._freeing():
+            return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, wanted)
 
     def optimizer_step(
         self,
@@ -206,6 +211,7 @@ class Backend:
         Raises:
             ConfigError: a named adapter does not exist, none has accumulated gradients, ``adam`` names one that makes no step, or
                 both ``adam`` and ``lr`` are given.
+            OutOfDeviceMemoryError: on every rank, if adapters' moments have no room on any; nothing has changed.
         """
         trainable = self.engine.trainable
         named = "" if adapters is None else repr([adapters] if isinstance(adapters, str) else list(adapters))
@@ -218,10 +224,13 @@ class Backend:
                 raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}; the step is for {chosen}")
             if settings and lr is not None:
                 raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
+            if trainable.frozen:  # last, and before any rank has changed anything
+                self._adapters().make_room(chosen)
             return chosen
 
         own = f", adam={settings}" if settings else "" if lr is None else f", lr={lr!r}"
-        chosen = self._together(f"optimizer_step({named}{own}){trainable.describe()}", choose)
+        with self._freeing():
+            chosen = self._together(f"optimizer_step({named}{own}){trainable.describe()}", choose)
         result = self._adapters().step(chosen, settings) if settings else trainable.step(chosen, lr=lr)
         self.groups.monitor.step = self.step_count + 1
         return result
@@ -261,8 +270,17 @@ class Backend:
         elif found := self.engine.trainable.with_gradients():
             self._adapters().discard(found) if self.engine.trainable.frozen else self.engine.trainable.abandon()
 
+    @contextmanager
+    def _freeing(self) -> Iterator[None]:
+        """After an error of all ranks that memory has no room, give back what the allocator has kept."""
+        try:
+            yield
+        except OutOfDeviceMemoryError:
+            self.platform.free_cached_memory()
+            raise
+
     def recover_memory(self) -> bool:
-        """Make room after a call that has run out of the device's memory, and drop what it has left half done.
+        """Make room after a call that has raised torch.OutOfMemoryError, and drop what it has left half done.
 
         Returns:
             Whether other calls may follow: False with several ranks, which may be waiting for this one in a collective.
@@ -290,7 +308,8 @@ class Backend:
             adapter: the adapter of samples that do not name theirs; without either, the base model alone.
             reference: the base model alone for all samples, whatever adapter they name.
         """
-        return self._step.forward(samples, entropy, logits, adapter, reference)
+        with self._freeing():
+            return self._step.forward(samples, entropy, logits, adapter, reference)
 
     def values(
         self, samples: Sequence[Sample], adapter: str | None = None, reference: bool = False
@@ -326,10 +345,12 @@ class Backend:
 
         Raises:
             ConfigError: the name is taken or not allowed, a limit is reached, or a target does not exist.
+            OutOfDeviceMemoryError: on every rank, if it has no room on any, with its gradients and moments.
         """
         settings = lora or Lora()
         self._together(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().check(name, settings))
-        self._adapters().add(name, settings)
+        with self._freeing():
+            self._adapters().add(name, settings)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter and what it has accumulated; frees its memory.
@@ -374,9 +395,9 @@ class Backend:
 
         Raises:
             ConfigError: as :meth:`add_adapter`.
-            CheckpointError: on every rank; nothing has been added or replaced then.
+            CheckpointError, OutOfDeviceMemoryError: on every rank; nothing has been added or replaced then.
         """
-        with self.groups.monitor.phase("load adapter"):
+        with self.groups.monitor.phase("load adapter"), self._freeing():
             replacing = ", replace=True" if replace else ""
             call = f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=}{replacing})"
             self._together(call, self._adapters)

@@ -4,6 +4,7 @@ One run per layout trains the same two tenants again and again: once in health, 
 (or a third) can fail. After every way tenant b must be where it was in health.
 """
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -19,10 +20,12 @@ from megascend import (
     DataError,
     Lora,
     LossFunctionError,
+    OutOfDeviceMemoryError,
     Parallel,
     Sample,
     Schedule,
 )
+from megascend.lora.adapter import Adapter
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
@@ -180,6 +183,71 @@ def memory_runs_out(backend):
     healthy(backend)
 
 
+def no_room_for_a_step(backend):
+    """On the last rank, for tenant a: nothing changes on any, and either step can be made afterwards."""
+    backend.forward_backward(samples_of(backend), loss)
+    before = {name: exact(adapter) for name, adapter in backend.adapters.items()}
+    with full_for("a", backend), pytest.raises(OutOfDeviceMemoryError, match="no room for this request"):
+        backend.optimizer_step()
+    assert {name: exact(adapter) for name, adapter in backend.adapters.items()} == before
+    with full_for("a", backend):
+        assert list(backend.optimizer_step("b").adapters) == ["b"]
+    assert list(backend.optimizer_step().adapters) == ["a"]
+
+
+def no_room_for_an_adapter(folder):
+    def fails(backend):
+        if not (folder / "saved").exists():
+            backend.save_adapter("a", folder / "saved")
+        with full_for("c", backend):
+            for make in (
+                lambda: backend.add_adapter("c", Lora(rank=4)),
+                lambda: backend.load_adapter("c", folder / "saved"),
+            ):
+                with pytest.raises(OutOfDeviceMemoryError, match="no room for this request"):
+                    make()
+                assert list(backend.adapters) == ["a", "b"]
+        healthy(backend)
+
+    return fails
+
+
+@contextlib.contextmanager
+def full_for(name, backend):
+    """Memory has no room for this adapter's moments on the last rank."""
+    room, moments = Adapter.make_room, Adapter.moments
+
+    def unless_full(make):
+        def made(adapter):
+            if adapter.name == name and backend.rank == backend.world_size - 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return make(adapter)
+
+        return made
+
+    Adapter.make_room, Adapter.moments = unless_full(room), unless_full(moments)
+    try:
+        yield
+    finally:
+        Adapter.make_room, Adapter.moments = room, moments
+
+
+def test_a_step_finds_its_moments_and_allocates_nothing_for_good(dense):
+    def on_rank():
+        backend = make_backend(dense)
+        for name, lora in LORAS.items():
+            backend.add_adapter(name, lora)
+        assert all(one._moments is not None for one in backend.adapters.values())
+        before = {name: [moment.data_ptr() for moment in one.moments()] for name, one in backend.adapters.items()}
+        assert [one.taken for one in backend.adapters.values()] == [0, 0]
+        healthy(backend)
+        assert [one.taken for one in backend.adapters.values()] == [1, 1]
+        after = {name: [moment.data_ptr() for moment in one.moments()] for name, one in backend.adapters.items()}
+        return before == after and all(moment.any() for one in backend.adapters.values() for moment in one.moments())
+
+    assert run_distributed(on_rank, 1, init=False) == [True]
+
+
 def removed_before_its_step(backend):
     backend.forward_backward(samples_of(backend), loss)
     backend.remove_adapter("a")
@@ -304,7 +372,14 @@ def test_nothing_that_befalls_one_tenant_changes_another(dense, tmp_path, world_
         if backend.rank == 0:
             folder.mkdir()
         expected = after(backend, healthy)
-        ways = [healthy, *LEAVE_A_ALONE, files_fail(folder), *([memory_runs_out] if world_size == 1 else [])]
+        ways = [
+            healthy,
+            *LEAVE_A_ALONE,
+            no_room_for_a_step,
+            no_room_for_an_adapter(tmp_path / "room"),
+            files_fail(folder),
+        ]
+        ways += [memory_runs_out] if world_size == 1 else []
         changed = [way.__name__ for way in ways if after(backend, way) != expected]
         for way in [*BEFALL_A, a_poisoned_adapter_is_not_saved(tmp_path)]:
             of_b, of_a = after(backend, way)

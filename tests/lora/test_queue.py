@@ -337,6 +337,28 @@ def test_without_room_all_ends_where_other_ranks_may_wait_and_where_a_step_may_b
         assert future._error is not None
 
 
+def test_a_step_without_room_fails_alone_and_drops_its_gradients(queue, backend):
+    make = backend.optimizer_step
+
+    def unless_full(adapters):
+        if "b" in adapters:
+            raise OutOfDeviceMemoryError("no room for moments")
+        return make(adapters)
+
+    backend.optimizer_step = unless_full
+    for name in "ab":
+        queue.forward_backward(name, [sample(1, weight=2.0)])
+    steps = {name: queue.optimizer_step(name) for name in "ab"}
+    assert steps["a"].result().grad_norm == 2.0
+    with pytest.raises(OutOfDeviceMemoryError, match="no room for moments"):
+        steps["b"].result()
+    assert backend.adapters["b"].grads_seen == 0
+    assert "recover_memory" not in [call[0] for call in verbs(backend)], "all ranks know, and nothing is half done"
+    backend.optimizer_step = make
+    queue.forward_backward("b", [sample(1, weight=3.0)])
+    assert queue.optimizer_step("b").result().grad_norm == 3.0
+
+
 @pytest.mark.parametrize("bad", [BAD, HIDDEN])
 @pytest.mark.parametrize("early", [True, False], ids=["before the failure", "after the failure"])
 def test_all_up_to_the_next_step_fails_then_the_adapter_goes_on(queue, backend, bad, early):

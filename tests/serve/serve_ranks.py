@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,28 +19,40 @@ KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob", "mallo
 DEADLINE_S = 400.0
 
 
-def run_service(settings: ServeConfig, folder: Path) -> None:
+def run_service(settings: ServeConfig, folder: Path, before: Callable[[], None]) -> None:
     """What every rank does."""
     from megascend.serve.server import serve
 
+    before()
     keys = {digest_of(key): name for name, key in KEYS.items()}
     address = folder / "address"
     serve(settings, keys, lambda found: address.write_text(found) and None, (folder / "stop").exists)
 
 
+def nothing() -> None:
+    """See :func:`service`."""
+
+
 @contextmanager
-def service(settings: ServeConfig, ranks: int, folder: Path, deadline_s: float = DEADLINE_S) -> Iterator[str]:
+def service(
+    settings: ServeConfig,
+    ranks: int,
+    folder: Path,
+    deadline_s: float = DEADLINE_S,
+    before: Callable[[], None] = nothing,
+) -> Iterator[str]:
     """The address of a service that runs in here.
 
     Args:
         deadline_s: after which its ranks are killed, and the test fails.
+        before: what each rank does first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            run_distributed(run_service, ranks, settings, folder, timeout_s=deadline_s, init=False)
+            run_distributed(run_service, ranks, settings, folder, before, timeout_s=deadline_s, init=False)
         except BaseException as error:  # noqa: BLE001  raised below
             failures.append(error)
 

@@ -97,7 +97,7 @@ class HangMonitor:
         self._background: dict[int, PhaseStack] = {}
         self._watchdog = Watchdog(rank, self._main, lambda: self._describe(self._main, 0), self._speak_last, timeout_s)
         self._failure: Failure | None = None
-        self._told: BaseException | None = None
+        self._told: int | None = None  # its id: what an error holds, such as a device's memory, is not ours to keep
         self._explaining = self._ended = False
         self._faults = _armed_faults(rank, attempt)
         self._heartbeat: Heartbeat | None = None
@@ -162,6 +162,7 @@ class HangMonitor:
             self._counts[phase.name] = self._counts.get(phase.name, 0) + 1
             if stack is self._main:
                 self._failure = None  # whatever it was, this rank has gone on
+        self._told = None
         phase.since = stack.since = time.monotonic()
         stack.phases.append(phase)
         stack.generation += 1
@@ -179,7 +180,7 @@ class HangMonitor:
         """This thread leaves ``phase``; see :meth:`phase`."""
         stack = self._stack()
         try:
-            if error is not None and error is not self._told:
+            if error is not None and id(error) != self._told:
                 self._failed(phase, stack, error)
         finally:
             stack.phases.pop()
@@ -309,7 +310,7 @@ class HangMonitor:
         text = f"{type(error).__name__}: {shorten(str(error))}"
         outer = self._stack().phases[0].name
         self._failure = Failure(of_step(phase.label, self.step), outer, text, is_secondary(error))
-        self._told = error
+        self._told = id(error)
         self._publish()
 
     def _publish(self) -> None:

@@ -181,7 +181,19 @@ class AdapterTrainable(Trainable, Protocol):
         ...
 
     def add(self, name: str, lora: Lora) -> None:
-        """A new adapter whose output is 0."""
+        """A new adapter whose output is 0. Collective.
+
+        Raises:
+            OutOfDeviceMemoryError: on every rank: some rank has no room.
+        """
+        ...
+
+    def make_room(self, names: Sequence[str]) -> None:
+        """Allocate what a step of these adapters needs. Local.
+
+        Raises:
+            OutOfDeviceMemoryError: there is no room.
+        """
         ...
 
     def forget(self, name: str) -> None:
@@ -310,6 +322,17 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of what the engine has changed in the process. The object is of no use afterwards."""
         ...
+
+
+class ApartEngine(Engine, Protocol):
+    """An engine that knows whether ranks meet in :meth:`run`.
+
+    Attributes:
+        apart: they do not, with this model and layout; the others need not wait when one gives up.
+    """
+
+    @property
+    def apart(self) -> bool: ...
 
 
 class CachingEngine(Engine, Protocol):

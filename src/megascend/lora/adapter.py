@@ -90,6 +90,16 @@ class Adapter:
             self._moments = torch.zeros_like(self.values), torch.zeros_like(self.values)
         return self._moments
 
+    def make_room(self) -> None:
+        """Allocate what a step needs, which must not run out of memory half way.
+
+        What it needs for a moment goes back to the allocator, where the step will find it: AdamW that is not fused has two
+        vectors as large as the adapter at a time, the norm one, and both a few numbers.
+        """
+        self.moments()
+        for_a_moment = [torch.empty_like(self.grads) for _ in range(2)]
+        for_a_moment += [self.grads.new_empty(1) for _ in range(8)]
+
     @property
     def taken_count(self) -> Tensor:
         """:attr:`taken` as a float32 scalar, which AdamW counts on: on the device where that is one kernel, else on the CPU."""

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
+from megascend.distributed.memory import with_room, with_room_everywhere
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDeviceMemoryError
 from megascend.lora.adapter import Adapter
 from megascend.lora.adapter_io import COUNTERS, SavedAdapter, read, write
 from megascend.lora.base_weights import check_base_weights
@@ -134,6 +134,10 @@ class AdapterSet:
     def require(self, names: str | Sequence[str]) -> None:
         self.named(names)
 
+    def make_room(self, names: Sequence[str]) -> None:
+        for adapter in self.named(names):
+            with_room(adapter.make_room, self._groups.rank)
+
     def discard(self, names: str | Sequence[str]) -> None:
         for adapter in self.named(names):
             adapter.clear()
@@ -143,8 +147,14 @@ class AdapterSet:
         return [self.registry[name] for name in dict.fromkeys([names] if isinstance(names, str) else names)]
 
     def add(self, name: str, lora: Lora) -> None:
-        """A new adapter, as :meth:`AdapterRegistry.create` makes it."""
-        self.registry.add(self.registry.create(name, lora))
+        """A new adapter, as :meth:`AdapterRegistry.create` makes it, with all that it needs to train. Collective."""
+
+        def make() -> Adapter:
+            adapter = self.registry.create(name, lora)
+            adapter.make_room()
+            return adapter
+
+        self.registry.add(with_room_everywhere(make, self._groups, f"adapter {name!r}"))
 
     def collect_whole(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
         """An adapter, whole and on the CPU, on rank 0; None on the others. Collective.
@@ -201,17 +211,27 @@ class AdapterSet:
         raise_on_all_ranks(problem, self._groups, f"whether {path} can be read")
         assert saved is not None
         settings = settings_of(saved, lora, self.registry.projections, path)
-        adapter = self.registry.create(name, settings)
+        adapter = None
+        self.registry.check(name, settings)
         try:
-            scatter(saved.values, adapter, adapter.values, self._shape_groups)
-            if saved.moments is not None:
-                first, second = torch.zeros_like(adapter.values.detach()), torch.zeros_like(adapter.values.detach())
-                scatter(saved.moments[0], adapter, first, self._shape_groups)
-                scatter(saved.moments[1], adapter, second, self._shape_groups)
-                adapter.restore(first, second, saved)
+            adapter = with_room(lambda: self._restored(name, settings, saved), self._groups.rank)
         except CheckpointError as error:
             problem = CheckpointError(f"{path}: {error} (rank {self._groups.rank})")
+        except OutOfDeviceMemoryError as error:
+            problem = error
         raise_on_all_ranks(problem, self._groups, f"whether {path} fits")
+        assert adapter is not None
+        return adapter
+
+    def _restored(self, name: str, settings: Lora, saved: SavedAdapter) -> Adapter:
+        """A new adapter as it was saved. Without an optimizer's state, its moments wait for a step: a sampler's need none."""
+        adapter = self.registry.create(name, settings)
+        scatter(saved.values, adapter, adapter.values, self._shape_groups)
+        if saved.moments is not None:
+            moments = adapter.moments()
+            for moment, values in zip(moments, saved.moments, strict=True):
+                scatter(values, adapter, moment, self._shape_groups)
+            adapter.restore(*moments, saved)
         return adapter
 
     def factors(self, name: str, *, everywhere: bool = False) -> tuple[Lora, dict[str, Factors]] | None:

@@ -27,9 +27,9 @@ SMALL_REQUESTS = 64
 class Backend(Protocol):
     """What the queue needs of a backend.
 
-    The methods raise DataError or ConfigError on all ranks, and then have changed nothing: no gradient, no parameter.
-    ``shard`` returns the very objects that it was given. ``check_samples`` and ``discard_gradients`` are local. After a call
-    that ran out of the device's memory, ``recover_memory`` says whether others may follow.
+    The methods raise DataError, ConfigError or OutOfDeviceMemoryError on all ranks, and then have changed nothing: no
+    gradient, no parameter. ``shard`` returns the very objects that it was given. ``check_samples`` and ``discard_gradients`` are
+    local. After torch.OutOfMemoryError, ``recover_memory`` says whether other calls may follow.
     """
 
     @property
@@ -250,20 +250,22 @@ class AdapterQueue:
     def _run(self, unit: Sequence[_Waiting]) -> None:
         """Run a unit; if the backend refuses it, run its requests one by one, so that only the culprit fails."""
         problem: Exception | None = None
+        recover = False
         try:
             values = self._call(unit)
-        except (DataError, ConfigError) as error:
+        except (DataError, ConfigError, OutOfDeviceMemoryError) as error:
             problem = error
         except torch.OutOfMemoryError as error:
             if unit[0].kind == "optimizer_step":  # some adapters may have made theirs
                 raise
             problem = OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
+            recover = True
         else:
             for waiting, value in zip(unit, values, strict=True):
                 waiting.future._finish(value)
             return
         # Only here has the error let go of the call's tensors.
-        if isinstance(problem, OutOfDeviceMemoryError) and not self._backend.recover_memory():
+        if recover and not self._backend.recover_memory():
             raise problem
         if len(unit) > 1:
             for waiting in unit:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,10 @@ from megascend.batch.normalizer import LossNormalizer
 from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
+from megascend.distributed.memory import with_room_everywhere
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
-from megascend.errors import DataError, LossFunctionError, MegascendError
+from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
 from megascend.kernels.host_copy import to_device
 from megascend.step.checks import check_fields, check_pairs, check_samples, require_head
 from megascend.step.context_sum import context_sum
@@ -28,6 +30,7 @@ from megascend.step.progress import OnMicroBatch, progress
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 
 ROWS = 512
 """Tokens whose whole logits are on the host at a time."""
@@ -66,7 +69,6 @@ class Step:
             call = f"forward_backward({loss.describe()}{f', {wanted}=True' if wanted else ''}){trainable.describe()}"
             plan, names, agreed = self._plan(call, samples, loss, adapter)
             normalizer = self._normalizer(agreed, loss)
-            batches = self._build(samples, plan, names, normalizer.names, loss)
             counted = progress(
                 self._groups.monitor, on_micro_batch, agreed.micro_batches, self._topology.virtual_pipeline
             )
@@ -78,9 +80,15 @@ class Step:
                     kept.append(of_tokens.detach())
                 return total, figures
 
+            def run(during: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
+                batches = self._build(samples, plan, names, normalizer.names, loss)
+                during.enter_context(trainable.applying(normalizer.names))
+                during.enter_context(counted)
+                return batches, engine.run(batches, differentiated, forward_only=False)
+
             try:
-                with trainable.applying(normalizer.names), counted:
-                    stored = engine.run(batches, differentiated, forward_only=False)
+                with ExitStack() as during:
+                    batches, stored = self._run(run, during, call)
                     metrics, values = self._reduce_metrics(stored, normalizer)
                     found = self._of_samples({wanted: kept}, batches, plan, len(samples)) if wanted else {}
                     self._add_up() if keep else trainable.abandon()  # last: what fails before it has added nothing
@@ -167,9 +175,15 @@ class Step:
         with self._groups.monitor.phase("forward only"):
             plan, of_samples, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
             order = list(agreed.counts)
-            batches = self._build(samples, plan, of_samples, order, None)
-            with engine.evaluating(), trainable.applying(order):
-                stored = engine.run(batches, stored_scores, forward_only=True)
+
+            def run(during: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
+                batches = self._build(samples, plan, of_samples, order, None)
+                during.enter_context(engine.evaluating())
+                during.enter_context(trainable.applying(order))
+                return batches, engine.run(batches, stored_scores, forward_only=True)
+
+            with ExitStack() as during:
+                batches, stored = self._run(run, during, call)
             values = {name: [item[name] for item in stored] for name in names}
             return self._of_samples(values, batches, plan, len(samples))
 
@@ -212,6 +226,23 @@ class Step:
             if everywhere and self._topology.pipeline > 1:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
+
+    def _run(self, run: Callable[[ExitStack], T], during: ExitStack, call: str) -> T:
+        """``run``, in which memory may run out; where ranks do not wait for one another in it, that is an error of them all.
+
+        Args:
+            during: keeps contexts that ``run`` enters.
+
+        Raises:
+            OutOfDeviceMemoryError: on every rank: it has run out on one.
+        """
+        if self._topology.world_size == 1 or not getattr(self._engine, "apart", False):
+            return run(during)
+        try:
+            return with_room_everywhere(lambda: run(during), self._groups, call)
+        except OutOfDeviceMemoryError:
+            self._engine.trainable.abandon()
+            raise
 
     def _add_up(self) -> None:
         """Have the gradients of the call count.

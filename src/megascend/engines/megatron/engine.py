@@ -255,6 +255,12 @@ class MegatronEngine:
         # Megatron divides by the micro batches and multiplies by CP; its DDP then divides by DP x CP, as adapters do.
         return micro_batches * self.topology.data, self.topology.context / micro_batches
 
+    @property
+    def apart(self) -> bool:
+        """See :class:`megascend.engines.base.ApartEngine`: copies of a frozen dense model, whose adapters meet in their step."""
+        topology = self.topology
+        return self.adapters is not None and topology.data == topology.world_size and not topology.is_moe
+
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         if self.graphs is not None and self._cached is None:
             return self.graphs.run(batches, on_output, forward_only=forward_only)
