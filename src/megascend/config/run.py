@@ -54,6 +54,17 @@ class TrainerConfig(Section):
             SETTINGS[old].warn()
         return renamed_keys(values) if isinstance(values, dict) else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _causal_models_only(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "head" in values:
+            raise ValueError(
+                f"head: {values['head']!r:.200} is a setting of backends, not of run files, which train causal language models: "
+                "reward models (loss bradley_terry) and critics (loss value) are trained by programs, "
+                'megascend.MegatronBackend(model, head="scalar"); see docs/data.md, "Reward models and critics"'
+            )
+        return values
+
     model: Path = Field(description="Hugging Face checkpoint directory")
     output: Path = Field(description="run directory: metrics.jsonl, plot, TensorBoard log, export")
     steps: Size = Field(100, description="optimizer steps")

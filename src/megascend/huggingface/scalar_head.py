@@ -75,7 +75,8 @@ def find(
         if there is not None:
             raise CheckpointError(
                 f"{model_dir}: {there} is the head of a sequence or token classifier (a reward model, a critic): give the "
-                "backend head='scalar', or train a checkpoint of a ...ForCausalLM class"
+                "backend head='scalar', or train a checkpoint of a ...ForCausalLM class. Run files train the latter only; "
+                'docs/data.md, "Reward models and critics", shows a program'
             )
         return None
     if head != "scalar":

@@ -144,6 +144,7 @@ ENVIRONMENTS = {
     "a switch in words": command("show-config run.yaml", says="MEGASCEND_DEBUG | boolean", MEGASCEND_DEBUG="maybe"),
 }  # fmt: skip
 RL = {
+    "a head": command("rl rl.yaml --set head=scalar", says="head: 'scalar' | not of run files | docs/data.md"),
     "a run file of train": command("rl run.yaml", says="rollout: required"),
     "a run file of rl": command("train rl.yaml", says="rollout: unknown setting"),
     "no prompts": rl("rollout.prompts=nowhere.jsonl", says="no prompts at | nowhere.jsonl"),

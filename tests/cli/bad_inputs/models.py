@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
+from safetensors.numpy import load_file, save_file
+
 from bad_inputs.row import UNREADABLE, Bad, words
 
 INDEX = "model.safetensors.index.json"
@@ -66,6 +69,14 @@ def one_token(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+def reward_model(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
+    weights.pop("lm_head.weight", None)
+    save_file(weights | {"score.weight": numpy.zeros((1, hidden), numpy.float32)}, folder / "model.safetensors")
+    configured(architectures=["Qwen3ForSequenceClassification"], num_labels=1)(folder)
+
+
 MODELS = {
     "nothing there": Bad(words("model: | nowhere | is not a directory"), ("train", "run.yaml", "--set", "model=nowhere")),
     "a file": Bad(words("model: | data.jsonl | is not a directory"), ("train", "run.yaml", "--set", "model=data.jsonl")),
@@ -90,6 +101,7 @@ MODELS = {
     "negative heads": model("config.json | num_attention_heads | -4", configured(num_attention_heads=-4)),
     "another vocabulary": model("(320, 32) | (999, 32) | different models", configured(vocab_size=999)),
     "text part in words": model("config.json | text_config | 'x'", configured(text_config="x")),
+    "a reward model": model("score.weight is the head of | Run files | docs/data.md", reward_model),
     "no weights": model("neither model.safetensors nor", removed("model.safetensors")),
     "weights of torch": model(
         "neither model.safetensors nor | converted first", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")

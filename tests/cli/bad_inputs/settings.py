@@ -48,6 +48,7 @@ RUN_FILES = {
 KEYS = {
     "unknown": settings("stepps=1", says="stepps: unknown setting (value 1)"),
     "unknown in a section": settings("optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1)"),
+    "a head": settings("head=scalar", says="head: 'scalar' | not of run files | bradley_terry | docs/data.md"),
     "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
     "a section that is a number": settings("optimizer=3", says="optimizer: a section of settings | 3"),
     "a section that is nothing": settings("optimizer=", says="optimizer: a section of settings | None"),
