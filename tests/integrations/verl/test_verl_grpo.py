@@ -6,6 +6,7 @@ that the two give to every sampled token.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -59,6 +60,16 @@ LAYOUTS = {
 }
 
 
+def writing_below(folder: Path) -> list[int]:
+    """Processes whose output goes to a file there: a vLLM's, whatever they are called."""
+    found = []
+    for number in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{number}/fd/1").startswith(str(folder)):
+                found.append(number)
+    return found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reward_rises(folder: Path, layout: str) -> None:
     """And every token's probability is the same for the actor and for what sampled it, to 1e-5, in every step."""
@@ -69,8 +80,17 @@ def test_the_reward_rises(folder: Path, layout: str) -> None:
     name = layout.replace(" ", "-").replace(",", "")
     log = folder / f"{name}.jsonl"
     command = grpo_command(folder, name, ranks, STEPS, *settings)
-    done = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
+    engines = folder / f"{name}-engines"
+    engines.mkdir()
+    files = {"VERL_FILE_LOGGER_PATH": str(log), "TMPDIR": str(engines), "RAY_TMPDIR": "/tmp"}
+    done = python(command, folder, RL_DEADLINE_S, **files, **RAY)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    if "vLLM" in layout:
+        assert list(engines.glob("*/vllm.log"))
+    end = time.monotonic() + 60
+    while writing_below(engines):
+        assert time.monotonic() < end, "processes of the engine are left"
+        time.sleep(0.1)
     assert "verl's engine is megascend" in done.stdout
     steps = logged_steps(log)
     assert sorted(steps) == list(range(1, STEPS + 1))

@@ -131,6 +131,23 @@ def test_what_closing_leaves_is_ended_and_the_watcher_with_it(tmp_path: Path, se
     wait_for(lambda: not there(tmp_path), "processes are left")
 
 
+def test_a_program_starts_as_a_child_does(tmp_path: Path) -> None:
+    """With what it was given and nothing else: descriptors, signals, and a session of its own."""
+    from megascend.rollout.engines.guarded import GuardedProcess
+
+    report = "ls /proc/self/fd | wc -l; grep SigIgn /proc/self/status; ps -o sid= -p $$; echo $$"
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no /proc on this system: what a process has cannot be listed")
+    plain = subprocess.run(["sh", "-c", report], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    with (tmp_path / "out").open("wb") as output:
+        guarded = GuardedProcess(["sh", "-c", report], output=output)
+    assert guarded.process.wait(DEADLINE_S) == 0
+    guarded.release()
+    expected, found = plain.stdout.split("\n"), (tmp_path / "out").read_text().split("\n")
+    assert found[:2] == expected[:2]
+    assert int(found[2]) == int(found[3]) == guarded.process.pid
+
+
 def test_a_program_that_ends_by_itself_has_its_exit_code_and_no_watcher(tmp_path: Path, server: Path) -> None:
     from megascend.rollout.engines.guarded import GuardedProcess
 

@@ -32,6 +32,8 @@ def main() -> None:
         os._exit(0)
     os.waitpid(between, 0)
     os.close(pipe)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and so would the program
     try:
         os.execvp(command[0], command)
     except OSError as error:
