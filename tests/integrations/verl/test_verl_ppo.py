@@ -110,14 +110,21 @@ with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"
         manager = trainer.resource_pool_manager
         assert manager.get_n_gpus() == config.trainer.n_gpus_per_node
         assert {str(role) for role in trainer.role_worker_mapping} <= {str(role) for role in manager.mapping}
-        found.append({str(role): pool for role, pool in manager.mapping.items()})
+        found.append([manager.max_colocate_count, {str(role): pool for role, pool in manager.mapping.items()}])
 print(json.dumps(found))
 """
 
 
 def test_what_has_a_pool_of_its_own(tmp_path: Path) -> None:
-    """A critic or a reference model on Megatron-Core; with LoRA there is none, and verl's other engines stay where they are."""
-    done = python(["-c", POOLS, json.dumps([settings for settings, _ in CASES])], tmp_path)
+    """A critic or a reference model on Megatron-Core; with LoRA there is none, and verl's other engines stay where they are.
+
+    Beside both and a reward model, a device has room for four processes, and not for three.
+    """
+    crowded = ["model_engine=megatron", GAE, *REFERENCE, "reward.reward_model.enable=True"]
+    done = python(["-c", POOLS, json.dumps([*(settings for settings, _ in CASES), crowded])], tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [{role: pool for role, pool in each.items() if role != "rm"} for each in found] == [of for _, of in CASES]
+    found, four = found[:-1], found[-1]
+    assert [{role: pool for role, pool in each.items() if role != "rm"} for _, each in found] == [of for _, of in CASES]
+    assert {count for count, _ in found} == {3}
+    assert four[0] == 4

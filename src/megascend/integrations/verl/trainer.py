@@ -78,11 +78,12 @@ class SeparateRolesTrainer(PPOTrainerSync):
             self.role_worker_mapping[Role.ActorRollout] = worker
             self.mapping[Role.ActorRollout] = self.mapping[Role.RefPolicy] = pool
             self._share(Role.RefPolicy, shared)
-        manager = self.resource_pool_manager
+        manager, reward = self.resource_pool_manager, self.config.reward.reward_model
+        groups = 1 + len(shared) + bool(reward.enable and not reward.enable_resource_pool)
         self.resource_pool_manager = _Pools(
             resource_pool_spec=manager.resource_pool_spec,
             mapping=manager.mapping,
-            max_colocate_count=manager.max_colocate_count,
+            max_colocate_count=max(groups, manager.max_colocate_count),
         )
         self.resource_pool_manager.shared = shared
 
