@@ -150,6 +150,8 @@ FINE = (
             "root.setLevel(level)",
             "signal.signal(number, self._take_note)",
             "signal.signal(number, handler)",
+            # In a process that becomes another program at once.
+            "signal.signal(number, signal.SIG_DFL)",
         ],
         "until the block ends",
     )
