@@ -21,9 +21,11 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError
 from megascend.serve import futures, keys, reading, server, tenancy, wire
 from megascend.serve.body import MAX_CONTAINERS
+from megascend.serve.catalogue import MOST_DOWNLOADS
 from megascend.serve.elsewhere import ABSENT
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import new_session
+from megascend.serve.requests import LONGEST_S
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
@@ -313,6 +315,64 @@ def test_an_archive_holds_the_checkpoints_files_and_nothing_else(here, tmp_path)
 
 
 # --- keys ---
+
+
+def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
+    """Whoever reads slowly keeps a temporary file."""
+    model = here.alice.model()
+    here.alice.ask("save_weights", {"model_id": model, "path": "one"})
+    where = f"training_runs/{model}/checkpoints/weights/one/archive"
+    for _ in range(2 * MOST_DOWNLOADS):
+        assert here.alice.get(where).status_code == 200
+    assert here.service.downloads["alice"] == 0, "what was sent does not count"
+    monkeypatch.setattr("megascend.serve.catalogue.pack", lambda directory: 1 / 0)
+    assert here.alice.get(where).status_code == 500
+    assert here.service.downloads["alice"] == 0
+    monkeypatch.undo()
+    here.service.downloads["alice"] = MOST_DOWNLOADS
+    assert here.alice.get(where).status_code == 429
+    here.service.downloads["alice"] = 0
+    assert here.alice.get(where).status_code == 200
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2], [3, 4]], [[]], 5, "12", [1.5], [None], [True], [[1], 2]])
+def test_tokens_that_are_no_row_of_numbers_do_not_reach_the_ranks(here, tokens) -> None:
+    """A list among them would have ended the server: ranks compare tokens with the vocabulary."""
+    model = here.alice.model()
+    body = train_body(model, 1, 5, 6)
+    body["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = tokens
+    assert here.alice.ask("forward_backward", body)["category"] == "user"
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    sample = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    assert here.alice.ask("asample", sample)["category"] == "user"
+    assert not [call for call in here.backend.calls if call[0] == "forward_backward"]
+
+
+@pytest.mark.parametrize("stop", [5, {"a": 1}, 1.5, True, [None], ["\ud800"], ["x" * 1025], ["a"] * 65])
+def test_stops_that_ranks_could_not_look_for_are_refused(here, stop) -> None:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    wanted = {"max_tokens": 2, "stop": stop}
+    body = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": wanted}
+    made = here.client.post("/api/v1/asample", content=json.dumps(body), headers=here.alice.headers)
+    found = here.alice.fetch(made.json()["request_id"])
+    assert (found["category"], "stop" in found["error"]) == ("user", True)
+
+
+def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(here) -> None:
+    model = here.alice.model()
+    for settings in ({"self": 1.0}, {"clip_low_threshold": 10**400}, {"kl_coeff": -(10**400)}):
+        body = train_body(model, None, 5, 6)
+        body["forward_backward_input"]["loss_fn_config"] = settings
+        assert here.alice.ask("forward_backward", body)["category"] == "user"
+        step = {"model_id": model, "adam_params": {"learning_rate": 10**400}}
+        assert here.alice.ask("optim_step", step)["category"] == "user"
+    save = {"model_id": model, "path": "one", "ttl_seconds": 2**61}
+    assert "ttl_seconds" in here.alice.ask("save_weights", save)["error"]
+    assert here.alice.ask("save_weights", save | {"ttl_seconds": LONGEST_S})["type"] == "save_weights"
+    of_one = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
+    put = here.client.put(of_one, json={"ttl_seconds": 2**61}, headers=here.alice.headers)
+    assert put.status_code == 422
+    assert here.alice.get("checkpoints").status_code == 200
 
 
 def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch) -> None:

@@ -96,7 +96,7 @@ class Loss:
     settings: tuple[tuple[str, float], ...] = ()
     of: Literal["logprobs", "values"] = "logprobs"
 
-    def with_settings(self, **settings: float) -> Loss:
+    def with_settings(self, /, **settings: float) -> Loss:
         """This loss with keyword arguments of its function, such as ``ppo``'s ``clip_low``. Equal settings make equal losses.
 
         Raises:

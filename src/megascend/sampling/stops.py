@@ -19,15 +19,18 @@ def ends(tokens: Sequence[int], stops: Sequence[Stop], decode: Decode | None) ->
         tokens: of the response, not of its prompt.
         decode: token ids to text, with special tokens; needed for stops that are texts.
     """
-    return any(_ends(tokens, stop, decode) for stop in stops)
-
-
-def _ends(tokens: Sequence[int], stop: Stop, decode: Decode | None) -> bool:
-    if isinstance(stop, int):
-        return bool(tokens) and tokens[-1] == stop
-    if isinstance(stop, tuple):
-        return len(tokens) >= len(stop) and tuple(tokens[-len(stop) :]) == stop
+    if any(_ends(tokens, stop) for stop in stops if not isinstance(stop, str)):
+        return True
+    texts = [stop for stop in stops if isinstance(stop, str)]
+    if not texts:
+        return False
     assert decode is not None, "requests with texts are refused where there is no tokenizer"
     # No text takes more tokens than it has bytes; what came before was looked at after earlier tokens.
-    window = list(tokens[-(len(stop.encode()) + MARGIN) :])
-    return stop in decode(window)
+    window = decode(list(tokens[-(max(len(text.encode(errors="surrogatepass")) for text in texts) + MARGIN) :]))
+    return any(text in window for text in texts)
+
+
+def _ends(tokens: Sequence[int], stop: int | tuple[int, ...]) -> bool:
+    if isinstance(stop, int):
+        return bool(tokens) and tokens[-1] == stop
+    return len(tokens) >= len(stop) and tuple(tokens[-len(stop) :]) == stop

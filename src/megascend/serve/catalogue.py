@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from megascend.serve.answering import Json
 from megascend.serve.archive import pack
@@ -18,9 +20,12 @@ from megascend.serve.checkpoints import Record
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import CheckpointPath
 from megascend.serve.reading import read_json
-from megascend.serve.requests import integer, text
+from megascend.serve.requests import lifetime_of, text
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
+
+MOST_DOWNLOADS = 4
+"""Archives that a tenant is sent at a time: each is a temporary file until its client has read it."""
 
 Listing = Callable[[Service, Request, str], Awaitable[Response]]
 
@@ -146,7 +151,7 @@ async def unpublish(service: Service, request: Request, tenant: str) -> Response
 async def keep_for(service: Service, request: Request, tenant: str) -> Response:
     """Have a checkpoint expire some time from now, or never."""
     body = await read_json(request)
-    seconds = None if body.get("ttl_seconds") is None else integer(body, "ttl_seconds")
+    seconds = lifetime_of(body)
     expires = None if seconds is None else time.time() + seconds
     service.checkpoints.change(tenant, _path(request), expires=expires)
     return Response(status_code=204)
@@ -155,13 +160,34 @@ async def keep_for(service: Service, request: Request, tenant: str) -> Response:
 async def archive(service: Service, request: Request, tenant: str) -> Response:
     """The checkpoint's files in one archive (tar, gzip)."""
     record, directory = service.checkpoints.find(tenant, _path(request), public=True)
-    async with service.packing:
-        packed = await asyncio.to_thread(pack, directory)
-    headers = {"content-disposition": f'attachment; filename="{record.path.name}.tar.gz"'}
-    headers["content-length"] = str(packed.seek(0, 2))
-    packed.seek(0)
+    if service.downloads[tenant] >= MOST_DOWNLOADS:
+        raise RequestRefusedError(f"{MOST_DOWNLOADS} of your archives are being sent; one more has to wait", 429)
+    download = ExitStack()
+    service.downloads[tenant] += 1
+    download.callback(service.downloads.subtract, [tenant])
+    try:
+        async with service.packing:
+            packed = download.enter_context(await asyncio.to_thread(pack, directory))
+        headers = {"content-disposition": f'attachment; filename="{record.path.name}.tar.gz"'}
+        headers["content-length"] = str(packed.seek(0, 2))
+        packed.seek(0)
+    except BaseException:
+        download.close()
+        raise
     parts = iter(partial(packed.read, 2**18), b"")
-    return StreamingResponse(parts, media_type="application/gzip", headers=headers)
+    return _Download(download, parts, headers)
+
+
+class _Download(StreamingResponse):
+    """An archive, and what is to be given back when it has been sent, or its client has gone."""
+
+    def __init__(self, held: ExitStack, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(parts, media_type="application/gzip", headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
 
 
 async def list_sessions(service: Service, request: Request, tenant: str) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from megascend.serve.errors import RequestRefusedError
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 """What clients mean by a setting that they leave out."""
+LONGEST_S = 100 * 365 * 24 * 3600
+"""The longest time that a checkpoint can be asked to be kept for, other than for ever."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def adam_of(settings: Mapping[str, Any]) -> Adam:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"adam_params: {name} must be a number, got {str(value)[:60]!r}")
-        values[name] = float(value)
+        values[name] = as_float(value)
     if settings.get("type", "adamw") not in ("adamw", "adam"):
         raise ConfigError(f"optimizer {str(settings['type'])[:60]!r} is not here; this server has adamw")
     return Adam(
@@ -77,6 +80,37 @@ def adam_of(settings: Mapping[str, Any]) -> Adam:
         weight_decay=values["weight_decay"],
         max_grad_norm=max(values["grad_clip_norm"], 0.0),
     )
+
+
+def as_float(value: float) -> float:
+    """A number of a body, whose digits JSON does not bound; what no float can hold is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def is_text(value: str) -> bool:
+    """Whether a string of a body can be written in UTF-8. JSON can have halves of characters (surrogates), which cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def lifetime_of(body: Mapping[str, Any]) -> int | None:
+    """Seconds after which something may be removed; None: never.
+
+    Raises:
+        RequestRefusedError: 422; it is no whole number, or more than a date can say.
+    """
+    if body.get("ttl_seconds") is None:
+        return None
+    seconds = integer(body, "ttl_seconds")
+    if seconds > LONGEST_S:
+        raise RequestRefusedError(f"ttl_seconds must be at most {LONGEST_S}, or left out", 422)
+    return seconds
 
 
 def text(body: Mapping[str, Any], name: str) -> str:

@@ -14,6 +14,7 @@ from megascend.batch.losses import BUILT_IN, Loss, LossInputs
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
 from megascend.serve.provenance import with_ratio_mask
+from megascend.serve.requests import as_float
 from megascend.serve.wire import Datum
 
 POLICY = ("importance_sampling", "ppo", "cispo", "gspo", "dro", "stable_reinforce")
@@ -42,11 +43,11 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"loss_fn_config: {str(key)[:60]!r} must be a number")
-        number = float(value)
+        number = as_float(value)
         if key in ("clip_low_threshold", "clip_high_threshold"):
             key, number = ("clip_low", 1 - number) if key == "clip_low_threshold" else ("clip_high", number - 1)
         if not np.isfinite(number) or number < 0:
-            raise ConfigError(f"loss_fn_config: {key!r} cannot be {value}")
+            raise ConfigError(f"loss_fn_config: {key[:60]!r} cannot be {str(value)[:40]}")
         own[str(key)] = number
     return replace(BUILT_IN[name], reduction="sum").with_settings(**own)
 

@@ -13,13 +13,15 @@ from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams, Stop, TopLogprobs
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.prompt_targets import PromptTargets, json_of_tensor, message_of_tensor, targets_of
-from megascend.serve.requests import flag, integer
+from megascend.serve.requests import flag, integer, is_text
 from megascend.serve.wire import messages_of_client, tokens_of_json
 
 MAX_SAMPLES = 1024
 EMPTY = -99999.0
 """Log-probability of what is not there, where the likeliest tokens are one matrix."""
 MAX_STOPS = 64
+MAX_STOP = 1024
+"""Most characters of a text that ends a response: so many of its tokens are looked at after each new one."""
 MAX_TOP = 2**22
 """Most pairs of a token and its log-probability in the answer to one request."""
 
@@ -36,6 +38,8 @@ def sample_request_of(body: Mapping[str, Any], adapter: str | None, max_length: 
     """
     try:
         prompt = tokens_of_json(body["prompt"]).tolist()
+    except DataError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"the prompt cannot be read: {type(error).__name__}") from None
     params = body.get("sampling_params")
@@ -81,9 +85,15 @@ def _number(params: Mapping[str, Any], name: str, default: float) -> float:
 
 def _stops(value: Any) -> tuple[Stop, ...]:
     found = [value] if isinstance(value, str) else value if value is not None else []
-    kinds = all(isinstance(each, str) or (isinstance(each, int) and not isinstance(each, bool)) for each in found)
-    if not isinstance(found, list) or not kinds or len(found) > MAX_STOPS:
+    if (
+        not isinstance(found, list)
+        or len(found) > MAX_STOPS
+        or not all(isinstance(each, str | int) and not isinstance(each, bool) for each in found)
+    ):
         raise ConfigError(f"sampling_params: stop must be a text, or up to {MAX_STOPS} texts or token ids")
+    for each in found:
+        if isinstance(each, str) and (len(each) > MAX_STOP or not is_text(each)):
+            raise ConfigError(f"sampling_params: a text of stop has more than {MAX_STOP} characters, or half of one")
     return tuple(found)
 
 

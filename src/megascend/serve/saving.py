@@ -12,7 +12,7 @@ from megascend.serve.commands import Create, Load, Save
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.futures import Future
 from megascend.serve.names import CheckpointPath, Kind, sampler_name
-from megascend.serve.requests import LoraRequest, flag, integer, metadata_of, text
+from megascend.serve.requests import LoraRequest, flag, integer, lifetime_of, metadata_of, text
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model, Session
 from megascend.serve.turns import fail, in_line
@@ -29,7 +29,7 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
     try:
         path, sampler = _wanted(model, body, kind, number)
         metadata = metadata_of(body)
-        ttl = None if body.get("ttl_seconds") is None else integer(body, "ttl_seconds")
+        ttl = lifetime_of(body)
         overwrite = flag(body, "overwrite", False)
         if body.get("kind", "snapshot") != "snapshot":
             raise ConfigError(f"kind {str(body['kind'])[:40]!r}: this server saves snapshots only")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,6 +48,7 @@ class Service:
         memory: the device's name and its memory, where somebody can tell.
         vllm: what samples, if it is not the ranks.
         packing: held while an archive is made, which takes a thread and room for a temporary file.
+        downloads: archives that each tenant is being sent.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Service:
         self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
         self.packing = asyncio.Semaphore(2)
+        self.downloads: Counter[str] = Counter()
         self.durability = Durability()
         self.ready = False
         self.started = self.swept = clock()

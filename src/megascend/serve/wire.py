@@ -244,7 +244,10 @@ def tokens_of_json(model_input: Any) -> np.ndarray:
         kind = chunk.get("type", "encoded_text")
         if kind != "encoded_text":
             raise DataError(f"model_input holds {str(kind)[:40]!r}; this server takes encoded_text only")
-        parts.append(_integers(chunk["tokens"]))
+        tokens = _integers(chunk["tokens"])
+        if tokens.ndim != 1:
+            raise DataError(f"tokens {list(tokens.shape)}; expected a list of whole numbers")
+        parts.append(tokens)
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
