@@ -1,0 +1,235 @@
+"""verl's trainer for supervised fine-tuning on its own Megatron engine and on megascend's: tokens a second in one run.
+
+    python scripts/bench_verl.py                                    # Qwen3-1.7B shapes, 8 x 4096 tokens a step, one GPU
+    python scripts/bench_verl.py --shortest 512                     # the same of different lengths
+    python scripts/bench_verl.py --tiny --platform cpu --run megatron --run megascend    # on a CPU: checks the script
+
+To be run in verl's environment (scripts/verl_env.sh), with mbridge 0.15.1 beside it: verl's own engine needs a bridge, and
+Megatron-Bridge 0.3.1 excludes the transformers that verl requires. Every ``--run`` is one fresh ``verl.trainer.sft_trainer``
+under torchrun: the same random checkpoint, the same random tokens, the same settings of verl's, but
+
+    megatron          verl's own engine
+    megatron:fused    the same with the fusions of Megatron-Core that ``override_transformer_config`` can switch on
+    megascend         VERL_ENGINE_VENDOR=megascend
+
+A step is timed from one line of verl's file logger to the next, so it holds everything that the trainer does for it. Warm-up
+steps are left out. The run is ended when it has logged its steps, before verl writes a checkpoint. The table is printed last;
+the exit code is 1 if losses or gradient norms of the runs disagree, so that a figure is never reported for different work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench_train import QWEN3_1_7B, TINY, Work, versions, write_checkpoint
+
+TOLERANCE = 2e-2
+"""Largest relative difference of a step's loss and gradient norm between runs. All compute in bf16: verl's engine has no fp32."""
+POLL_S = 0.002
+FUSED = {
+    "apply_rope_fusion": True,
+    "bias_dropout_fusion": True,
+    "gradient_accumulation_fusion": True,
+    "masked_softmax_fusion": True,
+}
+
+
+@dataclass
+class Figures:
+    """Of one run: of each step its loss, gradient norm, tokens and seconds; the first step has no seconds."""
+
+    loss: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_gib: float = float("nan")
+
+
+def command(run: str, work: Work, arguments: argparse.Namespace, model: Path, folder: Path) -> list[str]:
+    """verl's trainer under torchrun."""
+    engine, _, option = run.partition(":")
+    steps = work.warmup + work.steps
+    bench = {
+        "sequences": work.sequences * (steps + 1),  # one epoch: verl empties the device's cache after each
+        "shortest": arguments.shortest or work.length,
+        "longest": work.length,
+        "vocabulary": work.shape["vocab_size"],
+        "seed": work.seed,
+    }
+    fusions = FUSED if option == "fused" else {}
+    settings = [
+        *("engine=megatron", "optim=megatron", f"model.path={model}"),
+        *(
+            f"data.train_files={folder}",
+            f"data.custom_cls.path={Path(__file__).with_name('bench_verl_data.py').resolve()}",
+        ),
+        *("data.custom_cls.name=RandomTokens", f"data.train_batch_size={work.sequences}", "data.num_workers=0"),
+        "+data.bench={" + ",".join(f"{name}:{value}" for name, value in bench.items()) + "}",
+        f"data.max_token_len_per_gpu={arguments.micro_batch_tokens or 2 * work.length}",
+        f"engine.tensor_model_parallel_size={arguments.tensor}",
+        *(f"optim.lr={work.lr}", "trainer.logger=[file]", "trainer.test_freq=-1", "trainer.save_freq=-1"),
+        *(f"trainer.device={work.platform}", f"trainer.total_training_steps={steps + 1}", "trainer.total_epochs=1"),
+        *(f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}"),
+        *(f"+engine.override_transformer_config.{name}={value}" for name, value in fusions.items()),
+        *(["engine.vanilla_mbridge=True"] if engine == "megatron" else []),
+    ]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.ranks)),
+        *("-m", "verl.trainer.sft_trainer", *settings, *arguments.set),
+    ]
+
+
+def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, folder: Path) -> Figures:
+    """Train as ``run`` says; raises RuntimeError if the trainer ends before its steps are done."""
+    folder.mkdir()
+    log = folder / "verl.jsonl"
+    env = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    env.pop("VERL_ENGINE_VENDOR", None)
+    if work.platform == "cpu":
+        env["VERL_PLATFORM"] = "cpu"
+    if run.startswith("megascend"):
+        env["VERL_ENGINE_VENDOR"] = "megascend"
+    elif work.platform == "cpu":  # verl has no engine for it, and takes the one for CUDA
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [env.get("PYTHONPATH")])])
+        env |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "bench_verl_cpu", "PYTHONPATH": path}
+    figures, last = Figures(), 0.0
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            command(run, work, arguments, model, folder),
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while len(figures.loss) < work.warmup + work.steps:
+                lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
+                for line in lines[len(figures.loss) :]:
+                    if not line.endswith(b"\n"):
+                        break
+                    now = time.perf_counter()
+                    data = json.loads(line)["data"]
+                    if figures.loss:
+                        figures.seconds.append(now - last)
+                    last = now
+                    figures.loss.append(data["train/loss"])
+                    figures.norm.append(data["train/grad_norm"])
+                    figures.tokens.append(data["train/global_tokens"])
+                    figures.peak_gib = data.get("perf/max_memory_allocated_gb", figures.peak_gib)
+                if process.poll() is not None and len(figures.loss) < work.warmup + work.steps:
+                    text = (folder / "output").read_text()
+                    raise RuntimeError(f"{run} ended with {process.returncode}:\n{text[-6000:]}")
+                time.sleep(POLL_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its workers, which have sessions of their own
+            process.wait(60)
+    return figures
+
+
+def disagreement(one: Figures, other: Figures, bound: float) -> str:
+    """Where the second run's numbers are not the first's, or an empty string."""
+    for what in ("tokens", "loss", "norm"):
+        for step, (expected, found) in enumerate(zip(getattr(one, what), getattr(other, what), strict=True), start=1):
+            if not abs(found - expected) <= bound * abs(expected):
+                return f"{what} of step {step}: {found:.6g}, not {expected:.6g}"
+    return ""
+
+
+def make_model(work: Work, folder: Path) -> Path:
+    """A random checkpoint of the work's shape, with the tokenizer of a small model of ours, which no data goes through."""
+    model = folder / "model"
+    write_checkpoint(work, model)
+    small = folder / "small"
+    subprocess.run([sys.executable, "-m", "megascend", "new-model", str(small)], check=True, stdout=subprocess.DEVNULL)
+    for path in small.iterdir():
+        if "token" in path.name or path.suffix == ".jinja":
+            shutil.copy(path, model)
+    return model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, short sequences")
+    parser.add_argument("--run", action="append", help="default: megatron, megatron:fused, megascend, megatron")
+    parser.add_argument("--sequences", type=int, default=8, help="of one step, all ranks together")
+    parser.add_argument("--length", type=int, help="default: 4096, with --tiny 32")
+    parser.add_argument(
+        "--shortest", type=int, help="lengths are random from here to --length; default: all of one length"
+    )
+    parser.add_argument("--micro-batch-tokens", type=int, help="data.max_token_len_per_gpu; default: two sequences")
+    parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--set", action="append", default=[], help="a setting of verl's, for all runs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path, help="a new folder for what the runs write; default: a temporary one")
+    arguments = parser.parse_args()
+    work = Work(
+        shape=TINY if arguments.tiny else QWEN3_1_7B,
+        platform=arguments.platform,
+        precision="bf16",
+        sequences=arguments.sequences,
+        length=arguments.length or (32 if arguments.tiny else 4096),
+        warmup=arguments.warmup,
+        steps=arguments.steps,
+        lr=arguments.lr,
+        seed=1234,
+        ranks=arguments.nproc,
+    )
+    runs = arguments.run or ["megatron", "megatron:fused", "megascend", "megatron"]
+    found: list[tuple[str, Figures]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = make_model(work, folder)
+        for number, run in enumerate(runs):
+            found.append((run, measure(run, work, arguments, model, folder / f"{number}-{run.replace(':', '-')}")))
+            print(f"{run}: {statistics.median(found[-1][1].seconds[work.warmup - 1 :]):.3f} s a step", flush=True)
+    return report(work, found, arguments)
+
+
+def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Namespace) -> int:
+    """Print the table; the exit code."""
+    first = found[0][1]
+    print(
+        f"\n{versions()}\n{work.sequences} sequences of {arguments.shortest or work.length} to {work.length} tokens a step,"
+    )
+    print(
+        f"{work.ranks} ranks, tensor {arguments.tensor}, {work.precision}, {work.steps} timed steps, shape {work.shape}"
+    )
+    print(
+        f"{'run':<16} {'tokens/s':>9} {'ms/step':>9} {'peak GiB':>9} {'x first':>8}   first loss, last loss, first norm"
+    )
+    rows, agree = [], True
+    for run, figures in found:
+        seconds = figures.seconds[work.warmup - 1 :]
+        tokens = figures.tokens[work.warmup :]
+        speed = sum(tokens) / sum(seconds)
+        rows.append({"run": run, "tokens_per_s": speed, "ms": 1000 * statistics.median(seconds), **vars(figures)})
+        numbers = f"{figures.loss[0]:.5f} {figures.loss[-1]:.5f} {figures.norm[0]:.5f}"
+        ratio = speed / rows[0]["tokens_per_s"]
+        print(f"{run:<16} {speed:9.0f} {rows[-1]['ms']:9.1f} {figures.peak_gib:9.1f} {ratio:8.3f}   {numbers}")
+        difference = disagreement(first, figures, TOLERANCE)
+        if difference:
+            agree = False
+            print(f"{'':16} numbers DIFFER: {difference}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"work": vars(work), "runs": rows}, indent=1))
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
