@@ -268,3 +268,15 @@ def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:
             return await asyncio.wait_for(found.get(), 20)
 
     assert asyncio.run(set_at_the_server()) != 0
+
+
+def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(tmp_path) -> None:
+    import socket
+
+    from megascend.config.serve import ServeConfig
+    from megascend.serve.server import check_address
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} cannot be listened on: .*; choose another --port"):
+            check_address(ServeConfig(model=tmp_path, port=port))

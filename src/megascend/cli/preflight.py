@@ -9,6 +9,7 @@ from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascend.config import RunConfig, TrainerConfig
+    from megascend.config.serve import ServeConfig
     from megascend.topology.topology import Topology
 
 PROCESSES_PER_CORE = 4
@@ -42,7 +43,7 @@ def check_processes(platform: str, nproc: int) -> None:
         )
 
 
-def check_topology(config: TrainerConfig, world_size: int) -> Topology:
+def check_topology(config: TrainerConfig | ServeConfig, world_size: int) -> Topology:
     """The layout of ``world_size`` ranks for this run's model.
 
     Raises:
@@ -53,6 +54,16 @@ def check_topology(config: TrainerConfig, world_size: int) -> Topology:
     from megascend.topology.topology import plan
 
     return plan(config.parallel, world_size, inspect_checkpoint(config.model).shape)
+
+
+def check_service(config: ServeConfig, nproc: int) -> None:
+    """What of a service's settings needs no torch: layout, checkpoint files, processes to be started on this host.
+
+    Raises:
+        MegascendError: whatever the first rank would have raised a few seconds later.
+    """
+    check_topology(config, nproc)
+    check_processes(config.platform, nproc)
 
 
 def check_run(

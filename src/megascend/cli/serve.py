@@ -54,10 +54,11 @@ def serve_command(
 
     from megascend.cli.launch import launch, under_torchrun
     from megascend.cli.messages import show_messages
+    from megascend.cli.preflight import check_service
     from megascend.cli.serve_demo import demo_directory, demo_settings
     from megascend.config.serve import load_serve_config
     from megascend.errors import ConfigError
-    from megascend.serve.server import check_packages, keys_of, serve_rank
+    from megascend.serve.server import check_address, check_packages, keys_of, serve_rank
 
     given: dict[str, Any] = {
         "model": model, "name": name, "host": host, "port": port, "storage": storage, "precision": precision, "engine": engine,
@@ -75,6 +76,9 @@ def serve_command(
             directory = stack.enter_context(demo_directory(storage))
             values, client = demo_settings(directory, values), str(directory / "demo_client.py")
         settings = load_serve_config(config, values, overrides)
+        if not under_torchrun():
+            check_service(settings, nproc or 1)
+            check_address(settings)
         check_packages()
         keys, made = keys_of(settings, dict(os.environ))
         if under_torchrun():

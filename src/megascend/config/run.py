@@ -256,7 +256,7 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, str(path))) from None
+        raise ConfigError(explain(error, str(path), kind)) from None
 
 
 def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:

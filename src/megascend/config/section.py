@@ -25,7 +25,7 @@ class _RaisesConfigError(type(BaseModel)):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            raise ConfigError(explain(error, cls.__name__)) from None
+            raise ConfigError(explain(error, cls.__name__, cls)) from None
 
 
 class Section(BaseModel, metaclass=_RaisesConfigError):

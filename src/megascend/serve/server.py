@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import logging
 import os
@@ -255,9 +256,19 @@ def _listen(settings: ServeConfig) -> socket.socket:
         listening.bind((settings.host, settings.port))
     except OSError as error:
         listening.close()
-        raise ConfigError(f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}") from None
+        advice = "; choose another --port (0: any free one)" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+        raise ConfigError(f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}{advice}") from None
     listening.listen(2048)
     return listening
+
+
+def check_address(settings: ServeConfig) -> None:
+    """Find out before the model is loaded that the address is taken.
+
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
+    _listen(settings).close()
 
 
 def serve_rank(values: str, keys: dict[str, str], made: str | None, client: str | None = None) -> None:

@@ -171,8 +171,29 @@ RL = {
     "a loss of pairs": rl("objective.loss=dpo", says="objective.loss: dpo | ref_logprobs | old_logprobs and advantages"),
     "no such transport": rl("sync.transport=mail", says="transport | 'mail' | gloo"),
 }  # fmt: skip
+SERVE = {
+    "no model": command("serve", says="megascend serve: model: required"),
+    "a model that is not there": command("serve --model modle", says="modle is not a directory | a Hugging Face checkpoint"),
+    "precision": command("serve --model model --precision float32", says="precision | 'fp32', 'fp16' or 'bf16' | 'float32'"),
+    "a misspelt key": command("serve --model model --set precison=fp32", says="precison: unknown setting | mean precision?"),
+    "a run file of train": command("serve run.yaml", says="output: unknown setting | steps: unknown setting"),
+    "attention heads": command(
+        "serve --model model --nproc 8 --tensor 8", says="parallel.tensor=8 does not divide | attention heads"
+    ),
+    "too few processes": command(
+        "serve --model model --tensor 2", says="world size 1 | parallel.tensor=2 | start 2 processes (--nproc)"
+    ),
+    "too many processes": command("serve --model model --nproc 4096", says="--nproc 4096 | 4 processes a core"),
+    "a host that is none": command("serve --model model --host no.such.host.invalid", says="no.such.host.invalid:8000 cannot be"),
+}  # fmt: skip
 COMMANDS = {
     f"{part}, {name}": bad
-    for part, rows in {"options": OPTIONS, "output": OUTPUTS, "environment": ENVIRONMENTS, "rl": RL}.items()
+    for part, rows in {
+        "options": OPTIONS,
+        "output": OUTPUTS,
+        "environment": ENVIRONMENTS,
+        "rl": RL,
+        "serve": SERVE,
+    }.items()
     for name, bad in rows.items()
 }

@@ -46,8 +46,13 @@ RUN_FILES = {
     "no data": instead("output: o\nmodel: m\n", says="data: required"),
 }  # fmt: skip
 KEYS = {
-    "unknown": settings("stepps=1", says="stepps: unknown setting (value 1)"),
-    "unknown in a section": settings("optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1)"),
+    "unknown": settings("stepps=1", says="stepps: unknown setting (value 1) | did you mean steps?"),
+    "unknown in a section": settings(
+        "optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1) | optimizer has lr, "
+    ),
+    "misspelt in a section": settings(
+        "parallel.tensr=2", says="parallel.tensr: unknown setting (value 2) | did you mean parallel.tensor?"
+    ),
     "a head": settings("head=scalar", says="head: 'scalar' | not of run files | bradley_terry | docs/data.md"),
     "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
     "a section that is a number": settings("optimizer=3", says="optimizer: a section of settings | 3"),
