@@ -285,3 +285,18 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert 'not included in the "nav"' not in done.stderr
     assert (tmp_path / "site" / "own-data" / "index.html").is_file()
+
+
+INTEGRATIONS = sorted(page for page in (ROOT / "docs" / "integrations").glob("*.md") if page.name != "index.md")
+
+
+@pytest.mark.parametrize("page", INTEGRATIONS, ids=lambda page: page.name)
+def test_the_start_of_every_integration_is_run_by_a_test_that_a_script_runs(page: Path) -> None:
+    assert "\n## Five-minute start\n" in page.read_text(encoding="utf-8")
+    (test,) = (ROOT / "tests" / "integrations").rglob(f"test_{page.stem}_start.py")
+    source = test.read_text(encoding="utf-8")
+    assert f'"{page.name}"' in source or f"docs/integrations/{page.name}" in source, f"{test} does not read {page.name}"
+    folder = test.parent.relative_to(ROOT)
+    needs_environment = "importorskip" in source or "pytest.skip" in source
+    script = (ROOT / "scripts" / "test_integrations.sh").read_text(encoding="utf-8")
+    assert f" {folder} " in script or not needs_environment, f"scripts/test_integrations.sh does not run {folder}"
