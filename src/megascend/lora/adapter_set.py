@@ -135,8 +135,14 @@ class AdapterSet:
         self.named(names)
 
     def make_room(self, names: Sequence[str]) -> None:
-        for adapter in self.named(names):
-            with_room(adapter.make_room, self._groups.rank)
+        chosen = self.named(names)
+
+        def make() -> None:
+            for adapter in chosen:
+                adapter.moments()
+            max(chosen, key=lambda adapter: adapter.layout.size).make_room()  # the step works on one after the other
+
+        with_room(make, self._groups.rank)
 
     def discard(self, names: str | Sequence[str]) -> None:
         for adapter in self.named(names):
