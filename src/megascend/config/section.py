@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -25,7 +25,7 @@ class _RaisesConfigError(type(BaseModel)):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            raise ConfigError(explain(error, cls.__name__, cls)) from None
+            raise ConfigError(explain(error, cls.__name__, cast("type[BaseModel]", cls))) from None
 
 
 class Section(BaseModel, metaclass=_RaisesConfigError):
