@@ -6,9 +6,10 @@
 # A part is a function part_NAME below: it makes its environment if it is not there, and runs its tests.
 #
 # MEGASCEND_VERL_PYTHON     verl's interpreter, which has everything installed, instead of .venv-verl
-# MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_SKYRL_PYTHON    likewise
+# MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_MEGATRON_BRIDGE_PYTHON, MEGASCEND_SKYRL_PYTHON    likewise
 # MEGASCEND_VLLM_PYTHON     the interpreter of a vLLM (scripts/vllm_env.sh), with which verl's rollouts are tested, too
 # MEGASCEND_TWINKLE         a checkout of twinkle, whose cookbook is then run, too
+# MEGASCEND_MEGATRON_BRIDGE  a checkout of Megatron-Bridge (tag v0.3.1), whose conversion example is then run, too
 # SKYRL_BASE_PYTHON         a Python of 3.12 or later, which SkyRL needs (default: python3.12 or python3.13)
 # MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 3600)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
@@ -21,6 +22,8 @@ MEGASCEND_REQUIRES=(megatron-core==0.16.1 mcore-bridge==1.6.5 datasets pillow sa
   "pydantic>=2.7" pyyaml "typer>=0.12" "rich>=13")
 TWINKLE=(twinkle-kit==0.5.1 peft==0.19.0 "numpy<2.3")
 BRIDGES=(transformers "peft==0.19.*")
+# megatron-bridge requires Transformer Engine and others that need CUDA to build: installed without what it requires, but for these.
+MEGATRON_BRIDGE=(transformers==4.57.6 peft==0.19.1 accelerate einops "hydra-core>1.3,<=1.3.2" "omegaconf>=2.3" regex six tensorboard tqdm)
 SKYRL=("transformers>=5.6.1,<=5.8.0" peft==0.19.1 "fastapi[standard]" sqlmodel "sqlalchemy[asyncio]" aiosqlite cloudpathlib
   tinker==0.16.1 starlette zstandard protobuf)
 
@@ -63,6 +66,20 @@ part_bridges() {
     MEGASCEND_BRIDGES_PYTHON=$PWD/.venv-bridges/bin/python
   fi
   run_tests "$MEGASCEND_BRIDGES_PYTHON" tests/integrations/bridges "$@"
+}
+
+# megatron-bridge: a model in, trained, out, without mcore-bridge
+part_megatron_bridge() {
+  if [ -z "${MEGASCEND_MEGATRON_BRIDGE_PYTHON:-}" ]; then
+    local each requires=()
+    for each in "${MEGASCEND_REQUIRES[@]}"; do
+      [[ $each == mcore-bridge* ]] || requires+=("$each")
+    done
+    make_env .venv-megatron-bridge "${PYTHON:-python3}" "${MEGATRON_BRIDGE[@]}" "${requires[@]}"
+    .venv-megatron-bridge/bin/pip install --quiet --no-compile --no-deps megatron-bridge==0.3.1
+    MEGASCEND_MEGATRON_BRIDGE_PYTHON=$PWD/.venv-megatron-bridge/bin/python
+  fi
+  run_tests "$MEGASCEND_MEGATRON_BRIDGE_PYTHON" tests/integrations/megatron_bridge "$@"
 }
 
 first_that_starts() { # COMMAND...: a name on PATH may be a shim of pyenv's with no version behind it

@@ -4,7 +4,10 @@
 #   MEGASCEND_MINDSPEED  a checkout of MindSpeed, for --simulated
 #   PYTHON               default: python3; needs megascend, and what the tests import: pip install -r scripts/megatron_tests/requirements.txt
 #   RESULTS              a new folder for what became of each test (default: a temporary one)
+#   DEADLINE             seconds after which a file is stopped (default: 600)
+#   FILES                files or folders below the checkout's tests/unit_tests, instead of those below
 # usage: scripts/test_megatron.sh [--simulated] [--ranks N] [PYTEST ARGUMENTS]
+# One start of the ranks for each file, so that a rank that has ended or a group that is out of step harms no other file.
 # Ends with the counts, and with every failure under its reason (scripts/megatron_tests/count.py). Tests that fail do not make it fail.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -26,15 +29,21 @@ if [ "${platform[0]}" = --simulated ]; then
 fi
 export MEGASCEND_UNIT_RESULTS=${RESULTS:-$(mktemp -d)}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE  # else every process of every file would compile Megatron-LM anew
 mkdir -p "$MEGASCEND_UNIT_RESULTS"
 cd "$MEGATRON_LM"
 unit=tests/unit_tests
-files=($unit/tensor_parallel $unit/fusions $unit/test_{parallel_state,utils,basic,optimizer,num_microbatches_calculator}.py
-  $unit/test_{optimizer_param_scheduler,process_groups_config}.py $unit/pipeline_parallel/test_helpers.py
-  $unit/transformer/test_{mlp,attention,transformer_layer,transformer_block,module,spec_customization,rope,core_attention}.py
-  $unit/models/test_{gpt_model,bert_model}.py)
+chosen=(tensor_parallel fusions test_{parallel_state,utils,basic,optimizer,num_microbatches_calculator}.py
+  test_{optimizer_param_scheduler,process_groups_config}.py pipeline_parallel/test_helpers.py
+  transformer/test_{mlp,attention,transformer_layer,transformer_block,module,spec_customization,rope,core_attention}.py
+  models/test_{gpt_model,bert_model}.py)
+[ -z "${FILES:-}" ] || read -ra chosen <<< "$FILES"
+mapfile -t files < <(cd "$unit" && find "${chosen[@]}" -name 'test_*.py' | sort)
 launch=("$PYTHON" -m torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node "$ranks" -m)
-timeout --kill-after=30 "${DEADLINE:-1800}" "$PYTHON" -m megascend.cli.main run "${platform[@]}" -- "${launch[@]}" pytest \
-  -p megascend_unit_tests -p no:cacheprovider -o addopts= --timeout 60 -q --continue-on-collection-errors --tb=line \
-  "${files[@]}" "$@" || echo "pytest ended with $?"
+for file in "${files[@]}"; do
+  echo "== $file"
+  timeout --kill-after=30 "${DEADLINE:-600}" "$PYTHON" -m megascend.cli.main run "${platform[@]}" -- "${launch[@]}" pytest \
+    -p megascend_unit_tests -p no:cacheprovider -o addopts= --timeout 120 -q --continue-on-collection-errors --tb=line \
+    "$unit/$file" "$@" > "$MEGASCEND_UNIT_RESULTS/${file//\//.}.log" 2>&1 || echo "ended with $?"
+done
 "$PYTHON" "$root/scripts/megatron_tests/count.py" "$MEGASCEND_UNIT_RESULTS"

@@ -13,7 +13,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-WORST = ("failed", "skipped", "passed")
+NOT_RUN = "not run"
+WORST = ("failed", NOT_RUN, "skipped", "passed")
 
 REASONS = (
     (
@@ -28,11 +29,20 @@ def outcomes(folder: Path) -> dict[str, tuple[str, str]]:
     """Test -> what became of it (one of ``WORST``) and why."""
     found: dict[str, tuple[str, str]] = {}
     for file in sorted(folder.glob("rank*.jsonl")):
-        for text in file.read_text().splitlines():
-            line = json.loads(text)
-            before = found.get(line["test"], ("passed", ""))
-            if line["test"] not in found or WORST.index(line["outcome"]) < WORST.index(before[0]):
-                found[line["test"]] = line["outcome"], line["reason"]
+        for test, (outcome, reason) in of_rank(file).items():
+            if test not in found or WORST.index(outcome) < WORST.index(found[test][0]):
+                found[test] = outcome, reason
+    return found
+
+
+def of_rank(file: Path) -> dict[str, tuple[str, str]]:
+    """Test -> what became of it on one rank. "not run" is written down at the beginning and holds if nothing follows."""
+    found: dict[str, tuple[str, str]] = {}
+    for text in file.read_text().splitlines():
+        line = json.loads(text)
+        before = found.get(line["test"], (NOT_RUN, ""))[0]
+        if before == NOT_RUN or WORST.index(line["outcome"]) < WORST.index(before):
+            found[line["test"]] = line["outcome"], line["reason"]
     return found
 
 
@@ -48,7 +58,7 @@ def main(folder: Path) -> None:
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in reversed(WORST)))
     failures: dict[str, list[tuple[str, str]]] = {}
     for test, (outcome, text) in found.items():
-        if outcome == "failed":
+        if outcome in ("failed", NOT_RUN):
             failures.setdefault(reason_of(text), []).append((test, text))
     for name, tests in sorted(failures.items(), key=lambda item: -len(item[1])):
         print(f"\n{len(tests):4d}  {name}")

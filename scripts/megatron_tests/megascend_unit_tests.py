@@ -1,13 +1,18 @@
 """A plugin for pytest that lets Megatron-Core's own unit tests start without a GPU, and writes down how each one ended.
 
 Their set-up takes the rank modulo the number of GPUs. On the CPU platform the number is 0, which is the truth; here, and only
-here, it is the number of processes. A collective that a rank has left alone ends after half a minute instead of half an hour.
+here, it is the number of processes. A collective that a rank has left alone ends after a minute instead of half an hour.
+
+``destroy_model_parallel`` forgets its groups without destroying them, and a group of Gloo has threads of its own: they are
+destroyed here. A process that nevertheless has ``MOST_THREADS`` ends its run of the file.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import gc
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -16,10 +21,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from packaging.version import Version
 
 import megascend
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)
+MOST_THREADS = 300
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 SKIPPED_FOR = "Skipped: "
 
 if os.environ["MEGASCEND_RUN_PLATFORM"] == "cpu":
@@ -38,6 +45,51 @@ def _with_timeout(original: Any) -> Any:
 
 torch.distributed.init_process_group = _with_timeout(torch.distributed.init_process_group)
 torch.distributed.new_group = _with_timeout(torch.distributed.new_group)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Here and not above: Megatron-Core is to be imported by the tests' own conftest."""
+    import megatron.core.utils
+    from megatron.core import parallel_state
+
+    if importlib.util.find_spec("flash_attn") is None:
+        megatron.core.utils._fa_version = Version(
+            "0"
+        )  # a file that asks for the version while it is imported fails without one
+
+    original = parallel_state.destroy_model_parallel
+
+    @functools.wraps(original)
+    def destroy_model_parallel() -> None:
+        groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+        original()
+        known = torch.distributed.distributed_c10d._world.pg_map
+        for group in groups:
+            if group in known:
+                torch.distributed.destroy_process_group(group)
+        del groups, known
+        gc.collect()
+
+    parallel_state.destroy_model_parallel = destroy_model_parallel
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Free the test's models, which hold groups; end before the machine is drowned in threads."""
+    instance = getattr(item, "instance", None)
+    if instance is not None and not isinstance(instance, type):
+        vars(instance).clear()
+    gc.collect()
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > MOST_THREADS:
+        _note(test=item.nodeid, when="teardown", outcome="failed", reason=f"{threads} threads")
+        os._exit(3)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What there is to run, so that tests that a process did not get to are counted."""
+    for item in session.items:
+        _note(test=item.nodeid, when="collect", outcome="not run", reason="the process ended before")
 
 
 def _note(**line: object) -> None:

@@ -51,7 +51,6 @@ RECIPE_FUNCTIONS = (
 )  # fmt: skip
 
 LEFT_OUT = {
-    "attention.rope": "fused rotary embedding: apply_rope_fusion",
     "cpp_extensions": "CUDA kernels",
     "cpu_offload": "offloading of activations: cpu_offloading",
     "cpu_offload_v1": "offloading of activations: cpu_offloading",

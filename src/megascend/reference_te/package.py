@@ -58,6 +58,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         optimizers,
         padding,
         recipes,
+        rope,
         small_parts,
     )
 
@@ -133,10 +134,11 @@ def _contents() -> dict[str, dict[str, Any]]:
                 for name, each in unsupported_layers.items()
                 if name not in ("LayerNormMLP", "TransformerLayer")
             },
-            # mcore-bridge warns if it finds neither; megatron-core looks for fused rope in ``attention.rope`` only.
-            "apply_rotary_pos_emb": unavailable("apply_rotary_pos_emb", "apply_rope_fusion"),
+            "apply_rotary_pos_emb": rope.apply_rotary_pos_emb,
             "_SplitAlongDim": small_parts.SplitAlongDim,
         },
+        # Without apply_fused_qkv_rotary_pos_emb: megatron-core's fused_single_qkv_rope is then refused by itself.
+        f"{ROOT}.pytorch.attention.rope": {"apply_rotary_pos_emb": rope.apply_rotary_pos_emb},
         f"{ROOT}.pytorch.distributed": {
             **recompute,
             "activation_recompute_forward": fp8.activation_recompute_forward,

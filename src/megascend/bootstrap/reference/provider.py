@@ -22,9 +22,10 @@ class Reference(PatchProvider):
         # Spares megatron-core's functions a compilation for the CPU.
         if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":
             changes.append("TORCHDYNAMO_DISABLE=1")
-        from megascend.bootstrap.reference import cuda_redirect, nccl_on_gloo
+        from megascend.bootstrap.reference import cuda_redirect, gloo_scatter, nccl_on_gloo
 
-        return changes + reference_te.install() + cuda_redirect.install() + nccl_on_gloo.install()
+        changes += reference_te.install() + cuda_redirect.install()
+        return changes + nccl_on_gloo.install() + gloo_scatter.install()
 
     def when_imported(self) -> dict[str, Callable[[], list[str]]]:
         if self.setup.platform.device_type == "cuda":

@@ -1,0 +1,103 @@
+"""megatron-bridge under ``megascend run``, against transformers: docs/integrations/bridges.md, logits, an example of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Not importorskip: it imports Megatron-Core, which the programs have from `megascend run`.
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("no megatron-bridge: bash scripts/test_integrations.sh megatron_bridge", allow_module_level=True)
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+REFERENCE_LOOP = HERE.parent / "bridges" / "reference_loop.py"
+CHECKOUT = os.environ.get("MEGASCEND_MEGATRON_BRIDGE", "")
+DEADLINE_S = 900
+
+pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
+
+
+def run(command: list[str], folder: Path) -> str:
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def new_model(folder: Path, name: str, arch: str) -> None:
+    run(["megascend", "new-model", name, "--arch", arch, "--hidden", "64", "--layers", "2"], folder)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_equal(exported: dict[str, Tensor], imported: dict[str, Tensor]) -> None:
+    assert imported
+    assert exported.keys() == imported.keys()
+    for name, tensor in imported.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_the_start_of_the_page(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "integrations" / "bridges.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    mine = page[page.index("## megatron-bridge") : page.index("## What to know")]
+    script = "set -e\n" + "\n".join(block for block in blocks if block is blocks[0] or block in mine)
+    output = run(["bash", "-c", script], tmp_path)
+    assert_equal(weights(tmp_path / "as_it_came"), weights(tmp_path / "model"))
+    expected = json.loads(run([sys.executable, str(REFERENCE_LOOP), "model", "reference"], tmp_path))
+    found = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
+    assert len(found) == 2 * len(expected)  # two ranks
+    for (loss, norm), (reference, reference_norm) in zip(sorted(found), sorted([*expected, *expected]), strict=True):
+        assert loss == pytest.approx(reference, rel=1e-5)
+        assert norm == pytest.approx(reference_norm, rel=1e-4)
+    exported, trained = weights(tmp_path / "by_megatron_bridge"), weights(tmp_path / "reference")
+    assert exported.keys() == trained.keys()
+    for name, tensor in trained.items():
+        assert (exported[name].float() - tensor).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    new_model(tmp_path, "model", arch)
+    tokens = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    command = [sys.executable, str(HERE / "logits.py"), "model", "tokens.pt", "logits.pt"]
+    run(["megascend", "run", "--platform", "cpu", "--", *command], tmp_path)
+    found = torch.load(tmp_path / "logits.pt")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert expected.abs().max() > 0.1
+    assert (found[..., : expected.shape[-1]] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="set MEGASCEND_MEGATRON_BRIDGE to a checkout of Megatron-Bridge (tag v0.3.1)")
+def test_its_own_example_takes_a_model_in_and_out(tmp_path: Path) -> None:
+    new_model(tmp_path, "model", "llama")
+    example = str(Path(CHECKOUT) / "examples" / "conversion" / "hf_megatron_roundtrip.py")
+    program = [sys.executable, example, "--hf-model-id", "model", "--output-dir", "out"]
+    run(["megascend", "run", "--platform", "cpu", "--", *program], tmp_path)
+    assert_equal(weights(tmp_path / "out" / "model"), weights(tmp_path / "model"))

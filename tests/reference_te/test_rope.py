@@ -1,0 +1,109 @@
+"""apply_rotary_pos_emb against transformers' rotation and against multiplication by a complex number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as transformers_rotation
+
+from megascend.errors import ConfigError, PlatformError
+from megascend.reference_te.rope import apply_rotary_pos_emb
+
+HEADS, DIM = 2, 8
+
+
+def angles(positions: int, interleaved: bool = False) -> Tensor:
+    """``[positions, 1, 1, DIM]``, as Megatron-Core's RotaryEmbedding makes them."""
+    each = torch.outer(torch.arange(positions).float(), 10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))
+    both = each.repeat_interleave(2, dim=-1) if interleaved else torch.cat([each, each], dim=-1)
+    return both[:, None, None, :]
+
+
+def by_transformers(t: Tensor) -> Tensor:
+    """``[s, b, h, d]`` rotated."""
+    freqs = angles(t.shape[0])[:, 0, 0][None]
+    heads_first = t.permute(1, 2, 0, 3)
+    rotated, _ = transformers_rotation(heads_first, heads_first, freqs.cos(), freqs.sin())
+    return rotated.permute(2, 0, 1, 3)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randn(12, 3, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def test_halves_are_turned_as_transformers_turns_them(tokens: Tensor) -> None:
+    expected = by_transformers(tokens)
+    found = apply_rotary_pos_emb(tokens, angles(20), fused=True)
+    torch.testing.assert_close(found, expected)
+    batch_first = apply_rotary_pos_emb(tokens.transpose(0, 1), angles(20), tensor_format="bshd")
+    torch.testing.assert_close(batch_first, expected.transpose(0, 1))
+
+
+def test_interleaved_pairs_are_complex_numbers(tokens: Tensor) -> None:
+    turn = torch.polar(torch.ones(12, DIM // 2), angles(12)[:, 0, 0, : DIM // 2])[:, None, None]
+    expected = torch.view_as_real(torch.view_as_complex(tokens.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+    torch.testing.assert_close(apply_rotary_pos_emb(tokens, angles(12, True), interleaved=True), expected)
+
+
+def test_features_beyond_the_angles_are_left_alone(tokens: Tensor) -> None:
+    wide = torch.cat([tokens, tokens], dim=-1)
+    found = apply_rotary_pos_emb(wide, angles(12))
+    torch.testing.assert_close(found[..., :DIM], by_transformers(tokens))
+    assert torch.equal(found[..., DIM:], tokens)
+
+
+def test_the_angles_are_not_rounded_to_bfloat16(tokens: Tensor) -> None:
+    low = tokens.bfloat16()
+    found = apply_rotary_pos_emb(low, angles(12))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, by_transformers(low.float()).bfloat16())
+
+
+def test_gradients_are_turned_back(tokens: Tensor) -> None:
+    leaf = tokens.clone().requires_grad_()
+    weights = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1))
+    (found,) = torch.autograd.grad((apply_rotary_pos_emb(leaf, angles(12)) * weights).sum(), leaf)
+    (expected,) = torch.autograd.grad((by_transformers(leaf) * weights).sum(), leaf)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_every_packed_sequence_begins_at_position_0(tokens: Tensor, cp_size: int) -> None:
+    sequences = [tokens[:8, 0], tokens[:4, 1]]
+    whole = [by_transformers(sequence[:, None])[:, 0] for sequence in sequences]
+    bounds = torch.tensor([0, 8, 12], dtype=torch.int32)
+    for rank in range(cp_size):
+
+        def share(parts: list[Tensor], rank: int = rank) -> Tensor:
+            """Chunks ``rank`` from the beginning and from the end of each."""
+            if cp_size == 1:
+                return torch.cat(parts)
+            chunks = [part.chunk(2 * cp_size) for part in parts]
+            return torch.cat([piece for each in chunks for piece in (each[rank], each[-1 - rank])])
+
+        found = apply_rotary_pos_emb(
+            share(sequences), angles(8), tensor_format="thd", cu_seqlens=bounds, cp_size=cp_size, cp_rank=rank
+        )
+        torch.testing.assert_close(found, share(whole))
+
+
+def test_what_does_not_fit_is_refused(tokens: Tensor) -> None:
+    bounds = torch.tensor([0, 6, 12], dtype=torch.int32)
+    packed = tokens[:, 0]
+    for arguments, message in (
+        ({"t": tokens, "freqs": angles(11)}, "position 11, and freqs has 11"),
+        ({"t": tokens, "freqs": angles(12), "tensor_format": "shbd"}, "must be one of sbhd, bshd, thd"),
+        ({"t": tokens, "freqs": angles(12), "cp_size": 2}, "cp_size=2"),
+        ({"t": packed, "freqs": angles(12), "tensor_format": "thd"}, "needs cu_seqlens"),
+        ({"t": packed[:9], "freqs": angles(12), "tensor_format": "thd", "cu_seqlens": bounds}, "12 tokens .* t has 9"),
+        (
+            {"t": packed, "freqs": angles(12), "tensor_format": "thd", "cu_seqlens": bounds, "cp_size": 2},
+            "a sequence of 6 tokens",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            apply_rotary_pos_emb(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(PlatformError, match="start_positions"):
+        apply_rotary_pos_emb(tokens, angles(12), start_positions=torch.zeros(3))
