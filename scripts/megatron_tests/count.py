@@ -19,7 +19,30 @@ WORST = ("failed", NOT_RUN, "skipped", "passed")
 REASONS = (
     (
         "needs more ranks",
-        r"world_size \(\d+\) is not divisible|Test requires world_size|[Nn]eeds? at least \d+ (GPUs|ranks)",
+        r"world_size \(\d+\) is not divisible|Test requires world_size|[Nn]eeds? at least \d+ (GPUs|ranks)|over sized with world",
+    ),
+    ("something is left over from the test before, which failed", r"is already initialized"),
+    ("the simulated kernel refuses a dense mask with sparse_mode 2, as the real one does", r"set the atten_mask_shape"),
+    ("compares a device's name with cuda", r"assert 'npu' == 'cuda'"),
+    ("object collectives over HCCL, which megascend refuses", r"refuses object collectives"),
+    ("the reference Transformer Engine refuses it by name", r"the reference Transformer Engine does not support"),
+    (
+        "MindSpeed's classes are others or lack an attribute",
+        r"attribute '(rope_type|window_size|is_fp8_enabled|Format)'|mindspeed\.(dummy_module|te\.)",
+    ),
+    (
+        "MindSpeed puts range_end, which needs an argument, in the place of nvtx.range_pop",
+        r"mstx\.range_end\(\) missing",
+    ),
+    ("MindSpeed's norm has another shape than Transformer Engine's", r"doesn't match the broadcast shape \[1\]"),
+    ("CUDA graphs", r"using cudagraphs"),
+    ("CPU tensors on an HCCL group", r"No backend type associated with device type cpu"),
+    ("the straggler detector's server starts only where CUDA is available", r"urlopen error"),
+    ("expects a Transformer Engine below 1.7", r"DID NOT RAISE"),
+    ("asks whether a tensor is_cuda", r"\.is_cuda$"),
+    (
+        "expects ranks that differ, and there are too few",
+        r"assert \[\d\] != \[\d\]|check_param_hashes_across_dp_replicas",
     ),
 )
 NONE = "no reason is known"

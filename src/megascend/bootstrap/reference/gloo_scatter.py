@@ -22,11 +22,11 @@ def install() -> list[str]:
     if not hasattr(original, "__megascend__"):
 
         @functools.wraps(original)
-        def scatter(tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
+        def function(tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
             given = None if scatter_list is None else [each.contiguous() for each in scatter_list]
             return original(tensor, given, *args, **kwargs)
 
-        scatter.__megascend__ = True  # type: ignore[attr-defined]
+        function.__megascend__ = True  # type: ignore[attr-defined]
         for owner in (dist, distributed_c10d):
-            patch(owner, "scatter", scatter, "sends tensors that are not contiguous as they read")
+            patch(owner, "scatter", function, "sends tensors that are not contiguous as they read")
     return []
