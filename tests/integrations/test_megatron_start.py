@@ -21,7 +21,6 @@ def page_start() -> tuple[str, list[str]]:
     return program, command.split()
 
 
-@pytest.mark.nightly
 @pytest.mark.torchrun
 def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
     program, command = page_start()
