@@ -132,6 +132,31 @@ def test_what_has_no_room_together_is_sampled_one_by_one(backend) -> None:
         run(lines_of(backend, room=0), [respond(5, "p", 5)])
 
 
+def test_a_request_that_sampling_cannot_take_fails_alone(backend, caplog) -> None:
+    """Nobody else's request fails for a fault that one has found; with several ranks, which may be waiting, all ends."""
+    broken = 7
+
+    class Sampler(SlowSampler):
+        def in_slices(self, requests: Any, tokens: int, cancelled: Cancelled = lambda: ()) -> Any:
+            for ended in super().in_slices(requests, tokens, cancelled):
+                if any(request.params.max_tokens == broken for request in requests):
+                    raise TypeError("a fault of ours")
+                yield ended
+
+    def lines() -> Lines:
+        return Lines(backend, AdapterQueue(backend), generate=Sampler(backend.calls).in_slices)  # type: ignore[arg-type]
+
+    asked = [respond(1, "p", 5), respond(2, "p", broken), respond(3, "p", 5)]
+    outcomes = run(lines(), asked)
+    assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [
+        (1, type(None)), (2, TypeError), (3, type(None)),
+    ]  # fmt: skip
+    assert "a fault of ours" in caplog.text, "with its traceback"
+    backend.recover_memory = lambda: False
+    with pytest.raises(TypeError, match="a fault of ours"):
+        run(lines(), asked)
+
+
 def test_a_model_that_has_no_room_fails_alone(backend, monkeypatch) -> None:
     def add_adapter(name: str, lora: Lora) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

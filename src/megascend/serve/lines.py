@@ -5,6 +5,7 @@ The same on every rank: it decides from the commands alone.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -29,6 +30,11 @@ from megascend.serve.commands import (
 )
 from megascend.serve.sampling import CANCELLED, SAMPLES_AT_ONCE, Generate, Sampling
 from megascend.serve.waits import Waits
+
+logger = logging.getLogger(__name__)
+
+FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
+"""What a fault in the code that samples raises. A device that is broken raises RuntimeError."""
 
 OTHERS_AT_ONCE = 8
 """Adapters that are made, loaded and saved between two units of training, at most one of a model."""
@@ -166,30 +172,32 @@ class Lines:
                 problem = ConfigError("this server does not sample")
                 return [Outcome(each.number, error=problem) for each in taken]
             self._sampling = Sampling(taken, self._generate)
-        sampling, text = self._sampling, None
+        sampling, problem = self._sampling, None
         try:
             with self._waits.unit():
                 outcomes = sampling.advance()
         except torch.OutOfMemoryError as error:
-            text = str(error)
+            problem = OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
+        except FAULTS as error:
+            logger.exception("sampling for %s has failed", ", ".join(sorted({each.adapter for each in sampling.left})))
+            problem = error.with_traceback(None)
         left = sampling.left
-        if text is None and left:
+        if problem is None and left:
             return outcomes
         self._sampling = sampling = None  # with its keys and values
-        if text is not None:  # only here has the error let go of what it held
-            outcomes = self._no_room_for(left, text)
+        if problem is not None:  # only here has the error let go of what it held
+            outcomes = self._again(left, problem)
         removals, self._removals = self._removals, []
         return [*outcomes, *self.add(removals)]
 
-    def _no_room_for(self, left: list[Respond], text: str) -> list[Outcome]:
-        """After memory has run out: sample those that have no answer one by one; what does not fit alone fails."""
-        error = OutOfDeviceMemoryError(f"the device's memory has no room for this request: {text}")
+    def _again(self, left: list[Respond], problem: Exception) -> list[Outcome]:
+        """Sample those that have no answer one by one; what fails alone, or does not fit, fails."""
         if not self._backend.recover_memory():
-            raise error
+            raise problem
         if len(left) > 1:
             self._one_by_one.extend(left)
             return []
-        return [Outcome(each.number, error=error) for each in left]
+        return [Outcome(each.number, error=problem) for each in left]
 
     def _take_samples(self) -> list[Respond]:
         """The first requests to sample of every line, as many as are sampled together."""
