@@ -22,10 +22,10 @@ class Reference(PatchProvider):
         # Spares megatron-core's functions a compilation for the CPU.
         if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":
             changes.append("TORCHDYNAMO_DISABLE=1")
-        from megascend.bootstrap.reference import cuda_redirect, gloo_scatter, nccl_on_gloo
+        from megascend.bootstrap.reference import cuda_redirect, gloo_strides, nccl_on_gloo
 
         changes += reference_te.install() + cuda_redirect.install()
-        return changes + nccl_on_gloo.install() + gloo_scatter.install()
+        return changes + nccl_on_gloo.install() + gloo_strides.install()
 
     def when_imported(self) -> dict[str, Callable[[], list[str]]]:
         if self.setup.platform.device_type == "cuda":
