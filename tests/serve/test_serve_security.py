@@ -102,10 +102,11 @@ def requests_for(ids: dict[str, str], mine: str) -> list[tuple[str, str, Any]]:
 def test_anothers_ids_are_answered_as_ids_that_nobody_has(here) -> None:
     model = here.alice.model()
     session = model.partition(":")[0]
-    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    future = here.alice.forward_backward(model, 1, 10)
+    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 2})  # waits for both
     sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
     real = {
-        "model": model, "session": session, "future": here.alice.forward_backward(model, 2, 10),
+        "model": model, "session": session, "future": future,
         "sampler": sampler.json()["sampling_session_id"],
     }  # fmt: skip
     none = new_session()
