@@ -335,6 +335,14 @@ class ApartEngine(Engine, Protocol):
     def apart(self) -> bool: ...
 
 
+class ReleasingEngine(Engine, Protocol):
+    """An engine that holds device memory which only makes it faster."""
+
+    def release_memory(self) -> None:
+        """Give that memory back: there is none left for something else. Local."""
+        ...
+
+
 class CachingEngine(Engine, Protocol):
     """An engine that can keep the keys and values of tokens, which is for sampling.
 

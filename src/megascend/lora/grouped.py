@@ -12,8 +12,8 @@ from torch import Tensor
 from megascend.kernels.host_copy import to_device
 from megascend.kernels.npu_grouped import grouped_product
 
-TORCH_GROUPS = 1024
-"""Most segments that ``torch._grouped_mm`` takes on a GPU; eight adapters of 128 experts and the one that means none are more."""
+TORCH_GROUPS = 1023
+"""Most segments that ``torch._grouped_mm`` takes on a GPU (its check is ``< 1024``); eight adapters of 128 experts are more."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,9 @@ class CaptureOnCpu:
     def wait(self) -> None:
         """Nothing runs by itself here."""
 
+    def free(self) -> None:
+        """Python does that."""
+
 
 class HostReadError(RuntimeError):
     """Work needs a value of a tensor on the host."""

@@ -17,7 +17,7 @@ BOUND = 1e-5
 """Of relative differences in fp32: products of other numbers of rows, and ranks padded with zeros, are added in another order."""
 
 
-def make_backend(checkpoint, settings=None, *, strict=False):
+def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=240):
     """With ``settings``, as ``adapters.cuda_graphs`` would make it, but for a stand-in for CUDA graphs."""
     from megascend.backends import MegatronBackend
 
@@ -25,7 +25,7 @@ def make_backend(checkpoint, settings=None, *, strict=False):
         checkpoint,
         precision="fp32",
         optimizer=Adam(lr=1e-4, eps=1e-6),
-        batching=Batching(micro_batch_tokens=240),
+        batching=Batching(micro_batch_tokens=micro_batch_tokens),
         adapters=Adapters(),
         timeout_s=60,
     )
@@ -154,6 +154,97 @@ def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, capl
     }
     assert (report.first, report.captured, report.replayed) == (1, 0, 0)
     assert left == 0, "a removed adapter leaves no copy of its values"
+
+
+class Full:
+    """A model's forward pass on a device that has no room for ``tokens`` or more beside captures."""
+
+    def __init__(self, graphs, tokens, times):
+        self.graphs, self.tokens, self.times = graphs, tokens, times
+        self.forward, graphs._forward = graphs._forward, self
+
+    def __call__(self, batch):
+        hidden = self.forward(batch)
+        if self.graphs.report().captures and batch.input_ids.numel() >= self.tokens and self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("no room, on purpose")
+        return hidden
+
+
+def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
+    """The micro batch that found no room is computed without captures, once; the larger ones are not captured any more."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    lengths = (20, 20, 20, 140, 140, 140, 300, 140, 20, 20, 20)
+
+    def figures(settings):
+        backend = make_backend(checkpoint, settings, micro_batch_tokens=400)
+        backend.add_adapter("a", Lora(rank=4))
+        if settings is not None:
+            Full(backend.engine.graphs, 300, times=1)
+        found = []
+        for length in lengths:
+            sample = Sample.causal((torch.arange(length + 1) * 7) % 300)
+            for loss in ("cross_entropy", "importance_sampling"):
+                sample.old_logprobs, sample.advantages = torch.full((length,), -5.5), torch.linspace(-1, 1, length)
+                found.append(backend.forward_backward([sample], loss, adapter="a").loss)
+            found.append(backend.optimizer_step("a").grad_norm)
+        report = backend.cuda_graphs
+        backend.close()
+        return torch.tensor(found, dtype=torch.float64), report
+
+    def both():
+        return figures(None), figures(CudaGraphs(max_tokens=512))
+
+    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert report.dropped == 4, "of 128 and 256 tokens, two losses each"
+    assert report.captures == 2
+    assert report.captured == 4 + 2, "those of 128 tokens again"
+    reason = "micro batches of sizes beside whose captures memory ran out"
+    assert report.eager == {reason: 1 + 2}, "importance sampling of the long one, and the next one of 140 tokens"
+
+
+def test_memory_that_runs_out_in_a_backward_pass_is_an_error_after_which_there_is_room(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def figures():
+        backend = make_backend(checkpoint, CudaGraphs())
+        backend.add_adapter("a", Lora(rank=4))
+        short, long = (Sample.causal((torch.arange(length + 1) * 7) % 300) for length in (20, 140))
+        for _ in range(2):
+            backend.forward_backward([short], adapter="a")
+        backend.discard_gradients()
+        expected = backend.engine.adapters.registry["a"].grads.clone()
+
+        def no_room(grad):
+            raise torch.OutOfMemoryError("no room, on purpose")
+
+        graphs = backend.engine.graphs
+        forward = graphs._forward
+
+        def fails_once(batch):
+            graphs._forward = forward
+            hidden = forward(batch)
+            hidden.register_hook(no_room)
+            return hidden
+
+        graphs._forward = fails_once
+        try:
+            backend.forward_backward([long], adapter="a")
+        except torch.OutOfMemoryError:
+            captures, dropped = backend.cuda_graphs.captures, backend.cuda_graphs.dropped
+        assert backend.recover_memory()
+        unchanged = torch.equal(backend.engine.adapters.registry["a"].grads, expected)
+        again = backend.forward_backward([long], adapter="a").loss
+        backend.discard_gradients()
+        plain = backend.forward([long], adapter="a").logprobs[0]
+        backend.close()
+        return captures, dropped, unchanged, again, -float(plain.mean())
+
+    captures, dropped, unchanged, again, plain = run_distributed(figures, 1, init=False)[0]
+    assert (captures, dropped) == (0, 1)
+    assert unchanged, "what was half done counts nowhere"
+    assert again == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ class Capture(Protocol):
         """Wait for the device: captured work that still runs must not be given up."""
         ...
 
+    def free(self) -> None:
+        """Return the memory of captured work that has been given up to the device."""
+        ...
+
     @property
     def bytes(self) -> int:
         """Device memory that all captured work holds."""
@@ -47,14 +51,22 @@ class CudaCapture:
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """See :class:`Capture`. Waits for the device."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads (checkpoints, NCCL's watchdog) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            found = work()
+        try:
+            # Other threads (checkpoints, NCCL's watchdog) may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                found = work()
+        finally:
+            # torch keeps cuBLAS's workspace of the stream that captures, in the pool, beyond the life of all graphs.
+            torch._C._cuda_clearCublasWorkspaces()
         return graph.replay, found
 
     def wait(self) -> None:
         """See :class:`Capture`."""
         torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """See :class:`Capture`."""
+        torch.cuda.empty_cache()
 
     @property
     def bytes(self) -> int:

@@ -418,6 +418,11 @@ class MegatronEngine:
     def restore_random_streams(self, state: Any) -> None:
         tensor_parallel.get_cuda_rng_tracker().set_states(state)  # type: ignore[reportOptionalMemberAccess]
 
+    def release_memory(self) -> None:
+        """See :class:`megascend.engines.base.ReleasingEngine`: captures of micro batches."""
+        if self.graphs is not None:
+            self.graphs.release_memory()
+
     def close(self) -> None:
         """Captures go; the groups, which the backend closes, are all that is left in the process."""
         if self.graphs is not None:

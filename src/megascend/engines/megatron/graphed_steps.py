@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from megascend.lora.stacked_adapters import StackedAdapters
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_STACKS = 8
 
 
@@ -44,7 +46,7 @@ class GraphReport:
         captured, replayed: captures made, and micro batches that were replayed.
         first: micro batches that were the first of their shape, padded and not captured.
         eager: micro batches that ran without, by the reason.
-        dropped: captures given up to make room.
+        dropped: captures given up to make room for others, or because memory ran out.
         capture_bytes: device memory of all captures.
         stack_bytes: device memory of the adapters' stacked copies.
     """
@@ -99,10 +101,22 @@ class GraphedSteps:
         self._stacks = adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
         self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
         self._counts = _Counts()
+        self._largest = settings.max_tokens
         self._root = torch.empty(0, requires_grad=True)
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
-        """As :meth:`megascend.engines.base.Engine.run`, on one rank for each copy of the model."""
+        """As :meth:`megascend.engines.base.Engine.run`, on one rank for each copy of the model.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out, and there are no captures any more.
+        """
+        try:
+            return self._run(batches, on_output, forward_only=forward_only)
+        except torch.OutOfMemoryError:
+            self.release_memory()  # whoever tries again has room
+            raise
+
+    def _run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         kept = []
         for batch in batches:
             with self._monitor.phase("forward"):
@@ -132,6 +146,44 @@ class GraphedSteps:
         """Give up all captures."""
         self._capture.wait()
         self._steps.clear()
+        self._capture.free()
+
+    def release_memory(self) -> bool:
+        """Give up all captures because memory has run out beside them, and capture no more of the largest one's size.
+
+        So it cannot run out again and again: captures are made of ever smaller micro batches, in the end of none.
+
+        Returns:
+            Whether there were any.
+        """
+        captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
+        if not captured:
+            return False
+        held, self._largest = self._capture.bytes, max(captured) - 1
+        self._counts.dropped += len(captured)
+        self.clear()
+        logger.warning(
+            "memory ran out: %d CUDA graphs with %.1f GiB are given up, and micro batches above %d tokens run without from "
+            "now on. Set adapters.cuda_graphs.max_tokens or batching.micro_batch_tokens lower to keep them",
+            len(captured),
+            held / 2**30,
+            self._largest,
+        )
+        return True
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns, which is called again without captures if memory has no room beside them.
+
+        Args:
+            work: may be called twice: it adds to nothing.
+        """
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if not any(step.captured for step in self._steps.values()):
+                raise
+        self.release_memory()  # only here has the error let go of the tensors of ``work``
+        return work()
 
     def _output(self, batch: MicroBatch, *, forward_only: bool) -> Output:
         problem = self._not_captured_because(batch)
@@ -139,7 +191,7 @@ class GraphedSteps:
             return _GraphedOutput(self, batch, forward_only)
         self._tell(problem)
         with self.mode(forward_only=forward_only):
-            return self._eager(batch)
+            return self.with_room(lambda: self._eager(batch))
 
     def mode(self, *, forward_only: bool) -> AbstractContextManager[None]:
         """What the model runs in, where it is not replayed."""
@@ -148,8 +200,11 @@ class GraphedSteps:
     def _not_captured_because(self, batch: MicroBatch) -> str | None:
         """Why a micro batch cannot be captured, in words that are the same for all of the kind."""
         stacked = self._layers.stacked
-        if self._shape_of(batch, "forward", entropy=False).tokens > self._settings.max_tokens:
+        tokens = self._shape_of(batch, "forward", entropy=False).tokens
+        if tokens > self._settings.max_tokens:
             return f"micro batches above adapters.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"
+        if tokens > self._largest:
+            return "micro batches of sizes beside whose captures memory ran out"
         if batch.segments is not None and batch.segments.keys is not None:
             return "adapters with dropout"
         several = stacked is not None and len(stacked.adapters) > 1
@@ -225,7 +280,7 @@ class _Step:
         else:
             self._owner._counts.first += 1
         self._seen = True
-        found = self._work()
+        found = self._work(self._owner.with_room)
         if self._shape.kind == "logprobs":
             self._found = found  # with its graph, for the backward pass
         return tuple(of.detach() for of in found)
@@ -238,16 +293,28 @@ class _Step:
         found, self._found = self._found, ()
         self._differentiate(found)
 
-    def _work(self) -> tuple[Tensor, ...]:
+    def _work(self, forward: Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]] = lambda work: work()):
+        """What is captured.
+
+        Args:
+            forward: calls the part that adds to nothing.
+        """
+        found = forward(self._ahead)
+        if self._shape.kind != "cross_entropy":
+            return found
+        loss, logprobs = found
+        loss.backward()
+        return (logprobs,)
+
+    def _ahead(self) -> tuple[Tensor, ...]:
+        """The forward pass; of cross entropy the loss and log-probabilities."""
         head, batch = self._owner._head, self.static.batch
         with self._owner.mode(forward_only=self._shape.kind in ("forward", "hidden")):
             hidden = self._owner._forward(batch)
         if self._shape.kind == "hidden":
             return (hidden,)
         if self._shape.kind == "cross_entropy":
-            loss, logprobs = head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
-            loss.backward()
-            return (logprobs,)
+            return head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
         logprobs, entropies = head.logprobs(hidden, batch.targets, self._shape.entropy)
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
 
