@@ -97,24 +97,3 @@ def test_products_and_their_gradients(inside, out):
     exact = torch.stack([part.T @ rows for rows, part, _ in parts])
     assert error(into - before.float(), exact) < 5e-3
     assert torch.equal(into[3], before[3].float()), "an expert without rows has no gradient"
-
-
-@pytest.mark.parametrize("groups", [1023, 1024, 2050])
-def test_products_of_more_segments_than_one_call_takes(groups):
-    """Eight adapters of 128 experts are 1024 of them."""
-    generator = torch.Generator().manual_seed(3)
-    counts = torch.randint(0, 5, (groups,), generator=generator)
-    owner = torch.arange(groups).repeat_interleave(counts).cuda()
-    segments = Segments(counts.cumsum(0).int().cuda())
-    rows, grads = normal(len(owner), 64, seed=4), normal(len(owner), 16, seed=5)
-    weights, into = normal(groups, 64, 16, seed=6), normal(groups, 64, 16, seed=7, dtype=torch.float32)
-    exact = torch.bmm(rows.double()[:, None], weights.double()[owner])[:, 0]
-    summed = into.double().index_add(0, owner, rows.double()[:, :, None] * grads.double()[:, None])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = product(rows, weights, segments)
-        accumulate(into, rows, grads, segments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert error(found, exact) < 5e-3
-    assert error(into, summed) < 5e-3

@@ -5,7 +5,7 @@ import torch
 
 from megascend.lora import grouped
 from megascend.lora.grouped import GroupedLinear, Segments, accumulate, product
-from megascend.lora.segments import cut, token_segments, tokens_per_adapter
+from megascend.lora.segments import by_expert_and_adapter, cut, token_segments, tokens_per_adapter
 
 CPU = torch.device("cpu")
 
@@ -60,6 +60,42 @@ def test_gradients_equal_autograds(counts, with_base):
     torch.testing.assert_close(grads, 0.5 + leaf.grad)
     if base is not None:
         assert torch.equal(found[1], grad)
+
+
+@pytest.mark.parametrize("kernel", [None, "torch"])
+def test_matrices_by_two_numbers(kernel, monkeypatch):
+    """Of segment (outer, inner), in memory the other way round: adapters of experts."""
+    monkeypatch.setattr(grouped, "kernel_of", lambda device: kernel)
+    counts, base = [3, 0, 5, 1, 2, 0], torch.randn(11, 8).bfloat16()
+    segments = Segments.of(counts, CPU)
+    rows, grad = torch.randn(11, 16).bfloat16(), torch.randn(11, 8).bfloat16()
+    weights, into = torch.randn(2, 3, 16, 8).bfloat16().transpose(0, 1), torch.randn(2, 3, 16, 8).transpose(0, 1)
+    flat, total, start = weights.flatten(0, 1), into.clone(), 0
+    expected = torch.empty(11, 8)
+    for g, count in enumerate(counts):
+        own = slice(start, start + count)
+        expected[own] = base[own].float() + rows[own].float() @ flat[g].float()
+        total[g // 2, g % 2] += rows[own].float().T @ grad[own].float()
+        start += count
+    assert not weights.is_contiguous()
+    torch.testing.assert_close(product(rows, weights, segments, base).float(), expected, rtol=2e-2, atol=2e-2)
+    accumulate(into, rows, grad, segments)
+    torch.testing.assert_close(into, total, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_rows_by_expert_and_adapter(in_order):
+    expert = torch.tensor([0, 0, 0, 2, 2, 2, 2])
+    adapter = torch.tensor([0, 1, 1, 0, 0, 1, 1] if in_order else [1, 0, 1, 1, 0, 0, 1])
+    rows = by_expert_and_adapter(expert, adapter, 3, 2, in_order=in_order)
+    assert rows.segments.sizes() == ([1, 2, 0, 0, 2, 2])
+    if in_order:
+        assert rows.order is rows.place is None
+        with pytest.raises(RuntimeError, match="do not lie by expert and adapter"):
+            by_expert_and_adapter(expert, adapter.flip(0), 3, 2, in_order=True)
+    else:
+        assert rows.order.tolist() == [1, 0, 2, 4, 5, 3, 6]
+        assert rows.order[rows.place].tolist() == list(range(7))
 
 
 def test_one_runs_values_do_not_reach_anothers():

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_RANK = 256
+"""Largest rank, all slices of a fused layer together, that the kernels of :mod:`megascend.kernels.low_rank_triton` take."""
+
 
 @dataclass(frozen=True)
 class LowRank:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megascend.kernels.low_rank import LowRank
+from megascend.kernels.token_rows import Moved
 from megascend.lora.dropout import drop
 from megascend.lora.embedding_and_head import LookUp, adapted_segments
-from megascend.lora.grouped import GroupedLinear, Segments
-from megascend.lora.segments import TokenSegments
+from megascend.lora.grouped import GroupedLinear
+from megascend.lora.segments import ExpertAdapterRows, TokenSegments
 from megascend.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
 from megascend.lora.target_modules import TargetModule
 
@@ -75,24 +76,21 @@ class AppliedAdapters:
         total = GroupedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
         return total.view(out.shape)
 
-    def to_experts(
-        self, shape_group: int, layer: int, order: Tensor | None, segments: Segments, x: Tensor, out: Tensor
-    ) -> Tensor:
+    def to_experts(self, shape_group: int, layer: int, rows: ExpertAdapterRows, x: Tensor, out: Tensor) -> Tensor:
         """``out`` with the adapters' part of a product of experts.
 
         Args:
-            order: what sorts rows by adapter and expert; None: they are of one adapter, and sorted by expert.
-            segments: of the sorted rows.
+            rows: how the rows are grouped; of one adapter by expert alone.
             x, out: [rows, features].
         """
         assert self.stacked is not None
-        a, a_grads, b, b_grads = self.stacked.factors(shape_group, layer, None)
-        picked = x if order is None else x.index_select(0, order)
-        down = GroupedLinear.apply(picked, a, a_grads, segments, None)
-        if order is None:
-            return GroupedLinear.apply(down, b, b_grads, segments, out)
-        delta = GroupedLinear.apply(down, b, b_grads, segments, None)
-        return out.index_add(0, order, delta)
+        a, a_grads, b, b_grads = self.stacked.factors_of_experts(shape_group, layer)
+        if rows.order is None:
+            down = GroupedLinear.apply(x, a, a_grads, rows.segments, None)
+            return GroupedLinear.apply(down, b, b_grads, rows.segments, out)
+        down = GroupedLinear.apply(Moved.apply(x, rows.order, rows.place), a, a_grads, rows.segments, None)
+        delta = GroupedLinear.apply(down, b, b_grads, rows.segments, None)
+        return out + Moved.apply(delta, rows.place, rows.order)
 
     def to_embedding(self, shape_group: int, target: TargetModule, ids: Tensor, out: Tensor) -> Tensor:
         """``out`` with the adapters' part of the embedding of ``ids`` [batch, sequence].

@@ -17,45 +17,43 @@ from torch import Tensor
 
 from megascend.changes import patch
 from megascend.errors import ConfigError
-from megascend.kernels.host_copy import to_device
 from megascend.lora.grouped import Segments
-from megascend.lora.segments import TokenSegments, by_adapter_and_expert
+from megascend.lora.segments import ExpertAdapterRows, TokenSegments, by_expert_and_adapter
 
 
 class ExpertRows:
-    """The adapters of the rows that one layer's experts of this rank compute at the moment."""
+    """The adapters of the rows that one layer's experts of this rank compute at the moment.
 
-    def __init__(self) -> None:
+    Args:
+        in_order: rows of an expert lie as their tokens do, which lie by adapter.
+    """
+
+    def __init__(self, *, in_order: bool) -> None:
         self.adapter_index: Tensor | None = None
-        self._grouped: tuple[Tensor | None, Segments] | None = None
+        self._in_order = in_order
+        self._grouped: ExpertAdapterRows | None = None
 
     def take(self, adapter_index: Tensor | None) -> None:
         """Remember the rows' adapters (None: all have the same)."""
         self.adapter_index, self._grouped = adapter_index, None
 
-    def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> tuple[Tensor | None, Segments]:
-        """The order that sorts the rows by (adapter, expert), None if they are sorted, and the segments in that order."""
-        if self._grouped is not None:
-            return self._grouped
-        if isinstance(counts, Segments):  # of moe.experts: grouped
-            self._grouped = self._on_device(counts, adapters, experts)
-            return self._grouped
-        rows = [int(count) for count in counts]
-        if self.adapter_index is None:
-            self._grouped = None, Segments.of(rows, device)
-            return self._grouped
-        repeats = to_device(torch.tensor(rows), device)
-        expert = torch.arange(experts, device=device).repeat_interleave(repeats, output_size=sum(rows))
-        self._grouped = by_adapter_and_expert(self.adapter_index, expert, adapters, experts)
+    def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
+        """The rows by expert and adapter.
+
+        Args:
+            counts: rows of each expert; or, of ``moe.experts: grouped``, segments whose sizes the CPU need not know.
+        """
+        if self._grouped is None:
+            self._grouped = self._group(counts, adapters, experts, device)
         return self._grouped
 
-    def _on_device(self, segments: Segments, adapters: int, experts: int) -> tuple[Tensor | None, Segments]:
-        """The same from segments whose sizes the CPU does not know. Waits for no device."""
+    def _group(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
+        segments = counts if isinstance(counts, Segments) else Segments.of([int(count) for count in counts], device)
         if self.adapter_index is None:
-            return None, segments
+            return ExpertAdapterRows(segments)
         row = torch.arange(len(self.adapter_index), device=segments.ends.device)
         expert = torch.searchsorted(segments.ends, row.int(), right=True)
-        return by_adapter_and_expert(self.adapter_index, expert, adapters, experts)
+        return by_expert_and_adapter(expert, self.adapter_index, experts, adapters, in_order=self._in_order)
 
 
 def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
@@ -70,7 +68,7 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
             f"adapters on experts need Megatron's all-to-all token dispatcher, unfused; this model has "
             f"{type(dispatcher).__name__}"
         )
-    rows = ExpertRows()
+    rows = ExpertRows(in_order=dispatcher.ep_size == dispatcher.tp_size == 1)
     preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
     permuted: list[Tensor | None] = [None]
 

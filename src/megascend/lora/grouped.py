@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.kernels.host_copy import to_device
+from megascend.kernels.low_rank import MAX_RANK
 from megascend.kernels.npu_grouped import grouped_product
 
 TORCH_GROUPS = 1023
@@ -51,37 +52,68 @@ def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
     return "torch" if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
 
 
-def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu"] | None:
-    """The kernel for these operands, or None: 16 bits, and sizes in multiples of 8, which are 16 bytes."""
-    _, k, m = weights.shape
-    if rows.dtype not in (torch.bfloat16, torch.float16) or k % 8 or m % 8 or not len(rows):
+def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu", "triton"] | None:
+    """The kernel for these operands: 16 bits, and, but for Triton's, sizes in multiples of 8, which are 16 bytes; or None.
+
+    Triton's are for low ranks, and measured where torch's are.
+    """
+    k, m = weights.shape[-2:]
+    if rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
         return None
     found = kernel_of(rows.device)
-    return None if found == "torch" and rows.dtype != torch.bfloat16 else found
+    if found == "torch" and rows.is_cuda and min(k, m) <= MAX_RANK:
+        return "triton"
+    if k % 8 or m % 8 or (found == "torch" and rows.dtype != torch.bfloat16):
+        return None
+    return found
 
 
-def product(rows: Tensor, weights: Tensor, segments: Segments | None) -> Tensor:
-    """``rows[segment g] @ weights[g]``: [n, k] and [segments, k, m] to [n, m]. Without ``segments``, ``weights`` is [1, k, m]."""
+def product(rows: Tensor, weights: Tensor, segments: Segments | None, base: Tensor | None = None) -> Tensor:
+    """``rows[segment g] @ weights[g]``, plus ``base``: [n, k] and [segments, k, m] to [n, m].
+
+    Args:
+        weights: also [outer, inner, k, m], of segment ``outer * len(inner) + inner``; without ``segments`` [1, k, m].
+    """
     if segments is None:
-        return rows @ weights[0]
+        return rows @ weights[0] if base is None else torch.addmm(base, rows, weights[0])
     kernel = kernel_for(rows, weights)
+    if kernel == "triton":
+        from megascend.kernels import low_rank_triton
+
+        return low_rank_triton.product(rows, weights, segments.ends, base)
+    weights = weights.flatten(0, -3)
     if kernel == "torch":
-        return _product_by_torch(rows, weights, segments.ends)
-    if kernel == "npu":
-        return grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
-    parts = [part @ weight for part, weight in zip(rows.split(segments.sizes()), weights, strict=True)]
-    return torch.cat(parts)
+        out = _product_by_torch(rows, weights, segments.ends)
+    elif kernel == "npu":
+        out = grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
+    else:
+        out = torch.cat([part @ of for part, of in zip(rows.split(segments.sizes()), weights, strict=True)])
+    return out if base is None else out.add_(base)
 
 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | None) -> None:
-    """``into[g] += left[segment g].T @ right[segment g]``: [n, k] and [n, m] into float32 [segments, k, m]."""
+    """``into[g] += left[segment g].T @ right[segment g]``: [n, k] and [n, m] into float32 [segments, k, m].
+
+    Args:
+        into: also [outer, inner, k, m], as the weights of :func:`product`.
+    """
     if into.stride(-1) != 1:
-        accumulate(into.transpose(1, 2), right, left, segments)
+        accumulate(into.mT, right, left, segments)
+        return
+    if segments is None:
+        into.flatten(0, -3)[0].add_(left.T @ right)
         return
     kernel = kernel_for(left, into)
-    if segments is None:
-        into[0].add_(left.T @ right)
-    elif kernel == "torch":
+    if kernel == "triton" and into.shape[-2] <= into.shape[-1]:
+        from megascend.kernels import low_rank_triton
+
+        low_rank_triton.accumulate(into, left, right, segments.ends)
+        return
+    if into.dim() == 4:  # by (outer, inner), which need not be how they lie in memory
+        whole = torch.zeros_like(into, memory_format=torch.contiguous_format).flatten(0, 1)
+        accumulate(whole, left, right, segments)
+        into.add_(whole.view(into.shape))
+    elif kernel in ("torch", "triton"):
         for start, end in _parts(len(into)):
             found = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
             into[start:end].add_(found[1:] if start else found)
@@ -125,13 +157,11 @@ class GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor, grads: Tensor | None, segments: Segments | None, base: Tensor | None
     ) -> Tensor:
-        """Args: rows [n, k], weights and grads [segments, k, m], base [n, m] or None. Without ``grads`` weights are frozen."""
+        """Args: rows [n, k]; weights and grads as :func:`product` takes them; base [n, m] or None. Without ``grads`` weights are
+        frozen."""
         ctx.save_for_backward(None if grads is None else rows, weights)
         ctx.grads, ctx.segments = grads, segments
-        if base is not None and segments is None:
-            return torch.addmm(base, rows, weights[0])
-        out = product(rows, weights, segments)
-        return out if base is None else out.add_(base)
+        return product(rows, weights, segments, base)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,7 +171,7 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.grads is not None:
             accumulate(ctx.grads, rows, whole, ctx.segments)
         return (
-            product(whole, weights.transpose(1, 2), ctx.segments),
+            product(whole, weights.mT, ctx.segments),
             None,
             None,
             None,

@@ -72,8 +72,8 @@ class AdapterLayers(AppliedAdapters):
         # With experts divided over tensor parallel ranks nothing is communicated here: outputs and gradients are parts,
         # which the token dispatcher sums together with the base layer's.
         rows = self._expert_rows[id(target.moe)]
-        order, segments = rows.grouped(inputs[1], len(self.stacked.adapters), target.experts, x.device)
-        return self.to_experts(shape_group, layer, order, segments, x, out), bias
+        grouped = rows.grouped(inputs[1], len(self.stacked.adapters), target.experts, x.device)
+        return self.to_experts(shape_group, layer, grouped, x, out), bias
 
     def _after_output(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         """Append ``A x`` to the hidden states that go to the output head, which finds B by :meth:`lora_delta`."""

@@ -77,20 +77,37 @@ def token_segments(
     return TokenSegments(None, whole, local, adapter_index, keys, mine)
 
 
-def by_adapter_and_expert(
-    adapter_index: Tensor, expert: Tensor, adapters: int, experts: int
-) -> tuple[Tensor, Segments]:
-    """What sorts rows of experts by adapter and, within it, by expert. Waits for no device.
+@dataclass(frozen=True)
+class ExpertAdapterRows:
+    """Rows of experts by expert and, within it, by adapter.
+
+    Attributes:
+        segments: ``experts * adapters`` of them, in that order.
+        order: int64 [rows], which row comes to each place; None: they lie like that.
+        place: its inverse.
+    """
+
+    segments: Segments
+    order: Tensor | None = None
+    place: Tensor | None = None
+
+
+def by_expert_and_adapter(
+    expert: Tensor, adapter_index: Tensor, experts: int, adapters: int, *, in_order: bool
+) -> ExpertAdapterRows:
+    """Waits for no device.
 
     Args:
-        adapter_index, expert: int64 [rows], of every row.
-
-    Returns:
-        int64 [rows], the order; and the segments in that order, ``adapters * experts`` of them.
+        expert, adapter_index: int64 [rows], of every row.
+        in_order: they lie by expert and adapter already. Where that is not so, an assertion fails on the device.
     """
-    key = adapter_index * experts + expert
+    key = expert * adapters + adapter_index
+    if in_order:
+        torch._assert_async((key[1:] >= key[:-1]).all(), "rows of experts do not lie by expert and adapter")
+        return ExpertAdapterRows(expert_segments(key, experts * adapters))
     key, order = torch.sort(key, stable=True)
-    return order, expert_segments(key, adapters * experts)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return ExpertAdapterRows(expert_segments(key, experts * adapters), order, place)
 
 
 def expert_segments(expert: Tensor, experts: int) -> Segments:

@@ -64,7 +64,7 @@ class StackedAdapters:
         self._masks = [slice_masks(shape_group, device) for shape_group in shape_groups]
         firsts = [shape_group.first for shape_group in shape_groups]
         self._whole = [len(target.slices[0].local_rows) == target.out_features for target in firsts]
-        self._views: dict[tuple[int, int, int | None], FactorsAndGrads] = {}
+        self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
 
     def take(self, adapters: Sequence[Adapter | None]) -> bool:
         """Serve other adapters from now on, if they fit the memory that there is."""
@@ -153,6 +153,17 @@ class StackedAdapters:
             one = slice(None) if index is None else slice(index, index + 1)
             a, a_grads, b, b_grads = (
                 tensor[layer, one].flatten(0, 1) for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
+            )
+            self._views[key] = a, a_grads, b, b_grads
+        return self._views[key]
+
+    def factors_of_experts(self, shape_group: int, layer: int) -> FactorsAndGrads:
+        """(A, its gradients, B, its gradients) of one layer's experts: [experts, adapters, ...], as their rows are grouped."""
+        key = (shape_group, layer, "experts")
+        if key not in self._views:
+            stack = self.stacks[shape_group]
+            a, a_grads, b, b_grads = (
+                tensor[layer].transpose(0, 1) for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
             )
             self._views[key] = a, a_grads, b, b_grads
         return self._views[key]

@@ -13,7 +13,7 @@ from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_
 from megascend.errors import ConfigError
 from megascend.lora.applied_adapters import AppliedAdapters, start_graph
 from megascend.lora.layout import ShapeGroup
-from megascend.lora.segments import by_adapter_and_expert
+from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
 from megascend.lora.target_modules import TargetModule
 
 Place = tuple[int, int, TargetModule]
@@ -103,18 +103,20 @@ class AdapterLayers(AppliedAdapters):
         else:
             self._note(module, next(iter(places.values()))[2], hidden)
         adapters = len(self.stacked.adapters)
-        order = grouped = None
+        grouped: ExpertAdapterRows | None = None
 
         def add(parameter: str, rows: ExpertRows, x: Tensor, out: Tensor) -> Tensor:
-            nonlocal order, grouped
+            nonlocal grouped
             if parameter not in places:
                 return out
             shape_group, layer, target = places[parameter]
             if grouped is None:
-                grouped = rows.segments
-                if along is not None:
-                    order, grouped = by_adapter_and_expert(along[rows.token], rows.expert, adapters, target.experts)
-            return self.to_experts(shape_group, layer, order, grouped, x, out)
+                grouped = (
+                    ExpertAdapterRows(rows.segments)
+                    if along is None
+                    else by_expert_and_adapter(rows.expert, along[rows.token], target.experts, adapters, in_order=False)
+                )
+            return self.to_experts(shape_group, layer, grouped, x, out)
 
         return frozen_experts(module, hidden, index, weights, add)
 

@@ -1,0 +1,183 @@
+"""Products of segments of rows with one low-rank matrix each, as three Triton kernels.
+
+Of the three sizes of such a product one is small, the rank, so that what counts is how often rows are read and written: each is
+once. Where segments end is known on the device alone, there may be any number of them, and a row of one never meets another's
+matrix, whatever its values.
+
+Matrices are [g, k, m] or [outer, inner, k, m], segment ``s`` having number ``s`` or ``(s // inner, s % inner)``. Their strides
+may be any.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megascend.kernels.low_rank import MAX_RANK
+
+PROGRAMS = 264
+"""Fewer than this, two for each multiprocessor of an H100, are divided further."""
+
+
+@triton.jit
+def _segment_of(ends, row, segments, SEGMENTS: tl.constexpr):
+    """The first segment that ends behind ``row``."""
+    index = tl.arange(0, SEGMENTS)
+    end = tl.load(ends + index, mask=index < segments, other=2147483647)
+    return tl.sum((end <= row).to(tl.int32))
+
+
+@triton.jit
+def _narrow_kernel(
+    rows, weights, ends, out, n, segments, inner, row_stride, outer_stride, inner_stride, k_stride, m_stride, k, m,
+    SEGMENTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, k] to [ROWS, m], m small."""
+    begin = tl.program_id(0) * ROWS
+    stop = tl.minimum(begin + ROWS, n)
+    row, column, depth = begin + tl.arange(0, ROWS), tl.arange(0, M), tl.arange(0, K)
+    of_row = rows + row.to(tl.int64)[:, None] * row_stride
+    segment = _segment_of(ends, begin, segments, SEGMENTS)
+    while (begin < stop) & (segment < segments):
+        end = tl.minimum(tl.load(ends + segment), stop)
+        if end > begin:
+            own = (row >= begin) & (row < end)
+            place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
+            total = tl.zeros([ROWS, M], tl.float32)
+            for start in range(0, k, K):
+                at = start + depth
+                x = tl.load(of_row + at[None, :], mask=own[:, None] & (at < k)[None, :], other=0.0)
+                of_weight = weights + place + at[:, None] * k_stride + column[None, :] * m_stride
+                w = tl.load(of_weight, mask=(at < k)[:, None] & (column < m)[None, :], other=0.0)
+                total = tl.dot(x, w, total)
+            of_out = out + row.to(tl.int64)[:, None] * m + column[None, :]
+            tl.store(of_out, total.to(out.dtype.element_ty), mask=own[:, None] & (column < m)[None, :])
+        begin = end
+        segment += 1
+
+
+@triton.jit
+def _wide_kernel(
+    rows, weights, ends, base, out, n, segments, inner, row_stride, base_stride, outer_stride, inner_stride, k_stride,
+    m_stride, k, m, WITH_BASE: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, k] to [ROWS, M] of the columns, k small; plus ``base``."""
+    begin = tl.program_id(0) * ROWS
+    stop = tl.minimum(begin + ROWS, n)
+    row, depth = begin + tl.arange(0, ROWS), tl.arange(0, K)
+    column = tl.program_id(1) * M + tl.arange(0, M)
+    inside = (column < m)[None, :]
+    segment = _segment_of(ends, begin, segments, SEGMENTS)
+    while (begin < stop) & (segment < segments):
+        end = tl.minimum(tl.load(ends + segment), stop)
+        if end > begin:
+            own = ((row >= begin) & (row < end))[:, None]
+            place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
+            of_row = rows + row.to(tl.int64)[:, None] * row_stride + depth[None, :]
+            x = tl.load(of_row, mask=own & (depth < k)[None, :], other=0.0)
+            of_weight = weights + place + depth[:, None] * k_stride + column[None, :] * m_stride
+            w = tl.load(of_weight, mask=(depth < k)[:, None] & inside, other=0.0)
+            total = tl.dot(x, w)
+            if WITH_BASE:
+                of_base = base + row.to(tl.int64)[:, None] * base_stride + column[None, :]
+                total += tl.load(of_base, mask=own & inside, other=0.0).to(tl.float32)
+            of_out = out + row.to(tl.int64)[:, None] * m + column[None, :]
+            tl.store(of_out, total.to(out.dtype.element_ty), mask=own & inside)
+        begin = end
+        segment += 1
+
+
+@triton.jit
+def _gradient_kernel(
+    small, large, ends, into, inner, small_stride, large_stride, outer_stride, inner_stride, p_stride, p, q,
+    ROWS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+):  # fmt: skip
+    """``into[segment] += small.T @ large`` over the rows of one segment, Q columns of q."""
+    segment = tl.program_id(0)
+    begin = tl.load(ends + segment - 1, mask=segment > 0, other=0)
+    end = tl.load(ends + segment)
+    if end > begin:
+        across, column = tl.arange(0, P), tl.program_id(1) * Q + tl.arange(0, Q)
+        total = tl.zeros([P, Q], tl.float32)
+        for start in range(begin, end, ROWS):
+            row = start + tl.arange(0, ROWS)
+            own = (row < end)[:, None]
+            of_small = small + row.to(tl.int64)[:, None] * small_stride + across[None, :]
+            one = tl.load(of_small, mask=own & (across < p)[None, :], other=0.0)
+            of_large = large + row.to(tl.int64)[:, None] * large_stride + column[None, :]
+            other = tl.load(of_large, mask=own & (column < q)[None, :], other=0.0)
+            total = tl.dot(tl.trans(one), other, total)
+        place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
+        of_into = into + place + across[:, None] * p_stride + column[None, :]
+        inside = (across < p)[:, None] & (column < q)[None, :]
+        tl.store(of_into, tl.load(of_into, mask=inside, other=0.0) + total, mask=inside)
+
+
+def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = None) -> Tensor:
+    """``rows[segment s] @ weights[s]``, plus ``base``, added in fp32 and rounded once.
+
+    Args:
+        rows: [n, k], bf16 or fp16, like all others; ``base`` [n, m].
+        weights: see the module; k or m is :data:`MAX_RANK` at most.
+        ends: int32 [segments], where each ends; rows behind the last are not written.
+
+    Returns:
+        [n, m].
+    """
+    (n, k), m = rows.shape, weights.shape[-1]
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty(n, m, dtype=rows.dtype, device=rows.device)
+    segments, inner, *strides = _of(weights)
+    block = triton.next_power_of_2(len(ends))
+    if m <= MAX_RANK and (k > MAX_RANK or (m <= k and base is None)):
+        small = _small(m)
+        _narrow_kernel[(triton.cdiv(n, 64),)](  # type: ignore[reportIndexIssue]
+            rows, weights, ends, out, n, segments, inner, rows.stride(0), *strides, k, m,
+            SEGMENTS=block, ROWS=64, K=64 if small > 64 else 128, M=small, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        return out if base is None else out.add_(base)
+    assert k <= MAX_RANK, f"neither of {k} and {m} is small"
+    base = None if base is None else base if base.stride(1) == 1 else base.contiguous()
+    small, wide = _small(k), 128 if k <= 128 else 64
+    grid = (triton.cdiv(n, 64), triton.cdiv(m, wide))
+    _wide_kernel[grid](  # type: ignore[reportIndexIssue]
+        rows, weights, ends, out if base is None else base, out, n, segments, inner, rows.stride(0),
+        0 if base is None else base.stride(0), *strides, k, m,
+        WITH_BASE=base is not None, SEGMENTS=block, ROWS=64, K=small, M=wide, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+def accumulate(into: Tensor, small: Tensor, large: Tensor, ends: Tensor) -> None:
+    """``into[s] += small[segment s].T @ large[segment s]``, in fp32 throughout.
+
+    Args:
+        into: float32 [g, p, q] or [outer, inner, p, q], p at most :data:`MAX_RANK`, with q contiguous.
+        small, large: [n, p] and [n, q].
+    """
+    p, q = into.shape[-2:]
+    small, large = (of if of.stride(1) == 1 else of.contiguous() for of in (small, large))
+    segments, inner, outer_stride, inner_stride, p_stride, _ = _of(into)
+    wide = next(
+        (wide for wide in (128, 64) if segments * triton.cdiv(q, wide) >= PROGRAMS and wide * _small(p) <= 8192), 32
+    )
+    _gradient_kernel[(segments, triton.cdiv(q, wide))](  # type: ignore[reportIndexIssue]
+        small, large, ends, into, inner, small.stride(0), large.stride(0), outer_stride, inner_stride, p_stride, p, q,
+        ROWS=64, P=_small(p), Q=wide, num_warps=4, num_stages=3,
+    )  # fmt: skip
+
+
+def _small(size: int) -> int:
+    """The block for a small size."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _of(matrices: Tensor) -> tuple[int, int, int, int, int, int]:
+    """(segments, inner, and the strides of outer, inner and the two sizes of a matrix)."""
+    if matrices.dim() == 3:
+        return len(matrices), 1, matrices.stride(0), 0, matrices.stride(1), matrices.stride(2)
+    outer, inner = matrices.shape[:2]
+    outer_stride, inner_stride, row_stride, column_stride = matrices.stride()
+    return outer * inner, inner, outer_stride, inner_stride, row_stride, column_stride
