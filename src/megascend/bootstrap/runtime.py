@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.after_import import after_import
+from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_order import require_clean
 from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
@@ -75,7 +76,7 @@ class Runtime:
                 f"this process was prepared for engine {self.engine!r}, which needs no Megatron, and Megatron was not made "
                 "ready; start another process, with megascend.bootstrap(engine='megatron') first"
             )
-        with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection():
+        with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection(), deferring():
             # Deprecations inside these packages, the absence of Apex, what of a dummy Transformer Engine mcore-bridge could
             # not patch: nothing that a user could act on.
             warnings.simplefilter("ignore")
@@ -236,7 +237,8 @@ def bootstrap(
       contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
       (:meth:`PatchProvider.when_imported`).
     - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
-      logger set to warnings.
+      logger set to warnings; a few imports of upstream modules that training does not need take place when they are used (see
+      :mod:`megascend.bootstrap.deferred_imports`).
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
