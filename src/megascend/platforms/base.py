@@ -86,6 +86,10 @@ class Platform(ABC):
     def device(self, local_rank: int) -> torch.device:
         """Select and return the device of this process."""
 
+    def start_ahead(self, local_rank: int) -> None:
+        """Begin, on a thread, with what the first use of this process's device would wait for; a matter of time alone."""
+        return
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for the device."""
