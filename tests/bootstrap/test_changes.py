@@ -73,6 +73,7 @@ FINE = (
             "backend.groups.monitor.last_words",
             "backend.on_micro_batch",
             "monitor.on_phase",
+            "kept.activation_offloading",  # of what SwiGLU keeps for its gradient, as Megatron has it
             "parameter.main_grad",  # of the single engine's own model
             "message.token_ids",  # an answer of megascend serve
             "message.logprobs",

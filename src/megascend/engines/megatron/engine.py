@@ -133,9 +133,10 @@ class MegatronEngine:
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap)
         if runtime.platform.has_transformer_engine_kernels:
-            from megascend.kernels import head_norm
+            from megascend.kernels import gated_silu, head_norm
 
             head_norm.install(self.bare_chunks)
+            gated_silu.install()
         required = moe.experts == "grouped"
         grouped = grouped_experts.install(self.bare_chunks, self.device, required=required) if group else []
         self.adapters: AdapterManager | None = None
