@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megascend.bootstrap import engines, patches, providers
+from megascend.bootstrap import engines, import_structure, patches, providers
 from megascend.bootstrap.after_import import after_import
 from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_order import require_clean
@@ -233,8 +233,9 @@ def bootstrap(
       (the order Megatron-Core's overlaps rely on).
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
       parts of torch (docs/npu-internals.md lists them).
-    - when the program imports them: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
+    - when the program imports them: transformers reads the folder of its models once (see
+      :mod:`megascend.bootstrap.import_structure`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors
+      that are not contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
       (:meth:`PatchProvider.when_imported`).
     - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
       logger set to warnings; a few imports of upstream modules that training does not need take place when they are used (see
@@ -297,6 +298,7 @@ def bootstrap(
 
 def _mend_on_import(provider: PatchProvider) -> None:
     """Let what must be mended in Megatron-Core be mended when it is imported, by megascend's engine or by any program."""
+    import_structure.read_once_on_import()
     patches.apply_on_import()
     for module, patch_module in provider.when_imported().items():
         after_import(module, lambda patch_module=patch_module: record(patch_module()))
