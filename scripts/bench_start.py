@@ -13,6 +13,9 @@ A model of 45 thousand parameters, so that reading and computing take nothing. E
                   behind the run's last words
     packages      with --imports: the packages that take longest to import, without what they import, and their modules
 
+A first run that is not counted has Python keep the bytecode of what it imports, as pip does when it installs: where nobody has
+(``pip install --no-compile``, PYTHONDONTWRITEBYTECODE) each start compiles peft, Megatron-Core, mcore-bridge and megascend.
+
 The self-check's verdict on the model is kept between runs by ``MEGASCEND_CACHE``; here it is made anew each time, as in a user's
 first run, and ``kept`` is ``megascend train`` with the verdict of the run before.
 """
@@ -148,7 +151,9 @@ def main() -> int:
         (folder / "chat.jsonl").write_text(16 * (json.dumps(line) + "\n"))
         data = f"data: {{path: {folder / 'chat.jsonl'}, global_batch_size: 4}}"
         config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {given.platform}\n{data}\n")
-        show(figures, ready(model, given.platform, env))
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        ready(model, given.platform, env)
+        show(figures, ready(model, given.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
         ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (torchrun(), "other")}
         for way, (launcher, cache) in {} if given.only_ready else ways.items():
             of_way = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
