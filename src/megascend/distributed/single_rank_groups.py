@@ -32,16 +32,20 @@ def sharing(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(new_group)
     def function(
-        ranks: Sequence[int] | None = None, timeout: Any = None, backend: str | None = None, **options: Any
+        ranks: Sequence[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        **others: Any,
     ) -> Any:
-        alone = ranks is not None and len(ranks) == 1
+        options = {"pg_options": pg_options, "use_local_synchronization": use_local_synchronization, **others}
+        if ranks is None or len(ranks) != 1:
+            return new_group(ranks, timeout, backend, **options)
         # Some calls are for all ranks and some for the members alone, who then have a group that others do not know of.
-        key = (*(ranks or ()), timeout, backend, options.get("use_local_synchronization", False))
-        if alone and key in made:
-            return made[key]
-        group = new_group(ranks, timeout, backend, **options)
-        if alone:
-            made[key] = group
-        return group
+        key = (*ranks, timeout, backend, use_local_synchronization)
+        if key not in made:
+            made[key] = new_group(ranks, timeout, backend, **options)
+        return made[key]
 
     return function
