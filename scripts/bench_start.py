@@ -9,6 +9,12 @@ A model of 45 thousand parameters, so that reading and computing take nothing. E
     ready         ``MegatronBackend(...)``, all in all, less the time within imports in it
     first step    from starting ``megascend train`` until its first line of metrics.jsonl is there; the end of the program
     torchrun      the same as one rank under torchrun
+    phases        of each of these, from its events.jsonl: seconds on the clock, and of the processors; ``leaving`` is what comes
+                  behind the run's last words
+    packages      with --imports: the packages that take longest to import, without what they import, and their modules
+
+A first run that is not counted has Python keep the bytecode of what it imports, as pip does when it installs: where nobody has
+(``pip install --no-compile``, PYTHONDONTWRITEBYTECODE) each start compiles peft, Megatron-Core, mcore-bridge and megascend.
 
 The self-check's verdict on the model is kept between runs by ``MEGASCEND_CACHE``; here it is made anew each time, as in a user's
 first run, and ``kept`` is ``megascend train`` with the verdict of the run before.
@@ -19,10 +25,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from bench_train import environment, versions
@@ -69,9 +77,14 @@ def ready(model: Path, platform: str, env: dict[str, str]) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def train(launcher: list[str], config: Path, output: Path) -> list[str]:
+    """The command of one run."""
+    return [sys.executable, *launcher, "-m", "megascend", "train", str(config), "--set", f"output={output}"]
+
+
 def first_step(launcher: list[str], config: Path, output: Path, env: dict[str, str]) -> tuple[float, float]:
     """Seconds to the first step and to the end of the program."""
-    command = [sys.executable, *launcher, "-m", "megascend", "train", str(config), "--set", f"output={output}"]
+    command = train(launcher, config, output)
     metrics, first = output / "metrics.jsonl", None
     start = time.perf_counter()
     process = subprocess.Popen(command, env=env, stdout=sys.stderr)
@@ -89,10 +102,42 @@ def first_step(launcher: list[str], config: Path, output: Path, env: dict[str, s
     return first, time.perf_counter() - start
 
 
+def phases(output: Path, ended: float) -> list[tuple[str, float, float | None]]:
+    """(phase, seconds, processor seconds) of the run in ``output``, whose program ended at ``ended`` (time.time())."""
+    events = {event["event"]: event for event in map(json.loads, (output / "events.jsonl").read_text().splitlines())}
+    start, finished = events["first_step"], events["finished"]
+    found = [(name, seconds, start["processor_s"][name]) for name, seconds in start["seconds"].items()]
+    return [
+        *found,
+        ("other steps, export, plot", finished["time"] - start["time"], None),
+        ("leaving", ended - finished["time"], None),
+    ]
+
+
+IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$")
+"""A line of ``python -X importtime``: microseconds of a module without those that it imports, and its name."""
+
+
+def packages(command: list[str], env: dict[str, str]) -> list[tuple[str, float, int]]:
+    """(package, seconds, modules) of what a run imports until it ends, the longest first. Being watched costs time, too."""
+    watched = [command[0], "-X", "importtime", *command[1:]]
+    done = subprocess.run(watched, env=env, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    modules: defaultdict[str, int] = defaultdict(int)
+    for match in filter(None, map(IMPORT.match, done.stderr.splitlines())):
+        package = match[2].partition(".")[0]
+        seconds[package] += int(match[1]) / 1e6
+        modules[package] += 1
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(watched)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+    return [(name, seconds[name], modules[name]) for name in sorted(seconds, key=lambda name: -seconds[name])]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only-ready", action="store_true", help="leave megascend train out")
+    parser.add_argument("--imports", action="store_true", help="one more run, for the packages that it imports")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     given = parser.parse_args()
     figures: dict[str, float] = {}
@@ -106,12 +151,27 @@ def main() -> int:
         (folder / "chat.jsonl").write_text(16 * (json.dumps(line) + "\n"))
         data = f"data: {{path: {folder / 'chat.jsonl'}, global_batch_size: 4}}"
         config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {given.platform}\n{data}\n")
-        show(figures, ready(model, given.platform, env))
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        ready(model, given.platform, env)
+        show(figures, ready(model, given.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
         ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (torchrun(), "other")}
         for way, (launcher, cache) in {} if given.only_ready else ways.items():
             of_way = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
             of_step = first_step(launcher, config, folder / way, of_way)
+            ended = time.time()
             show(figures, {f"{way}_s": of_step[0], f"{way}_end_s": of_step[1]})
+            for name, seconds, processor in phases(folder / way, ended):
+                figures[f"{way}: {name}"] = seconds
+                used = "" if processor is None else f", {processor:.2f} of the processors"
+                print(f"    {name:<26} {seconds:7.2f}{used}", flush=True)
+        if given.imports:
+            found = packages(
+                train([], config, folder / "imports"), env | {"MEGASCEND_CACHE": str(folder / "cache-new")}
+            )
+            print(f"{sum(count for *_, count in found)} modules, {sum(seconds for _, seconds, _ in found):.2f} s")
+            for name, seconds, count in found[:30]:
+                figures[f"import {name}"] = seconds
+                print(f"    {name:<26} {seconds:7.2f}, {count} modules", flush=True)
     if given.json:
         given.json.write_text(json.dumps({"versions": versions(), "cores": os.cpu_count(), **figures}, indent=1))
     return 0

@@ -104,6 +104,11 @@ class Backend:
         """What holding a slice of the model against transformers found; None for engines that have no such check."""
         return None
 
+    @property
+    def self_check_s(self) -> float:
+        """Seconds that the constructor has waited for that."""
+        return 0.0
+
     # --- the methods ---
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:

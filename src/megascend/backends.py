@@ -205,6 +205,11 @@ class MegatronBackend(Backend):
         return self.engine.self_check  # type: ignore[attr-defined]
 
     @property
+    def self_check_s(self) -> float:
+        """Seconds that the constructor has waited for that."""
+        return self.engine.self_check_s  # type: ignore[attr-defined]
+
+    @property
     def cuda_graphs(self) -> GraphReport | None:
         """What ``adapters.cuda_graphs`` has captured, replayed and left alone so far; None without that setting."""
         graphs = self.engine.graphs  # type: ignore[attr-defined]

@@ -54,6 +54,7 @@ FINE = (
             "module.__path__",
             "module.__package__",
             "spec.submodule_search_locations",
+            "sys.modules[self.source]",  # a stand-in while a module is imported; removed behind it
             "sys.modules[__name__]",  # a sitecustomize under megascend run: the user's own takes its name
             "modules[name]",
             "setattr(modules[parent], child, module)",
@@ -72,6 +73,7 @@ FINE = (
             "backend.groups.monitor.last_words",
             "backend.on_micro_batch",
             "monitor.on_phase",
+            "kept.activation_offloading",  # of what SwiGLU keeps for its gradient, as Megatron has it
             "parameter.main_grad",  # of the single engine's own model
             "message.token_ids",  # an answer of megascend serve
             "message.logprobs",

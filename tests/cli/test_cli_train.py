@@ -125,6 +125,25 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     assert measured[5] == pytest.approx(rows[5]["loss"], abs=1e-4)  # the loss of step 6 is that after step 5
 
 
+def test_a_run_says_where_its_start_took_the_time(single: Path) -> None:
+    events = [json.loads(line) for line in (single / "events.jsonl").read_text().splitlines()]
+    (start,) = [event for event in events if event["event"] == "first_step"]
+    phases = [
+        "Python",
+        "settings",
+        "torch",
+        "transformers",
+        "data",
+        "Megatron",
+        "model",
+        "self-check",
+        "preparing",
+        "first step",
+    ]
+    assert list(start["seconds"]) == list(start["processor_s"]) == phases
+    assert all(value >= 0 for value in start["seconds"].values())
+
+
 def test_the_model_answers_prompts_as_transformers_has_it_answer(single: Path) -> None:
     events = [json.loads(line) for line in (single / "events.jsonl").read_text().splitlines()]
     answered = {event["step"]: event["answers"] for event in events if event["event"] == "answered"}

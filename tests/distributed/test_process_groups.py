@@ -69,6 +69,21 @@ def test_one_process_needs_no_variables_and_can_do_it_again(runtime: Runtime, mo
             groups.channel("dp")
 
 
+def test_one_process_makes_no_communicator_ahead(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch connects a group that is given its device at once, and every group made after it."""
+
+    class Bound(type(runtime.platform)):  # type: ignore[misc]
+        bind_device = True
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    groups = initialize(plan(Parallel(), 1), Bound(), 30)
+    try:
+        assert getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is None
+    finally:
+        groups.destroy()
+
+
 def test_several_ranks_can_do_it_again_with_another_layout(runtime: Runtime) -> None:
     def twice() -> list[list[int]]:
         found = []

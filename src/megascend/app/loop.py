@@ -35,6 +35,7 @@ from megascend.app.run import (
 )
 from megascend.app.run_log import RunLog, StepRecord
 from megascend.app.start_checks import check_settings
+from megascend.app.start_phases import StartPhases
 from megascend.app.stop_signals import StopSignals
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
@@ -99,6 +100,8 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
         NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
+    phases = StartPhases()
+    phases.ended("Python")
     # What can be refused is refused here, in the first second and on every rank alike.
     launch = Launch.from_environment()
     check_start(config.output, overwrite, resume, launch)
@@ -109,19 +112,25 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
         check_settings(config, config.data_paths(), overwrite)
         check_lora(config)
         try:
-            return run(config, launch, event_log, overwrite, resume)
+            return run(config, launch, event_log, phases, overwrite, resume)
         finally:
             gc.unfreeze()  # the caller's own objects are among those that run() has frozen
 
 
 def run(
-    config: RunConfig, launch: Launch, event_log: EventLog, overwrite: bool, resume: str | Path | None
+    config: RunConfig,
+    launch: Launch,
+    event_log: EventLog,
+    phases: StartPhases,
+    overwrite: bool,
+    resume: str | Path | None,
 ) -> TrainResult:
     """:func:`train`, after what could be refused at once."""
     # World: the process is made ready before anything imports Megatron.
     import megascend
     from megascend.bootstrap.engines import needs
 
+    phases.ended("settings")
     runtime = megascend.bootstrap(
         config.platform,
         config.parallel,
@@ -131,9 +140,17 @@ def run(
         config.provider,
         config.affinity,
     )
+    runtime.platform.start_ahead(launch.local_rank)
+    phases.ended("torch")
+
+    # In another process; its verdict is needed when the model is built.
+    from megascend.app import self_check_ahead
+
+    if needs(config.engine).megatron:
+        self_check_ahead.begin(config, launch.rank)
+    phases.ended("transformers")
 
     # Data that cannot be trained on are found before the model is built.
-    from megascend.app import self_check_ahead
     from megascend.app.generation import Answering
     from megascend.app.objectives import make_objective
     from megascend.app.run_samples import RunSamples
@@ -150,16 +167,20 @@ def run(
     config = config.of_length(objective.units(samples.learned))
     if launch.rank == 0 and (said := disk_warning(config)):
         logger.warning(said)
+    phases.ended("data")
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:
-        self_check_ahead.begin(config, launch.rank)
         runtime.load_megatron()
     gc.collect()
     gc.freeze()
+    phases.ended("Megatron" if needs(config.engine).megatron else "engine")
 
     # Model: trained itself, or frozen under one adapter
     backend = make_backend(with_first_budget(config, samples, layout_of_run(config, launch.world_size)))
+    phases.ended("model")
+    if backend.self_check is not None:
+        phases.set_apart("self-check", "model", backend.self_check_s)
     lora = config.lora
     adapter = None if lora is None else ADAPTER
     launched = launch.agent_store or launch.world_size > 1
@@ -181,6 +202,8 @@ def run(
         if backend.rank == 0:
             write_config(config)
             tell_start(config, backend, samples)
+            phases.ended("preparing")
+            print(f"ready after {phases}", flush=True)
 
         # Loop
         number = done = backend.step_count
@@ -200,6 +223,9 @@ def run(
             for number in numbers:
                 with profiler.step(number):
                     steps.take(number)
+                if number == done + 1:
+                    phases.ended("first step")
+                    event_log.event("first_step", **phases.record())
                 if saves.after_step(number, signals.received is not None):
                     break
             profiler.finish()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megascend.bootstrap.import_structure import read_once_on_import
 from megascend.bootstrap.providers import packages
 from megascend.huggingface.architectures import make_known_to_transformers, register_architecture
 
@@ -38,6 +39,7 @@ def main(job_path: str, result_path: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody waits for the result of a process that is gone
     started = time.perf_counter()
     torch.set_num_threads(1)
+    read_once_on_import()
     for name in HIDDEN_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]
     job = json.loads(Path(job_path).read_text())

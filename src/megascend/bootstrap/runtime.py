@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megascend.bootstrap import engines, patches, providers
+from megascend.bootstrap import engines, import_structure, patches, providers
 from megascend.bootstrap.after_import import after_import
+from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_order import require_clean
 from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
@@ -75,7 +76,7 @@ class Runtime:
                 f"this process was prepared for engine {self.engine!r}, which needs no Megatron, and Megatron was not made "
                 "ready; start another process, with megascend.bootstrap(engine='megatron') first"
             )
-        with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection():
+        with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection(), deferring():
             # Deprecations inside these packages, the absence of Apex, what of a dummy Transformer Engine mcore-bridge could
             # not patch: nothing that a user could act on.
             warnings.simplefilter("ignore")
@@ -232,11 +233,13 @@ def bootstrap(
       (the order Megatron-Core's overlaps rely on).
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
       parts of torch (docs/npu-internals.md lists them).
-    - when the program imports them: ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
+    - when the program imports them: transformers reads the folder of its models once (see
+      :mod:`megascend.bootstrap.import_structure`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors
+      that are not contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
       (:meth:`PatchProvider.when_imported`).
     - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
-      logger set to warnings.
+      logger set to warnings; a few imports of upstream modules that training does not need take place when they are used (see
+      :mod:`megascend.bootstrap.deferred_imports`).
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
@@ -295,6 +298,7 @@ def bootstrap(
 
 def _mend_on_import(provider: PatchProvider) -> None:
     """Let what must be mended in Megatron-Core be mended when it is imported, by megascend's engine or by any program."""
+    import_structure.read_once_on_import()
     patches.apply_on_import()
     for module, patch_module in provider.when_imported().items():
         after_import(module, lambda patch_module=patch_module: record(patch_module()))

@@ -28,7 +28,7 @@ class Platform(ABC):
         name: what users write in ``platform:``.
         device_type: the ``torch.device`` type of tensors.
         backend: the ``torch.distributed`` backend of collectives on device tensors.
-        bind_device: True if ``init_process_group`` shall be given the device (eager communicator; NCCL only).
+        bind_device: True if ``init_process_group`` of several ranks shall be given the device (eager communicators; NCCL only).
         has_transformer_engine_kernels: True if the bootstrap has put the real Transformer Engine in force: fused rotary
             embedding, matrix products that add to Megatron's fp32 gradient buffers.
         implicit_causal_masks: True if the attention kernel must not be given a dense causal mask.
@@ -85,6 +85,10 @@ class Platform(ABC):
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
         """Select and return the device of this process."""
+
+    def start_ahead(self, local_rank: int) -> None:
+        """Begin, on a thread, with what the first use of this process's device would wait for; a matter of time alone."""
+        return
 
     @abstractmethod
     def synchronize(self) -> None:

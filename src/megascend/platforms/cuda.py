@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import MutableMapping
 from typing import ClassVar
 
@@ -62,6 +64,10 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
 
+    def start_ahead(self, local_rank: int) -> None:
+        # No daemon: a process that ends within a second waits for it, since CUDA cannot be left while it starts.
+        threading.Thread(target=first_products, args=(local_rank,), name="megascend-cuda-start").start()
+
     def synchronize(self) -> None:
         import torch
 
@@ -118,3 +124,16 @@ def shorten_dump(environment: MutableMapping[str, str]) -> list[str]:
         return []
     environment[name] = str(milliseconds)
     return [f"{name}={milliseconds}"]
+
+
+def first_products(local_rank: int) -> None:
+    """Compute a little on a device: its context and cuBLAS are there then. Most of it is done without Python's lock."""
+    import torch
+
+    with contextlib.suppress(RuntimeError):  # told where the device is needed
+        if local_rank >= torch.cuda.device_count():
+            return
+        for dtype in (torch.bfloat16, torch.float32):
+            ones = torch.ones(16, 16, dtype=dtype, device=torch.device("cuda", local_rank))
+            torch.mm(ones, ones)
+        torch.cuda.synchronize(local_rank)

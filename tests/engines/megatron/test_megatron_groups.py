@@ -73,6 +73,35 @@ def test_a_second_set_is_refused_and_leaves_the_first_as_it_is(
         assert not parallel_state.is_initialized()
 
 
+def test_groups_of_one_rank_are_few(megatron_imported: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty communicators of a single rank each took seconds to leave on a GPU: the default group, one for each timeout that
+    Megatron asks for, and Gloo's."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    groups = open_groups(megatron_imported, 1)
+    try:
+        assert len(dist.distributed_c10d._world.pg_map) <= 5
+    finally:
+        groups.destroy()
+
+
+def test_ranks_that_meet_nobody_on_an_axis_share_a_group_for_it(megatron_imported: Runtime) -> None:
+    def alone() -> tuple[int, list[bool], float]:
+        groups = open_groups(megatron_imported, 2)
+        mine = [groups.device_group(name) for name in ("tp", "pp", "cp", "mp", "ep")]
+        total = torch.tensor(1.0 + groups.rank)
+        dist.all_reduce(total, group=mine[0])
+        count = len(dist.distributed_c10d._world.pg_map)
+        groups.destroy()
+        return count, [group is mine[0] for group in mine], total.item()
+
+    found = run_distributed(alone, 2, init=False)
+    assert [total for _, _, total in found] == [1.0, 2.0]
+    for count, same, _ in found:
+        assert all(same)
+        assert count <= 17
+
+
 def test_a_default_group_of_the_trainer_is_used_and_left_alone(megatron_imported: Runtime) -> None:
     def adopt() -> tuple[list[int], bool, int]:
         before = len(dist.distributed_c10d._world.pg_map)

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,7 @@ class MegatronEngine:
         head: the output head on the last pipeline stage of a causal language model, else None.
         graphs: runs micro batches of adapters captured, or None.
         self_check: what holding a slice of the model against transformers found.
+        self_check_s: seconds that it took, or that its verdict was waited for.
     """
 
     kind = "megatron"
@@ -114,7 +116,9 @@ class MegatronEngine:
         group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
+        began = time.monotonic()
         self.self_check = self._check(model_dir, self_check)
+        self.self_check_s = time.monotonic() - began
         runtime.configure_model(self.config, provider_options)
         self.bare_chunks = build_chunks(self.config, self.device, info.scalar_head)
         if runtime.platform.attention_draws_its_own_dropout:
@@ -129,9 +133,10 @@ class MegatronEngine:
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap)
         if runtime.platform.has_transformer_engine_kernels:
-            from megascend.kernels import head_norm
+            from megascend.kernels import gated_silu, head_norm
 
             head_norm.install(self.bare_chunks)
+            gated_silu.install()
         required = moe.experts == "grouped"
         grouped = grouped_experts.install(self.bare_chunks, self.device, required=required) if group else []
         self.adapters: AdapterManager | None = None

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megascend.distributed.engine_groups import EngineGroups
+from megascend.distributed.single_rank_groups import shared_single_rank_groups
 from megascend.engines.megatron import upstream_groups
 from megascend.errors import ProcessGroupError
 from megascend.topology.topology import Topology
@@ -38,17 +39,20 @@ class MegatronGroups:
         """
         require_none_alive()
         self._began = True
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=topology.tensor,
-            pipeline_model_parallel_size=topology.pipeline,
-            virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
-            context_parallel_size=topology.context,
-            expert_model_parallel_size=topology.expert,
-            expert_tensor_parallel_size=topology.expert_tensor,
-            distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
-            order="tp-cp-ep-dp-pp",
-            create_gloo_process_groups=True,
-        )
+        with shared_single_rank_groups():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=topology.tensor,
+                pipeline_model_parallel_size=topology.pipeline,
+                virtual_pipeline_model_parallel_size=topology.virtual_pipeline
+                if topology.virtual_pipeline > 1
+                else None,
+                context_parallel_size=topology.context,
+                expert_model_parallel_size=topology.expert,
+                expert_tensor_parallel_size=topology.expert_tensor,
+                distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
+                order="tp-cp-ep-dp-pp",
+                create_gloo_process_groups=True,
+            )
         return EngineGroups(_device_groups(), _cpu_groups())
 
     def limit_timeouts(self, timeout_s: float) -> None:

@@ -1,0 +1,51 @@
+"""One group for all that consist of the same single rank.
+
+Megatron makes twenty groups, and with one rank, or where an axis has one rank, most are of a single one. On NCCL each has a
+communicator, threads that watch it, and a fraction of a second to leave; nothing ever travels in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megascend.changes import patched
+
+
+@contextlib.contextmanager
+def shared_single_rank_groups() -> Iterator[None]:
+    """Until the block ends, ``torch.distributed.new_group`` makes one group for a rank, a backend and a timeout, not several.
+
+    All ranks decide alike, by the arguments: a call that makes no group makes none anywhere.
+    """
+    with patched(dist, "new_group", sharing(dist.new_group), "one group of Megatron's for each that is of one rank"):
+        yield
+
+
+def sharing(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """``new_group``, whose groups of a single rank are made once."""
+    made: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(new_group)
+    def function(
+        ranks: Sequence[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        **others: Any,
+    ) -> Any:
+        options = {"pg_options": pg_options, "use_local_synchronization": use_local_synchronization, **others}
+        if ranks is None or len(ranks) != 1:
+            return new_group(ranks, timeout, backend, **options)
+        # Some calls are for all ranks and some for the members alone, who then have a group that others do not know of.
+        key = (*ranks, timeout, backend, use_local_synchronization)
+        if key not in made:
+            made[key] = new_group(ranks, timeout, backend, **options)
+        return made[key]
+
+    return function

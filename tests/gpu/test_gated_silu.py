@@ -1,0 +1,69 @@
+"""SwiGLU kernels against float64, in Megatron's place for them, and against what torch.compile makes. Needs a CUDA GPU."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+import megascend
+
+pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
+
+
+def exact(y: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = y.detach().double().requires_grad_()
+    gate, up = y.chunk(2, -1)
+    out = torch.nn.functional.silu(gate) * up
+    out.backward(grad.double())
+    assert y.grad is not None
+    return out.detach(), y.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 3000), (5, 4, 2 * 6144)])
+def test_values_and_gradients_in_megatrons_place(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    megascend.bootstrap("cuda").load_megatron()
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    from megascend.kernels import gated_silu
+
+    gated_silu.install()
+    gated_silu.install()
+    generator = torch.Generator("cuda").manual_seed(0)
+    y = torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(*shape[:-1], shape[-1] // 2, device="cuda", generator=generator).to(dtype)
+    out = bias_swiglu_impl(y, None)
+    (dy,) = torch.autograd.grad(out, y, grad)
+    for mine, right in zip((out, dy), exact(y, grad), strict=True):
+        assert mine.dtype == dtype
+        error = (mine.double() - right).norm() / right.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 3e-3), float(error)
+
+
+def test_it_takes_no_longer_than_torch_compile() -> None:
+    megascend.bootstrap("cuda").load_megatron()
+    from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
+
+    from megascend.kernels.gated_silu import gated_silu, gated_silu_back
+
+    y = torch.randn(16384, 2 * 6144, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(16384, 6144, device="cuda", dtype=torch.bfloat16)
+
+    def milliseconds(call) -> float:
+        taken = []
+        for _ in range(13):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end))
+        return statistics.median(taken[3:])
+
+    for mine, compiled in (
+        (lambda: gated_silu(y), lambda: swiglu(y)),
+        (lambda: gated_silu_back(grad, y), lambda: swiglu_back(grad, y)),
+    ):
+        assert milliseconds(mine) < 1.15 * milliseconds(compiled)
