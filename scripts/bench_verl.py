@@ -30,6 +30,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -229,6 +230,7 @@ def main() -> int:
         seed=1234,
         ranks=arguments.nproc,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an outer timeout leaves no trainer behind
     runs = arguments.run or ["megatron", "megatron:fused", "megascend", "megatron"]
     found: list[tuple[str, Figures]] = []
     with tempfile.TemporaryDirectory() as temporary:
