@@ -9,20 +9,28 @@ Megatron-Bridge 0.3.1 excludes the transformers that verl requires. Every ``--ru
 under torchrun: the same random checkpoint, the same random tokens, the same settings of verl's, but
 
     megatron          verl's own engine
-    megatron:fused    the same with the fusions of Megatron-Core that ``override_transformer_config`` can switch on
+    megatron:fused    the same with the fusions of Megatron-Core that ``override_transformer_config`` can switch on. Where Apex is
+                      not installed its one function for this comes from Transformer Engine (bench_verl_apex)
+    megatron:kernels  the same, and verl's own kernels for the output layer (``model.use_fused_kernels``)
     megascend         VERL_ENGINE_VENDOR=megascend
+
+Where flash-attn is not installed, ``attention_backend`` is ``fused`` (cuDNN) for all runs on CUDA: verl's default ``flash``
+finds no kernel then.
 
 A step is timed from one line of verl's file logger to the next, so it holds everything that the trainer does for it. Warm-up
 steps are left out. The run is ended when it has logged its steps, before verl writes a checkpoint. The table is printed last;
-the exit code is 1 if losses or gradient norms of the runs disagree, so that a figure is never reported for different work.
+the exit code is 1 if losses or gradient norms of the runs disagree, so that a figure is never reported for different work, and
+if a run fails; the others are still made.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +50,8 @@ FUSED = {
     "gradient_accumulation_fusion": True,
     "masked_softmax_fusion": True,
 }
+OURS = "verl's engine is megascend"
+"""What megascend's engine prints when it is ready."""
 
 
 @dataclass
@@ -66,7 +76,8 @@ def command(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
         "vocabulary": work.shape["vocab_size"],
         "seed": work.seed,
     }
-    fusions = FUSED if option == "fused" else {}
+    fusions: dict[str, object] = dict(FUSED) if option in ("fused", "kernels") else {}
+    attention = work.platform == "cuda" and not importlib.util.find_spec("flash_attn")
     settings = [
         *("engine=megatron", "optim=megatron", f"model.path={model}"),
         *(
@@ -81,7 +92,9 @@ def command(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
         *(f"trainer.device={work.platform}", f"trainer.total_training_steps={steps + 1}", "trainer.total_epochs=1"),
         *(f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}"),
         *(f"+engine.override_transformer_config.{name}={value}" for name, value in fusions.items()),
+        *(["engine.override_transformer_config.attention_backend=fused"] if attention else []),
         *(["engine.vanilla_mbridge=True"] if engine == "megatron" else []),
+        *(["model.use_fused_kernels=True"] if option == "kernels" else []),
     ]
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.ranks)),
@@ -89,31 +102,44 @@ def command(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
     ]
 
 
-def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, folder: Path) -> Figures:
-    """Train as ``run`` says; raises RuntimeError if the trainer ends before its steps are done."""
-    folder.mkdir()
-    log = folder / "verl.jsonl"
+def environment(run: str, work: Work, log: Path) -> dict[str, str]:
+    """Of verl's trainer."""
+    engine, _, option = run.partition(":")
+    here = Path(__file__).parent
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     env.pop("VERL_ENGINE_VENDOR", None)
+    paths: list[Path] = []
     if work.platform == "cpu":
         env["VERL_PLATFORM"] = "cpu"
-    if run.startswith("megascend"):
+    if engine == "megascend":
         env["VERL_ENGINE_VENDOR"] = "megascend"
     elif work.platform == "cpu":  # verl has no engine for it, and takes the one for CUDA
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [env.get("PYTHONPATH")])])
-        env |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "bench_verl_cpu", "PYTHONPATH": path}
+        paths.append(here)
+        env |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "bench_verl_cpu"}
+    if option and not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
+        paths.append(here / "bench_verl_apex")
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *filter(None, [env.get("PYTHONPATH")])])
+    return env
+
+
+def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, folder: Path) -> Figures:
+    """Train as ``run`` says; raises RuntimeError if the trainer ends before its steps are done or takes too long."""
+    folder.mkdir()
+    log, output = folder / "verl.jsonl", folder / "output"
+    wanted = work.warmup + work.steps
     figures, last = Figures(), 0.0
-    with (folder / "output").open("w") as output:
+    with output.open("w") as written:
+        started = time.perf_counter()
         process = subprocess.Popen(
             command(run, work, arguments, model, folder),
-            env=env,
-            stdout=output,
+            env=environment(run, work, log),
+            stdout=written,
             stderr=subprocess.STDOUT,
         )
         try:
-            while len(figures.loss) < work.warmup + work.steps:
+            while len(figures.loss) < wanted:
                 lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-                for line in lines[len(figures.loss) :]:
+                for line in lines[len(figures.loss) : wanted]:
                     if not line.endswith(b"\n"):
                         break
                     now = time.perf_counter()
@@ -125,15 +151,29 @@ def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
                     figures.norm.append(data["train/grad_norm"])
                     figures.tokens.append(data["train/global_tokens"])
                     figures.peak_gib = data.get("perf/max_memory_allocated_gb", figures.peak_gib)
-                if process.poll() is not None and len(figures.loss) < work.warmup + work.steps:
-                    text = (folder / "output").read_text()
-                    raise RuntimeError(f"{run} ended with {process.returncode}:\n{text[-6000:]}")
+                ended = process.poll() is not None
+                if len(figures.loss) < wanted and (ended or time.perf_counter() - started > arguments.deadline):
+                    how = f"ended with {process.returncode}" if ended else f"was stopped after {arguments.deadline} s"
+                    raise RuntimeError(
+                        f"{run} {how}, after {len(figures.loss)} of {wanted} steps:\n{cause(output.read_text())}"
+                    )
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its workers, which have sessions of their own
             process.wait(60)
+    if run.startswith("megascend") and OURS not in output.read_text():
+        raise RuntimeError(
+            f"{run}: verl trained with another engine; install megascend, whose entry point verl looks for"
+        )
     return figures
+
+
+def cause(text: str) -> str:
+    """Of all that a trainer wrote, the end up to torchrun's own report."""
+    lines = text.splitlines()
+    torchrun = next((number for number, line in enumerate(lines) if "torch/distributed/elastic" in line), len(lines))
+    return "\n".join(lines[max(0, torchrun - 40) : torchrun])[-5000:]
 
 
 def disagreement(one: Figures, other: Figures, bound: float) -> str:
@@ -173,6 +213,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--deadline", type=float, default=300, help="seconds after which a run is stopped")
     parser.add_argument("--set", action="append", default=[], help="a setting of verl's, for all runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="a new folder for what the runs write; default: a temporary one")
@@ -189,6 +230,7 @@ def main() -> int:
         seed=1234,
         ranks=arguments.nproc,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an outer timeout leaves no trainer behind
     runs = arguments.run or ["megatron", "megatron:fused", "megascend", "megatron"]
     found: list[tuple[str, Figures]] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -196,13 +238,19 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         model = make_model(work, folder)
         for number, run in enumerate(runs):
-            found.append((run, measure(run, work, arguments, model, folder / f"{number}-{run.replace(':', '-')}")))
-            print(f"{run}: {statistics.median(found[-1][1].seconds[work.warmup - 1 :]):.3f} s a step", flush=True)
-    return report(work, found, arguments)
+            try:
+                figures = measure(run, work, arguments, model, folder / f"{number}-{run.replace(':', '-')}")
+            except RuntimeError as error:  # a machine's minutes are few: the other runs are made nevertheless
+                print(error, flush=True)
+                continue
+            found.append((run, figures))
+            print(f"{run}: {statistics.median(figures.seconds[work.warmup - 1 :]):.3f} s a step", flush=True)
+    agree = report(work, found, arguments) if found else False
+    return 0 if agree and len(found) == len(runs) else 1
 
 
-def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Namespace) -> int:
-    """Print the table; the exit code."""
+def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Namespace) -> bool:
+    """Print the table; whether all runs computed the same."""
     first = found[0][1]
     print(
         f"\n{versions()}\n{work.sequences} sequences of {arguments.shortest or work.length} to {work.length} tokens a step,"
@@ -228,7 +276,7 @@ def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Nam
             print(f"{'':16} numbers DIFFER: {difference}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"work": vars(work), "runs": rows}, indent=1))
-    return 0 if agree else 1
+    return agree
 
 
 if __name__ == "__main__":

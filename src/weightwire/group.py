@@ -297,19 +297,34 @@ class Group:
         pause = 0.002
         while missing := [rank for rank in range(self.size) if not self._arrived(rank)]:
             if (failure := self._failure()) is not None:
-                raise failure
+                told = [rank for rank in self._told_missing() if rank in missing]
+                raise self._not_come(told) if told else failure
             for rank, identity in self._identities.items():
                 if rank != self.rank and identity.state() == "ended":
                     raise PeerLostError(f"{self.member(rank)} has ended before the group had met")
             if given_up is not None and given_up.is_set():
                 raise PeerLostError(f"{self.member(self.rank)} has given up before the group had met")
             if time.monotonic() > deadline:
-                names = ", ".join(map(self.member, missing))
-                raise DeadlineError(f"{self.member(self.rank)}: these have not come to group {self.name}: {names}")
+                with self._lock:
+                    self._store.compare_set(self._key("missing"), "", json.dumps(missing))
+                raise self._not_come(missing)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
+        if self._told_missing() and (failure := self._failure()) is not None:
+            raise failure  # the last to come is too late: the others have given up
         self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self.name}", daemon=True)
         self._watcher.start()
+
+    def _not_come(self, ranks: list[int]) -> DeadlineError:
+        """The error that names them, the same for the member whose deadline passes first and for those it tells."""
+        names = ", ".join(map(self.member, ranks))
+        return DeadlineError(f"{self.member(self.rank)}: these have not come to group {self.name}: {names}")
+
+    def _told_missing(self) -> list[int]:
+        """Whom a member whose deadline has passed waited for in vain."""
+        text = self._ask("missing")
+        found = [] if text is None else json.loads(text)
+        return found if isinstance(found, list) else []
 
     def _arrived(self, rank: int) -> bool:
         if rank in self._identities:

@@ -72,9 +72,8 @@ def test_another_version_is_refused(report: dict[str, Any]) -> None:
 
 def test_a_worker_that_does_not_come_is_named(report: dict[str, Any]) -> None:
     sender, other, first, _ = report["a worker is missing"]
-    assert sender[0] == "DeadlineError"
-    for kind, text in (sender, first):  # the other worker waits, too, or is told by the sender
-        assert kind in ("DeadlineError", "PeerLostError")
+    for kind, text in (sender, first):  # whichever deadline passes first, the other is told
+        assert kind == "DeadlineError"
         assert "these have not come" in text
         assert text.endswith("receiver 2 (rollout worker 1)")
     assert other == OK

@@ -55,19 +55,29 @@ def test_it_does_not_matter_who_comes_last(last):
     assert run_meeting(on_member, 3) == [("trainer", "engine-1", "engine-2")] * 3
 
 
-def test_the_missing_member_is_named():
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_missing_member_is_named(first):
+    """By the member whose deadline passes first, and by the one that it tells, in the same words and with the same class."""
+
     def on_member(meet):
-        if os.environ["RANK"] == "2":
-            time.sleep(3)
-            return None
+        rank = int(os.environ["RANK"])
+        if rank == 2:
+            time.sleep(4)
+        elif rank != first:
+            time.sleep(0.5)
         with pytest.raises(WireError) as caught:
             meet()
         return type(caught.value).__name__, str(caught.value)
 
-    (kind, text), (_, other), _ = run_meeting(on_member, 3, join_timeout_s=1.0)
-    assert kind in ("DeadlineError", "PeerLostError")
-    for message in (text, other):
-        assert "receiver 2 (engine-2)" in message
+    *others, late = run_meeting(on_member, 3, join_timeout_s=1.5)
+    for (kind, text), member in zip(others, ("the sender (trainer,", "receiver 1 (engine-1,"), strict=True):
+        assert kind == "DeadlineError"
+        assert text.startswith(member)
+        assert ": these have not come to group " in text
+        assert text.endswith(": receiver 2 (engine-2)")
+    assert late[0] == "PeerLostError", "it is too late, and nobody else is missing"
+    assert "has failed: " in late[1]
+    assert late[1].endswith(": receiver 2 (engine-2)")
 
 
 def test_a_name_is_used_once_and_a_place_has_one_member():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,29 +13,16 @@ pytest.importorskip("mbridge", reason="no mbridge, which verl's own engine needs
 
 from verl_runs import DEADLINE_S, ROOT, environment
 
+import families
+
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 
 def test_verls_own_engine_and_ours(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "scripts" / "bench_verl.py",
-            "--tiny",
-            "--platform",
-            "cpu",
-            "--run",
-            "megatron",
-            "--run",
-            "megascend",
-        ]
-        + ["--shortest", "8", "--warmup", "2", "--steps", "3", "--lr", "1e-3", "--json", tmp_path / "found.json"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE_S,
-        check=False,
-    )
+    runs = ["--run", "megatron", "--run", "megascend", "--warmup", "2", "--steps", "3"]
+    work = ["--tiny", "--platform", "cpu", "--shortest", "8", "--lr", "1e-3", "--json", tmp_path / "found.json"]
+    command = [sys.executable, ROOT / "scripts" / "bench_verl.py", *runs, *work]
+    done = families.run(command, 2 * DEADLINE_S, env=environment())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     own, ours = json.loads((tmp_path / "found.json").read_text())["runs"]
     assert (own["run"], ours["run"]) == ("megatron", "megascend")

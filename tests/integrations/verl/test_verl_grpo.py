@@ -20,6 +20,8 @@ pytest.importorskip("verl", reason="no verl in this environment: bash scripts/te
 
 from verl_runs import RAY, RL_DEADLINE_S, environment, grpo_command, logged_steps, python, write_prompts
 
+import families
+
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 STEPS = 20
@@ -104,24 +106,14 @@ def test_a_killed_run_resumes(folder: Path) -> None:
     """With the weights that it had: a run that starts at its checkpoint is as good as it was, and the engine has them, too."""
     name, log = "killed", folder / "killed.jsonl"
     command = grpo_command(folder, name, 1, STEPS, "trainer.save_freq=10")
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment(VERL_FILE_LOGGER_PATH=str(log), **RAY),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + RL_DEADLINE_S
+    tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + RL_DEADLINE_S
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    env = environment(VERL_FILE_LOGGER_PATH=str(log), **RAY)
+    with families.started([sys.executable, *command], cwd=folder, env=env, **quiet) as process:  # and killed at its end
         while not (tracker.exists() and tracker.read_text() == "10"):
             assert process.poll() is None, "the run ended before its checkpoint"
             assert time.monotonic() < end
             time.sleep(0.05)
-    finally:
-        started = psutil.Process(process.pid)
-        for each in [*started.children(recursive=True), started]:
-            each.kill()
-        process.wait()
     before = logged_steps(log)
     log.unlink()
     command = grpo_command(folder, name, 1, 13, "trainer.save_freq=10")

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
 from verl_runs import DEADLINE_S, environment, logged, python, sft_command, write_data
+
+import families
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
@@ -77,24 +78,14 @@ def killed(folder: Path) -> Path:
     name = "killed"
     log = folder / "killed.jsonl"
     command = sft_command(folder, "qwen3", name, 2, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment(VERL_FILE_LOGGER_PATH=str(log)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + DEADLINE_S
+    tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + DEADLINE_S
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    env = environment(VERL_FILE_LOGGER_PATH=str(log))
+    with families.started([sys.executable, *command], cwd=folder, env=env, **quiet) as process:  # and killed at its end
         while not (tracker.exists() and tracker.read_text() == "4"):
             assert process.poll() is None, "the run ended before its checkpoint"
             assert time.monotonic() < end
             time.sleep(0.02)
-    finally:
-        launcher = psutil.Process(process.pid)
-        for each in [*launcher.children(recursive=True), launcher]:  # torchrun gives each rank a session of its own
-            each.kill()
-        process.wait()
     assert tracker.read_text() == "4", "the run was faster than the kill"
     return folder / name
 

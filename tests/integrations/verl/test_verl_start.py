@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,8 @@ import pytest
 pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
 from verl_runs import DEADLINE_S, RAY, RL_DEADLINE_S, ROOT, environment
+
+import families
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
@@ -27,15 +28,8 @@ def scripts(start: str, end: str) -> list[str]:
 def run(script: str, folder: Path, deadline_s: float, **more: str) -> str:
     """What the script prints; it must succeed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-c", "set -e\n" + script],
-        cwd=folder,
-        env=environment(PATH=path, **more),
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        check=False,
-    )
+    env = environment(PATH=path, **more)
+    done = families.run(["bash", "-c", "set -e\n" + script], deadline_s, cwd=folder, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "verl's engine is megascend" in done.stdout
     return done.stdout

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import families
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -31,15 +33,7 @@ def python(
     arguments: list[str], cwd: Path, deadline_s: float = DEADLINE_S, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """A program of verl's interpreter, which is this one, to its end."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        check=False,
-    )
+    return families.run([sys.executable, *arguments], deadline_s, cwd=cwd, env=environment(**more))
 
 
 def write_data(folder: Path) -> None:

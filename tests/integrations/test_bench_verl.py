@@ -1,0 +1,75 @@
+"""What ``scripts/bench_verl.py`` asks of verl on a GPU, and how it compares; the runs are in ``verl/test_verl_bench.py``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.delitem(sys.modules, "bench_verl", raising=False)
+    import bench_verl
+
+    return bench_verl
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *absent: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
+
+
+def settings(bench, run: str, platform: str) -> list[str]:
+    work = bench.Work(
+        shape=bench.TINY,
+        platform=platform,
+        precision="bf16",
+        sequences=8,
+        length=32,
+        warmup=1,
+        steps=2,
+        lr=1e-3,
+        seed=1,
+        ranks=1,
+    )
+    arguments = argparse.Namespace(shortest=None, micro_batch_tokens=None, tensor=1, set=[])
+    return bench.command(run, work, arguments, Path("model"), Path("run"))
+
+
+def test_without_flash_attn_all_runs_on_a_gpu_take_cudnns_attention(bench, monkeypatch) -> None:
+    """verl's default, ``flash``, switches every other kernel off."""
+    fused = "engine.override_transformer_config.attention_backend=fused"
+    without(monkeypatch, "flash_attn")
+    assert all(fused in settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megascend"))
+    assert fused not in settings(bench, "megatron", "cpu")
+
+
+def test_options_of_verls_own_engine(bench) -> None:
+    """The third is the second with verl's kernels, too; megascend is asked for none."""
+    fusion, kernels = "+engine.override_transformer_config.apply_rope_fusion=True", "model.use_fused_kernels=True"
+    found = {run: settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megatron:kernels")}
+    assert [fusion in each for each in found.values()] == [False, True, True]
+    assert [kernels in each for each in found.values()] == [False, False, True]
+    ours = settings(bench, "megascend", "cuda")
+    assert fusion not in ours
+    assert kernels not in ours
+
+
+def test_runs_that_compute_something_else_are_told_apart(bench) -> None:
+    one = bench.Figures(loss=[2.0, 1.0], norm=[3.0, 3.0], tokens=[64, 64])
+    assert bench.disagreement(one, bench.Figures([2.0, 1.01], [3.0, 3.0], [64, 64]), 2e-2) == ""
+    other = bench.Figures([2.0, 1.03], [3.0, 3.0], [64, 64])
+    assert bench.disagreement(one, other, 2e-2) == "loss of step 2: 1.03, not 1"
+    assert bench.disagreement(one, bench.Figures([2.0, float("nan")], [3.0, 3.0], [64, 64]), 2e-2)
+
+
+def test_a_failures_cause_is_what_stands_before_torchruns_report(bench) -> None:
+    text = "step 1\nMemoryError: no room\nE1124 torch/distributed/elastic/multiprocessing/api.py failed\nTraceback\n"
+    assert bench.cause(text) == "step 1\nMemoryError: no room"
