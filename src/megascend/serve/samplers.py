@@ -17,7 +17,8 @@ from megascend.serve.prompt_targets import targets_of
 from megascend.serve.requests import flag, integer, text
 from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
 from megascend.serve.service import Service
-from megascend.serve.tenancy import Session
+from megascend.serve.tenancy import Session, samples_of
+from megascend.serve.turns import check_answers
 from megascend.serve.wire import tokens_of_json
 
 BASE = "base"
@@ -57,9 +58,10 @@ class Samplers:
             if made is not None:
                 return made
         label = f"{name}:request:{number}" if name and number is not None else self._service.new_label("sample")
-        owner = f"{session.name if session else tenant}:samples"
+        owner = f"{tenant}:samples" if session is None else samples_of(session)
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
+        check_answers(self._service, tenant)
         future = self._submit(tenant, label, owner, path, body)
         if flag(body, "record_stability_info", False) and session is not None and future.ended is None:
             self._service.sequences.watch(future, session, tokens_of_json(body["prompt"]))
@@ -126,7 +128,7 @@ class Samplers:
                 self._loaded.pop(key, None)
 
         label = self._service.new_label("load_sampler")
-        future = self._service.futures.make(label, tenant, None, "load_sampler", then=then)
+        future = self._service.futures.make(label, tenant, None, "load_sampler", then=then, internal=True)
         self._put(Create(future.number, found.adapter, None, directory, False))
 
     def _make_room(self) -> None:
@@ -141,5 +143,6 @@ class Samplers:
         if key is None:
             raise RequestRefusedError(f"{self._most} saved models are being sampled from; one more has to wait", 429)
         gone = self._loaded.pop(key)
-        future = self._service.futures.make(self._service.new_label("unload_sampler"), "", None, "unload_sampler")
+        label = self._service.new_label("unload_sampler")
+        future = self._service.futures.make(label, "", None, "unload_sampler", internal=True)
         self._put(Remove(future.number, gone.adapter))
