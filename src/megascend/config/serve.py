@@ -37,6 +37,14 @@ class Limits(Section):
     )
     models: Size = Field(16, description="models of one tenant at a time")
     sessions: Size = Field(256, description="sessions of one tenant at a time")
+    samplers: Size = Field(
+        4,
+        description="saved adapters of max_samplers that are loaded for one tenant at a time; one more makes room or waits",
+    )
+    requests: Size = Field(
+        1024,
+        description="requests of one tenant that are read or wait for an answer at a time; one more is answered with 429",
+    )
     storage_bytes: Size = Field(2**40, description="bytes of one tenant's checkpoints")
 
 
