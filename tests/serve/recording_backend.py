@@ -48,6 +48,9 @@ class RecordingBackend:
         self.calls: list[tuple[Any, ...]] = []
         self.held = threading.Event()
         self.held.set()
+        self.sampled: list[list[int]] = []  # the last token of every prompt, of each batch
+        self.sampling = threading.Event()
+        self.sampling.set()
 
     def from_rank_0(self, produce: Any) -> Any:
         return produce()
@@ -82,6 +85,8 @@ class RecordingBackend:
         self, requests: Sequence[SampleRequest], tokens: int, cancelled: Any = None
     ) -> Iterator[Mapping[int, SampleResult]]:
         """Every response goes on counting from the last token of its prompt."""
+        self.sampled.append([request.prompt[-1] for request in requests])
+        self.sampling.wait(20)
         found = {}
         for number, request in enumerate(requests):
             counted = tuple(request.prompt[-1] + 1 + place for place in range(request.params.max_tokens))
@@ -228,5 +233,6 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
             yield Served(service, backend, client, clock)
         finally:
             backend.held.set()
+            backend.sampling.set()
             inbox.close()
             worker.join(20)

@@ -77,6 +77,18 @@ def rest(client: socket.socket) -> bytes:
     return found
 
 
+def status_of(client: socket.socket, request: bytes) -> int:
+    """The status of the answer to a request, which is read to its end: an object in JSON."""
+    client.sendall(request)
+    found = b""
+    while not found.endswith(b"}"):
+        part = client.recv(65536)
+        if not part:
+            raise ConnectionResetError
+        found += part
+    return int(found[9:12])
+
+
 def head(path: str, *lines: str, key: str = KEYS["alice"]) -> bytes:
     return "\r\n".join((f"POST /api/v1/{path} HTTP/1.1", "Host: x", f"X-API-Key: {key}", *lines, "", "")).encode()
 
@@ -140,6 +152,77 @@ def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, mon
         assert len(idle) >= 64
         assert [rest(each) for each in idle] == [b""] * len(idle)
         assert httpx.get(f"{address}/healthz").status_code == 200
+
+
+def test_one_tenant_cannot_take_all_connections(tmp_path, monkeypatch) -> None:
+    """The same address, as behind a proxy: connections that are idle, and such that wait for an answer."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 64)
+    bobs = {"X-API-Key": KEYS["bob"]}
+    with listening(tmp_path) as address, ExitStack() as stack:
+        api = f"{address}/api/v1"
+        with httpx.Client(base_url=api, headers=bobs) as bob, httpx.Client(base_url=api, headers=HEADERS) as alice:
+            session = alice.post("create_session", json={}).json()["session_id"]
+            made = alice.post(
+                "create_model",
+                json={"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}},
+            )
+            assert alice.post("retrieve_future", json={"request_id": made.json()["request_id"]}).status_code == 200
+            never = alice.post("forward_backward", json=train_body(f"{session}:train:0", 2, 10)).json()["request_id"]
+            kept = stack.enter_context(connected(address))
+            asked = head("telemetry", "Content-Length: 2", key=KEYS["bob"]) + b"{}"
+            assert status_of(kept, asked) == 200
+            content = f'{{"request_id": "{never}"}}'.encode()
+            for request in (
+                head("telemetry", "Content-Length: 2") + b"{}",
+                head("retrieve_future", f"Content-Length: {len(content)}") + content,
+            ):
+                for _ in range(100):
+                    with suppress(ConnectionError):
+                        mine = stack.enter_context(connected(address))
+                        if request.startswith(b"POST /api/v1/telemetry"):
+                            assert status_of(mine, request) == 200
+                        else:
+                            mine.sendall(request)
+                assert status_of(kept, asked) == 200, "what another tenant has kept stays open"
+                for _ in range(3):
+                    assert bob.post("create_session", json={}).status_code == 200
+                    assert httpx.get(f"{api}/sessions", headers=bobs).status_code == 200
+
+
+def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
+    with listening(tmp_path, limits={"requests": 3}) as address, ExitStack() as stack:
+        slow = [stack.enter_context(connected(address)) for _ in range(3)]
+        for each in slow:
+            each.sendall(head("create_session", "Content-Length: 2", "Expect: 100-continue"))
+            assert each.recv(65536).startswith(b"HTTP/1.1 100"), "its body is being waited for"
+        refused = httpx.post(f"{address}/api/v1/create_session", json={}, headers=HEADERS)
+        assert (refused.status_code, refused.headers["retry-after"], "limits.requests" in refused.text) == (
+            429,
+            "1",
+            True,
+        )
+        assert (
+            httpx.post(f"{address}/api/v1/create_session", json={}, headers={"X-API-Key": KEYS["bob"]}).status_code
+            == 200
+        )
+        slow[0].sendall(b"{}")
+        assert slow[0].recv(65536).startswith(b"HTTP/1.1 200")
+        assert httpx.post(f"{address}/api/v1/create_session", json={}, headers=HEADERS).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ("a- a- b-", 0),  # the oldest idle one of who has most
+        ("a+ a- a- b-", 1),
+        ("b- a+ a+ a+", 3),  # the newest of those that wait for an answer
+        ("b- b- a- a- a-", 2),
+        ("b- a- a- b-", 0),
+    ],
+)
+def test_who_has_most_connections_makes_room(held, expected) -> None:
+    found = [connections.Held(each[0], each[1] == "-", place) for place, each in enumerate(held.split())]
+    assert connections.makes_room(found) == expected
 
 
 def test_a_client_that_goes_away_leaves_nothing(address) -> None:

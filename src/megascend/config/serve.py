@@ -31,8 +31,20 @@ class Limits(Section):
     tokens: Size = Field(
         2**24, description="tokens of one tenant's requests that have not ended; above it the answer is 429"
     )
+    answer_bytes: Size = Field(
+        2**28,
+        description="bytes of one tenant's answers; those that it has fetched make room, and above that the answer is 429",
+    )
     models: Size = Field(16, description="models of one tenant at a time")
     sessions: Size = Field(256, description="sessions of one tenant at a time")
+    samplers: Size = Field(
+        4,
+        description="saved adapters of max_samplers that are loaded for one tenant at a time; one more makes room or waits",
+    )
+    requests: Size = Field(
+        1024,
+        description="requests of one tenant that are read or wait for an answer at a time; one more is answered with 429",
+    )
     storage_bytes: Size = Field(2**40, description="bytes of one tenant's checkpoints")
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from megascend.serve import heap
 from megascend.serve.answering import Json
 from megascend.serve.asking import BY_PATH, number_in, settled
 from megascend.serve.audit import Audit
@@ -238,9 +239,13 @@ def make_application(service: Service, keys: Keys) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async def ticking() -> None:
+            returned = service.clock()
             while True:
                 await asyncio.sleep(TICK_S)
                 sweep(service)
+                if service.clock() - returned > heap.EVERY_S:
+                    returned = service.clock()
+                    await asyncio.to_thread(heap.return_freed)
 
         task = asyncio.create_task(ticking())
         try:

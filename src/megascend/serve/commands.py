@@ -107,9 +107,14 @@ class OptimizerStep(Command):
 
 @dataclass(frozen=True, eq=False)
 class Respond(Command):
-    """Responses to a prompt."""
+    """Responses to a prompt.
+
+    Attributes:
+        tenant: whose turn it takes.
+    """
 
     request: SampleRequest
+    tenant: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,8 @@ class Future:
         answer: for the client, once it is there.
         number_in_line: of its model's request, if it has one.
         noted: the journal has its request.
+        internal: no client knows its name: it is forgotten when it has ended.
+        size: bytes that its answer is taken to have.
     """
 
     number: int
@@ -51,11 +53,16 @@ class Future:
     retrieved: float | None = None
     number_in_line: int | None = None
     noted: bool = False
+    internal: bool = False
+    size: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 MOST_KEPT = 16384
 """Answers of one tenant that are kept; the oldest makes room, fetched or not."""
+
+LEAST_BYTES = 2048
+"""Of an answer, with all that is kept beside it."""
 
 
 class Futures:
@@ -64,14 +71,16 @@ class Futures:
     Args:
         clock: seconds, monotonic.
         keep_s: how long an answer is kept that nobody fetches.
+        most_bytes: of one tenant's answers; of those that were fetched, the oldest make room.
     """
 
-    def __init__(self, clock: Callable[[], float], keep_s: float) -> None:
-        self._clock, self._keep_s = clock, keep_s
+    def __init__(self, clock: Callable[[], float], keep_s: float, most_bytes: int = 2**62) -> None:
+        self._clock, self._keep_s, self._most_bytes = clock, keep_s, most_bytes
         self._by_name: dict[str, Future] = {}
         self._by_number: dict[int, Future] = {}
         self._ended: deque[Future] = deque()
         self._kept: dict[str, deque[int]] = {}
+        self._bytes: dict[str, int] = {}
         self._count = 0
         self.completions = Completions()
         self._tokens: dict[str, int] = {}
@@ -102,6 +111,15 @@ class Futures:
     def tokens(self, tenant: str) -> int:
         """Tokens of a tenant's that have not ended."""
         return self._tokens.get(tenant, 0)
+
+    def full(self, tenant: str) -> bool:
+        """Whether a tenant's answers that were not fetched take all the room that there is for its answers."""
+        if self._over(tenant):
+            self._drop_fetched(tenant)
+        return self._over(tenant)
+
+    def _over(self, tenant: str) -> bool:
+        return self._bytes.get(tenant, 0) > self._most_bytes
 
     def pending_by_kind(self) -> Mapping[str, int]:
         """How many have not ended, by kind."""
@@ -141,12 +159,15 @@ class Futures:
         future.ended = self._clock()
         _subtract(self._tokens, future.tenant, future.tokens)
         _subtract(self._pending, future.model or "", 1)
-        self._ended.append(future)
-        self._make_room(future)
-        self.completions.add(future.name, succeeded=succeeded)
+        if future.internal:
+            self._drop(future)
+        else:
+            self._ended.append(future)
+            self._make_room(future)
+            self.completions.add(future.name, succeeded=succeeded)
         future.then(succeeded)
         future.changed.set()
-        future.answer_of = _answered  # what it held of the request is not needed any more
+        future.answer_of, future.then = _answered, _answered  # what they held of the request is not needed any more
 
     def release(self, name: str, tenant: str) -> None:
         """Forget an answer that its client has, as it says."""
@@ -156,12 +177,30 @@ class Futures:
 
     def _make_room(self, future: Future) -> None:
         """Count an answer that is kept from now on, and drop the tenant's oldest if there are too many."""
+        future.size = LEAST_BYTES + getattr(future.answer, "nbytes", 0)
+        self._bytes[future.tenant] = self._bytes.get(future.tenant, 0) + future.size
         kept = self._kept.setdefault(future.tenant, deque())
         kept.append(future.number)
         while len(kept) > MOST_KEPT:
             oldest = self._by_number.get(kept.popleft())
             if oldest is not None:
                 self._drop(oldest)
+        self.full(future.tenant)
+
+    def _drop_fetched(self, tenant: str) -> None:
+        """Drop what was fetched of a tenant, the oldest first, until the rest fits."""
+        for number in list(self._kept[tenant]):
+            if not self._over(tenant):
+                return
+            found = self._by_number.get(number)
+            if found is not None and found.retrieved is not None:
+                self._drop(found)
+
+    def forget_fetched(self, model: str) -> None:
+        """Drop what was fetched of a model that is gone: its client goes on with others."""
+        for future in self.ended_of(model):
+            if future.retrieved is not None:
+                self._drop(future)
 
     def forget(self) -> None:
         """Drop answers whose time is over."""
@@ -175,9 +214,16 @@ class Futures:
             else:
                 left.append(future)
         self._ended = left
+        for tenant, kept in list(self._kept.items()):
+            self._kept[tenant] = deque(number for number in kept if number in self._by_number)
+            if not self._kept[tenant]:
+                del self._kept[tenant]
 
     def _drop(self, future: Future) -> None:
-        self._by_number.pop(future.number, None)
+        if self._by_number.pop(future.number, None) is None:
+            return
+        if future.size:
+            _subtract(self._bytes, future.tenant, future.size)
         if self._by_name.get(future.name) is future:
             del self._by_name[future.name]
             self.completions.drop(future.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from megascend.errors import MegascendError
 from megascend.serve.answering import Json
 from megascend.serve.audit import Audit
+from megascend.serve.connections import OWNER
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.figures import Problem
 from megascend.serve.keys import Keys
@@ -35,6 +37,7 @@ class Guard:
     def __init__(self, service: Service, keys: Keys, audit: Audit) -> None:
         self._service, self._keys, self._audit = service, keys, audit
         self._bodies = Bodies(service.settings.limits.body_bytes)
+        self._open: Counter[str] = Counter()  # requests of each tenant that are being answered
 
     def before(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """``handler`` for callers with a key; whatever it raises becomes an answer."""
@@ -44,9 +47,16 @@ class Guard:
                 tenant = self.tenant(request)
             except RequestRefusedError as error:
                 return self.refusal(error)
-            with self._bodies.of(tenant) as body:
-                request.state.body = body
-                response = await self._answered(handler, request, tenant)
+            request.scope[OWNER] = tenant
+            self._open[tenant] += 1
+            try:
+                with self._bodies.of(tenant) as body:
+                    request.state.body = body
+                    response = await self._answered(handler, request, tenant)
+            finally:
+                self._open[tenant] -= 1
+                if not self._open[tenant]:
+                    del self._open[tenant]
             address = request.client.host if request.client is not None else ""
             # not request.url, which is put together with what the client says in Host
             self._audit.write(tenant, request.method, request.scope["path"], response.status_code, address)
@@ -57,6 +67,7 @@ class Guard:
     async def _answered(self, handler: Handler, request: Request, tenant: str) -> Response:
         durability = self._service.durability
         try:
+            self._check_open(tenant)
             if request.method != "POST":  # nothing is promised
                 return await handler(request, tenant)
             await durability.writable()
@@ -70,6 +81,13 @@ class Guard:
             refused = RequestRefusedError(f"internal error ({type(error).__name__})", 500)
         self._note(request, tenant, refused)
         return self.refusal(refused)
+
+    def _check_open(self, tenant: str) -> None:
+        most = self._service.settings.limits.requests
+        if self._open[tenant] > most:
+            raise RequestRefusedError(
+                f"{most} requests of yours are under way (limits.requests); wait for some first", 429
+            )
 
     def tenant(self, request: Request) -> str:
         """Whose key a request has.

@@ -59,7 +59,8 @@ class Inbox:
     def answered(self, models: Iterable[str]) -> None:
         """All requests of these models have their answers."""
         with self._changed:
-            self._answered |= dict.fromkeys(models, time.monotonic())
+            gone = {command.adapter for command in self._commands if isinstance(command, Remove)}
+            self._answered |= dict.fromkeys([model for model in models if model not in gone], time.monotonic())
 
     def take(self, *, wait: bool, ready: int = 0) -> list[Command] | None:
         """All commands that are there; perhaps none. None once the inbox is closed.

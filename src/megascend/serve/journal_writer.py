@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.journal import Entry, Journal
+from megascend.serve.journal import Entry, Journal, Place
 from megascend.serve.ledger import Ledger
 
 LEAST_BYTES = 16 * 2**20
@@ -96,39 +96,39 @@ class JournalWriter:
                 entries, self._waiting = self._waiting, []
             if not entries:
                 return
-            if not self._append(entries):
+            places = self._append(entries)
+            if places is None:
                 return
-            self._add(entries)
+            self._add(entries, places)
             with self._changed:
                 self._written += len(entries)
                 callers, self._callers = self._callers, []
+            del entries, places  # whatever was in them is on the disk
             for loop, changed in callers:
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(changed.set)
             self._rewrite_if_worth_it()
 
-    def _append(self, entries: Sequence[Entry]) -> bool:
-        """Append, again and again while the disk refuses; False if it still did when this was closed."""
+    def _append(self, entries: Sequence[Entry]) -> list[Place] | None:
+        """Append, again and again while the disk refuses: where each is; None if it still did when this was closed."""
         while True:
             try:
-                self._places = self._journal.append(entries)
+                places = self._journal.append(entries)
             except OSError as error:
                 if self._problem is None:
                     log.error("%s cannot be written (%s); requests wait until it can", self._journal.path, error)
                 self._problem = error
                 with self._changed:
                     if self._changed.wait_for(lambda: self._closed, RETRY_S):
-                        return False
+                        return None
             else:
                 if self._problem is not None:
                     log.warning("%s can be written again", self._journal.path)
                 self._problem = None
-                return True
+                return places
 
-    def _add(self, entries: Sequence[Entry]) -> None:
-        gone = [
-            name for entry, place in zip(entries, self._places, strict=True) for name in self._ledger.add(entry, place)
-        ]
+    def _add(self, entries: Sequence[Entry], places: Sequence[Place]) -> None:
+        gone = [name for entry, place in zip(entries, places, strict=True) for name in self._ledger.add(entry, place)]
         if gone:
             self._gone(gone)
 

@@ -195,7 +195,7 @@ class Journaled(Durability):
                 self._refuse(model, progress)
 
         label = self._service.new_label("keep_model")
-        future = self._service.futures.make(label, "", None, "keep_model", then=then)
+        future = self._service.futures.make(label, "", None, "keep_model", then=then, internal=True)
         self._service.put(Save(future.number, model.adapter, str(self._saves / directory), True))
 
     def _note_save(self, model: Model, directory: str, following: int) -> None:
@@ -226,7 +226,7 @@ class Journaled(Durability):
         if held is not None:
             future, outcome = held
             if future.number_in_line is None:
-                self._service.unload(model)
+                self._service.unload(model, internal=True)
             error = CheckpointError("what was loaded could not be saved for --durable; is the disk full?")
             self._service.end(future, Outcome(outcome.number, error=error))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -28,6 +29,7 @@ from megascend.serve.commands import (
     Respond,
     Save,
 )
+from megascend.serve.sample_turns import SampleTurns
 from megascend.serve.sampling import CANCELLED, SAMPLES_AT_ONCE, Generate, Sampling
 from megascend.serve.waits import Waits
 
@@ -77,6 +79,7 @@ class Lines:
         self._one_by_one: deque[Respond] = deque()  # what had no room together
         self._removals: list[Remove] = []  # of adapters that are sampled from
         self._waits = Waits()
+        self._turns = SampleTurns()
         self.answered: list[str] = []
 
     @property
@@ -200,17 +203,18 @@ class Lines:
         return [Outcome(each.number, error=problem) for each in left]
 
     def _take_samples(self) -> list[Respond]:
-        """The first requests to sample of every line, as many as are sampled together."""
-        taken: list[Respond] = []
-        for adapter in list(self._waiting):
-            line = self._waiting[adapter]
-            while line and isinstance(first := line[0], Respond) and adapter not in self._running:
-                if taken and sum(each.request.num_samples for each in [*taken, first]) > SAMPLES_AT_ONCE:
-                    break
-                taken.append(first)
-                line.popleft()
-            if not line:
-                del self._waiting[adapter]
+        """Requests to sample that may run, as many as are sampled together, of all tenants by turns."""
+        ready = [
+            each
+            for adapter, line in self._waiting.items()
+            if adapter not in self._running
+            for each in takewhile(lambda command: isinstance(command, Respond), line)
+        ]
+        taken = self._turns.take(cast("list[Respond]", ready), SAMPLES_AT_ONCE)
+        for command in taken:
+            self._waiting[command.adapter].remove(command)
+            if not self._waiting[command.adapter]:
+                del self._waiting[command.adapter]
         return taken
 
     def _cancel(self, number: int) -> list[Outcome]:

@@ -186,7 +186,7 @@ class Recovery:
     def _fail_again(self, model: Model, kind: str, message: str) -> None:
         """What had no gradients then must have none now, whatever the reason was: memory was full, perhaps."""
         service = self._service
-        ticket = service.futures.make(service.new_label("fail_again"), "", None, "fail_again").number
+        ticket = service.futures.make(service.new_label("fail_again"), "", None, "fail_again", internal=True).number
         if kind == "forward_backward":
             service.put(ForwardBackward(ticket, model.adapter, (), None, message))
         elif kind == "optim_step":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,24 @@ from megascend.serve.prompt_targets import targets_of
 from megascend.serve.requests import flag, integer, text
 from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
 from megascend.serve.service import Service
-from megascend.serve.tenancy import Session
+from megascend.serve.tenancy import Session, samples_of
+from megascend.serve.turns import check_answers
 from megascend.serve.wire import tokens_of_json
 
 BASE = "base"
-"""Line of commands for the model without an adapter."""
+"""Begins the name of a tenant's line of commands for the model without an adapter."""
 
 
 @dataclass
 class _Loaded:
+    """A saved adapter that is loaded.
+
+    Attributes:
+        tenant: that had it loaded, and for whom it counts.
+    """
+
     adapter: str
+    tenant: str
     pending: int = 0
 
 
@@ -35,7 +43,8 @@ class Samplers:
 
     Args:
         service: whose clients ask.
-        most: adapters at a time. One that is not sampled from makes room, that used longest ago first.
+        most: adapters at a time. One that is not sampled from makes room, that used longest ago first: one of the tenant's own if
+            it has as many as it may, else one of a tenant that has no fewer.
         put: takes commands.
     """
 
@@ -57,9 +66,10 @@ class Samplers:
             if made is not None:
                 return made
         label = f"{name}:request:{number}" if name and number is not None else self._service.new_label("sample")
-        owner = f"{session.name if session else tenant}:samples"
+        owner = f"{tenant}:samples" if session is None else samples_of(session)
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
+        check_answers(self._service, tenant)
         future = self._submit(tenant, label, owner, path, body)
         if flag(body, "record_stability_info", False) and session is not None and future.ended is None:
             self._service.sequences.watch(future, session, tokens_of_json(body["prompt"]))
@@ -99,7 +109,8 @@ class Samplers:
         tokens = len(request.prompt) + request.num_samples * request.params.max_tokens
         future = service.futures.make(label, tenant, owner, "sample", answer_of=answer, then=then, tokens=tokens)
         future.parts = request.num_samples
-        self._put(Respond(future.number, BASE if loaded is None else loaded.adapter, request))
+        line = f"{BASE}:{tenant}" if loaded is None else loaded.adapter
+        self._put(Respond(future.number, line, request, tenant))
         return future
 
     def _failed(self, tenant: str, label: str, owner: str, error: MegascendError) -> Future:
@@ -113,9 +124,9 @@ class Samplers:
         key = (str(record.path), record.saved)
         found = self._loaded.get(key)
         if found is None:
-            self._make_room()
+            self._make_room(tenant)
             self._count += 1
-            found = self._loaded[key] = _Loaded(f"p{self._count}")
+            found = self._loaded[key] = _Loaded(f"p{self._count}", tenant)
             self._ask_to_load(tenant, key, found, record, str(directory))
         self._loaded.move_to_end(key)
         return found
@@ -126,20 +137,27 @@ class Samplers:
                 self._loaded.pop(key, None)
 
         label = self._service.new_label("load_sampler")
-        future = self._service.futures.make(label, tenant, None, "load_sampler", then=then)
+        future = self._service.futures.make(label, tenant, None, "load_sampler", then=then, internal=True)
         self._put(Create(future.number, found.adapter, None, directory, False))
 
-    def _make_room(self) -> None:
+    def _make_room(self, tenant: str) -> None:
         """Remove the adapter that was used longest ago, if there are as many as may be.
 
         Raises:
-            RequestRefusedError: 429; all are being sampled from.
+            RequestRefusedError: 429; all that could make room are being sampled from.
         """
-        if len(self._loaded) < self._most:
+        count, each = Counter(loaded.tenant for loaded in self._loaded.values()), self._service.settings.limits.samplers
+        if count[tenant] < each and len(self._loaded) < self._most:
             return
-        key = next((key for key, loaded in self._loaded.items() if loaded.pending == 0), None)
+        may_go = (
+            {tenant} if count[tenant] >= each else {other for other in count if count[other] >= max(count[tenant], 1)}
+        )
+        idle = (key for key, loaded in self._loaded.items() if loaded.pending == 0 and loaded.tenant in may_go)
+        key = next(idle, None)
         if key is None:
-            raise RequestRefusedError(f"{self._most} saved models are being sampled from; one more has to wait", 429)
+            whose = f"{each} saved models of yours" if count[tenant] >= each else f"{self._most} saved models"
+            raise RequestRefusedError(f"{whose} are being sampled from; one more has to wait", 429)
         gone = self._loaded.pop(key)
-        future = self._service.futures.make(self._service.new_label("unload_sampler"), "", None, "unload_sampler")
+        label = self._service.new_label("unload_sampler")
+        future = self._service.futures.make(label, "", None, "unload_sampler", internal=True)
         self._put(Remove(future.number, gone.adapter))

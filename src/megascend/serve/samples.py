@@ -99,7 +99,8 @@ def as_the_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np
         targets = datum.inputs["target_tokens"]
         columns = targets.shape[1] if targets.ndim == 2 else 1
         part = [each.numpy() for each in logprobs[start : start + columns]]
-        found.append(np.stack(part, axis=1) if targets.ndim == 2 else part[0])
+        # A copy: the answer is kept for a while, and must not keep the whole batch with it.
+        found.append(np.stack(part, axis=1) if targets.ndim == 2 else part[0].copy())
         start += columns
     return found
 

@@ -22,6 +22,8 @@ EMPTY = -99999.0
 MAX_STOPS = 64
 MAX_STOP = 1024
 """Most characters of a text that ends a response: so many of its tokens are looked at after each new one."""
+NUMBER_BYTES = 32
+"""Of a number and its place in a list."""
 MAX_TOP = 2**22
 """Most pairs of a token and its log-probability in the answer to one request."""
 
@@ -110,6 +112,15 @@ class SampleAnswer:
     last_n: int | None = None
     targets: PromptTargets | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, about: numbers are Python's own."""
+        result = self.result
+        numbers = sum(2 * len(each.tokens) + _pairs(each.topk_logprobs) for each in result.samples)
+        numbers += len(result.prompt_logprobs or ()) + _pairs(result.topk_prompt_logprobs) + _pairs(result.prompt_draws)
+        numbers += sum(map(len, result.target_logprobs or ()))
+        return NUMBER_BYTES * numbers
+
     def _prompt(self) -> list[float | None] | None:
         found = self.result.prompt_logprobs
         if found is None:
@@ -164,6 +175,11 @@ class SampleAnswer:
                 if name in known:
                     (getattr(answer, name) if part is None else getattr(getattr(answer, name), part)).CopyFrom(tensor)
         return answer.SerializeToString()
+
+
+def _pairs(places: Sequence[Sequence[Any] | None] | None) -> int:
+    """Numbers in pairs of a token and its log-probability, for which a tuple counts as two more."""
+    return sum(4 * len(each) for each in places or () if each is not None)
 
 
 def _reason(sequence: SampledSequence) -> str:

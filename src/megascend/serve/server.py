@@ -190,7 +190,7 @@ def http_server(
     import uvicorn
 
     from megascend.serve.application import make_application
-    from megascend.serve.connections import BoundedProtocol
+    from megascend.serve.connections import bounded
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)
@@ -205,9 +205,9 @@ def http_server(
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
     config = uvicorn.Config(
-        application, http=BoundedProtocol, ws="none", log_level="error", lifespan="on", server_header=False, access_log=False,
-        timeout_keep_alive=75, timeout_graceful_shutdown=5, limit_concurrency=_most_connections(),
-        h11_max_incomplete_event_size=65536, proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
+        application, http=bounded(_most_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
+        access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
+        proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -28,7 +28,7 @@ from megascend.serve.futures import Future, Futures
 from megascend.serve.inbox import Inbox
 from megascend.serve.requests import LoraRequest
 from megascend.serve.sequences import Sequences
-from megascend.serve.tenancy import Model, Session, Tenancy
+from megascend.serve.tenancy import Model, Session, Tenancy, samples_of
 from megascend.serve.vllm_sampling import VllmSampling
 
 
@@ -61,7 +61,7 @@ class Service:
             models_each=settings.limits.models,
             sessions_each=settings.limits.sessions,
         )
-        self.futures = Futures(clock, settings.answer_s)
+        self.futures = Futures(clock, settings.answer_s, settings.limits.answer_bytes)
         self.checkpoints = Checkpoints(settings.storage)
         self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
@@ -135,13 +135,20 @@ class Service:
         self._count_models()
         return future
 
-    def unload(self, model: Model) -> Future:
-        """Remove a model. It needs no turn: what of it still waits fails."""
+    def unload(self, model: Model, *, internal: bool = False) -> Future:
+        """Remove a model. It needs no turn: what of it still waits fails.
+
+        Args:
+            internal: no client waits for it.
+        """
         self.tenancy.remove_model(model)
         self.durability.unloaded(model)
         name = f"{model.name}:unload"
         answer = {"model_id": model.name, "type": "unload_model"}
-        future = self.futures.make(name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer)
+        self.futures.forget_fetched(model.name)
+        future = self.futures.make(
+            name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer, internal=internal
+        )
         self._inbox.put(Remove(future.number, model.adapter))
         while model.order.early:  # what still waits for others fails, too
             for turn in model.order.give_up():
@@ -153,7 +160,8 @@ class Service:
         """Forget a session, and remove its models."""
         self.sequences.forget(session)
         for model in self.tenancy.close_session(session):
-            self.unload(model)
+            self.unload(model, internal=True)
+        self.futures.forget_fetched(samples_of(session))
         self.durability.ended(session)
 
     def _check_base(self, name: str) -> None:

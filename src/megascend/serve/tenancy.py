@@ -42,6 +42,11 @@ class Session:
         self.samplers[name] = path
 
 
+def samples_of(session: Session) -> str:
+    """What a session's requests to sample are counted for, in a model's place."""
+    return f"{session.name}:samples"
+
+
 @dataclass(eq=False)
 class Model:
     """An adapter in training.

@@ -61,9 +61,19 @@ def _check_load(service: Service, model: Model, tokens: int) -> None:
     limits = service.settings.limits
     if service.futures.pending(model.name) >= limits.pending:
         raise RequestRefusedError(f"{limits.pending} requests of {model.name} are pending; fetch some first", 429)
+    check_answers(service, model.tenant)
     pending = service.futures.tokens(model.tenant)
     if pending and pending + tokens > limits.tokens:
         raise RequestRefusedError(f"{pending} tokens of yours are pending, {limits.tokens} may be", 429)
+
+
+def check_answers(service: Service, tenant: str) -> None:
+    """Raise 429 if a tenant has too many answers that it has not fetched."""
+    if service.futures.full(tenant):
+        most = service.settings.limits.answer_bytes
+        raise RequestRefusedError(
+            f"your answers take more than {most} bytes (limits.answer_bytes); fetch some first", 429
+        )
 
 
 def fail(

@@ -16,6 +16,8 @@ from megascend.serve.errors import RequestRefusedError
 from megascend.serve.spans import Span, spans_of_message
 
 PROTOBUF = "application/x-protobuf"
+ARRAY_BYTES = 128
+"""Of an array in memory, beside its numbers."""
 PIECES = 64
 """Most fields of a message for each sample that it may have: some twenty describe one."""
 
@@ -66,6 +68,11 @@ class TrainAnswer:
 
     logprobs: Sequence[np.ndarray]
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(found.nbytes + ARRAY_BYTES for found in self.logprobs)
 
     def json(self) -> dict[str, Any]:
         """As older clients read it."""

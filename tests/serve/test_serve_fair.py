@@ -1,0 +1,113 @@
+"""Sampling of one tenant goes on, whatever another one asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_backend import Caller, Served, served
+
+from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.serve.commands import Respond
+from megascend.serve.sample_turns import SampleTurns
+
+
+def saved(caller: Caller, count: int) -> list[str]:
+    """Paths of checkpoints of a new model."""
+    model = caller.model()
+    bodies = [{"model_id": model, "path": f"c{number}", "seq_id": number} for number in range(1, count + 1)]
+    return [caller.ask("save_weights_for_sampler", body)["path"] for body in bodies]
+
+
+def sampled(caller: Caller, path: str | None, token: int = 5) -> Any:
+    """The answer to a request to sample from a checkpoint, or from the model itself."""
+    body: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [token]}]}, "sampling_params": {"max_tokens": 2}}
+    return caller.post("asample", body if path is None else {**body, "model_path": path})
+
+
+def fetched(caller: Caller, answer: Any) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    return caller.fetch(answer.json()["request_id"])["sequences"][0]["tokens"]
+
+
+def loads(here: Served) -> list[str]:
+    return [call[1] for call in here.backend.calls if call[0] == "load"]
+
+
+def test_a_tenant_that_samples_from_all_it_may_leaves_room_for_another(tmp_path: Path) -> None:
+    with served(tmp_path, max_samplers=3, limits={"samplers": 2}) as here:
+        paths, bobs = saved(here.alice, 3), saved(here.bob, 1)[0]
+        here.backend.sampling.clear()
+        pending = [sampled(here.alice, path) for path in (paths[0], paths[1], paths[0])]
+        refused = sampled(here.alice, paths[2])
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "2 saved models of yours" in refused.text
+        his = sampled(here.bob, bobs)
+        here.backend.sampling.set()
+        assert fetched(here.bob, his) == [6, 7]
+        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 3
+        assert fetched(here.alice, sampled(here.alice, paths[2])) == [6, 7], "waiting has helped"
+
+
+def test_a_tenant_that_samples_from_many_in_turn_removes_its_own(tmp_path: Path) -> None:
+    with served(tmp_path, max_samplers=3, limits={"samplers": 3}) as here:
+        paths, bobs = saved(here.alice, 5), saved(here.bob, 1)[0]
+        assert fetched(here.bob, sampled(here.bob, bobs)) == [6, 7]
+        for path in paths * 2:
+            assert fetched(here.alice, sampled(here.alice, path)) == [6, 7]
+        before = loads(here)
+        assert fetched(here.bob, sampled(here.bob, bobs)) == [6, 7]
+        assert loads(here) == before, "bob's was still there"
+        assert len(here.backend.adapters) == 2 + 3, "models in training, and saved ones"
+
+
+def test_a_long_line_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
+    """Of the model itself, too, which all tenants may sample from."""
+    with served(tmp_path) as here:
+        here.backend.sampling.clear()
+        many = [sampled(here.alice, None) for _ in range(200)]
+        his = sampled(here.bob, None, token=50)
+        here.backend.sampling.set()
+        assert fetched(here.bob, his) == [51, 52]
+        assert [fetched(here.alice, each) for each in many] == [[6, 7]] * 200
+        batches = here.backend.sampled
+        assert sum(map(len, batches)) == 201
+        assert [50 in batch for batch in batches].index(True) <= 1, (
+            "in the first batch after the one that was under way"
+        )
+
+
+def respond(number: int, tenant: str, responses: int = 1) -> Respond:
+    return Respond(number, "p", SampleRequest([1], SamplingParams(1), num_samples=responses), tenant)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "expected"),
+    [
+        ("a1 a1 a1 a1 a1 b1", [[0, 5, 1, 2], [3, 4]]),
+        ("a1 a1 a1 b1 b1 b1", [[0, 3, 1, 4], [2, 5]]),
+        ("a3 b2 b1 a1", [[0, 3], [1, 2]]),  # what does not fit beside waits, and what is behind it
+        ("a9 b1 a1 b1", [[0], [1, 2, 3]]),  # more than fit together run alone
+        ("b1 b1 b1 b1 b1 a9", [[0, 1, 2, 3], [5], [4]]),
+    ],
+)
+def test_tenants_take_turns(waiting: str, expected: list[list[int]]) -> None:
+    left = [respond(number, each[0], int(each[1])) for number, each in enumerate(waiting.split())]
+    turns, found = SampleTurns(), []
+    while left:
+        taken = turns.take(left, 4)
+        found.append([command.number for command in taken])
+        left = [command for command in left if command not in taken]
+    assert found == expected
+    assert turns._last == {}
+
+
+def test_who_was_served_longest_ago_begins() -> None:
+    turns, order = SampleTurns(), []
+    left = [respond(number, tenant) for number, tenant in enumerate("abcabcabcabc")]
+    while left:
+        taken = turns.take(left, 2)
+        order += [command.tenant for command in taken]
+        left = [command for command in left if command not in taken]
+    assert order == list("abcabcabcabc")

@@ -1,0 +1,181 @@
+"""What is over leaves nothing behind: after any number of sessions, models and requests, the server holds what it held before."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recording_backend import Served, served
+
+from megascend.serve import figures, futures
+from megascend.serve.commands import Remove
+from megascend.serve.inbox import Inbox
+from megascend.serve.wire import TrainAnswer
+
+LIVES = 16
+CONTAINERS = (dict, list, set, deque, OrderedDict)
+
+
+def live(here: Served, *, ends: str) -> None:
+    """A session with everything a client does: it trains, fails, saves, samples, and ends one way or another."""
+    caller = here.alice
+    model = caller.model()
+    session = model.partition(":")[0]
+    for number in (1, 3):
+        caller.fetch(caller.forward_backward(model, number, 10))
+        caller.fetch(caller.optim_step(model, number + 1))
+    caller.fetch(caller.forward_backward(model, 5, 10**6))  # outside the vocabulary
+    caller.forward_backward(model, 7, 10)  # waits for one that never comes
+    for number, kind in ((8, "weights"), (9, "sampler_weights")):
+        path = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+        caller.post(path, {"model_id": model, "path": "one", "seq_id": number})
+    caller.fetch(caller.optim_step(model, 6))
+    path = caller.fetch(f"{model}:request:9")["path"]
+    sampler = caller.post(
+        "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    ).json()["sampling_session_id"]
+    caller.post("join_sampling_session", {"sampling_session_id": sampler})
+    for number in (1, 2):
+        body = {
+            "sampling_session_id": sampler, "seq_id": number, "prompt": {"chunks": [{"tokens": [5]}]},
+            "sampling_params": {"max_tokens": 4}, "record_stability_info": True,
+        }  # fmt: skip
+        made = caller.post("asample", body).json()["request_id"]
+        if number == 1:
+            caller.fetch(made)
+    caller.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0})
+    caller.post("telemetry", {"events": []})
+    for kind in ("weights", "sampler_weights"):
+        caller.get(f"training_runs/{model}/checkpoints/{kind}/one", "DELETE")
+    if ends == "unload":
+        caller.ask("unload_model", {"model_id": model})
+    if ends != "silence":
+        caller.post(f"sessions/{session}/finish")
+
+
+async def drop_cancelled_timers() -> None:
+    """asyncio keeps a timer that was cancelled until its time comes, or until most are: 30 s of requests that were waited for."""
+    loop = asyncio.get_running_loop()
+    loop._scheduled[:] = sorted(each for each in loop._scheduled if not each.cancelled())  # type: ignore[attr-defined]
+    loop._timer_cancelled_count = 0  # type: ignore[attr-defined]
+
+
+def held() -> tuple[Counter[str], int]:
+    """Objects by their types, and entries of all containers, in this process."""
+    gc.collect()
+    found = gc.get_objects()
+    types = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in found)
+    return types, sum(len(each) for each in found if type(each) in CONTAINERS)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, durable: bool) -> None:
+    monkeypatch.setattr(figures, "RECENT_BATCHES", 4)
+    monkeypatch.setattr(figures, "RECENT_PROBLEMS", 4)
+    with served(tmp_path / "storage", durable=durable, limits={"sessions": 4 * LIVES}) as here:
+
+        def lives(count: int) -> tuple[Counter[str], int]:
+            for number in range(count):
+                live(here, ends=("unload", "finish", "silence")[number % 3])
+            here.tick(400)  # of silence
+            while here.service.futures.pending_by_kind():  # removals, which the ranks have yet to do
+                time.sleep(0.01)
+            here.tick(2 * 24 * 3600)  # no answer, no response is kept for so long
+            here.backend.calls.clear()
+            here.client.cookies.clear()
+            assert here.client.portal is not None
+            here.client.portal.call(here.service.durability.durable)
+            here.client.portal.call(drop_cancelled_timers)
+            assert len(here.service.tenancy.sessions) == len(here.service.tenancy.models) == 0
+            return held()
+
+        lives(12)  # what is made once: adapters that stay loaded for sampling, lists of the last batches and errors
+        (types, entries), (after, entries_after) = lives(LIVES), lives(LIVES)
+        grown = {name: after[name] - types[name] for name in after if after[name] - types[name] >= LIVES // 2}
+        assert grown == {}, grown
+        assert entries_after - entries < LIVES // 2
+
+
+def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> None:
+    inbox = Inbox(window_s=0.0, max_tokens=100)
+    for number in range(10):
+        inbox.put(Remove(2 * number, f"a{number}"))
+        inbox.answered([f"a{number}", "stays"])  # the ranks had its last step meanwhile
+    assert list(inbox._answered) == ["stays"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def kept() -> futures.Futures:
+    return futures.Futures(Clock(), 3600.0, most_bytes=10 * 2**20 + 2**16)
+
+
+def answered(kept: futures.Futures, number: int, size: int = 2**20, tenant: str = "alice", **values: Any) -> Any:
+    future = kept.make(f"m{number}", tenant, "m", "forward_backward", answer_of=lambda value: value, **values)
+    kept.keep(future, TrainAnswer([np.zeros(size // 4, np.float32)], {}))
+    return future
+
+
+def test_fetched_answers_make_room_for_others_the_oldest_first(kept) -> None:
+    made = [answered(kept, number) for number in range(8)]
+    for future in made[1:4]:
+        future.retrieved = 0.0
+    made += [answered(kept, number) for number in range(8, 11)]
+    assert [kept.get(each.name, "alice") is not None for each in made] == [True, False] + 9 * [True]
+    assert not kept.full("alice")
+
+
+def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(kept) -> None:
+    made = [answered(kept, number) for number in range(11)]
+    assert kept.full("alice")
+    assert not kept.full("bob")
+    assert all(kept.get(each.name, "alice") is each for each in made), "none of them is lost"
+    made[5].retrieved = 0.0
+    assert not kept.full("alice")
+    assert kept.get("m5", "alice") is None
+    for future in made:
+        future.retrieved = 0.0
+    kept._clock.now = 121.0
+    kept.forget()
+    assert (kept._bytes, kept._kept, list(kept._ended)) == ({}, {}, [])
+
+
+def test_what_no_client_knows_of_is_forgotten_at_once(kept) -> None:
+    future = answered(kept, 1, internal=True)
+    assert (future.ended, kept.get("m1", "alice"), kept.numbered(future.number), kept._bytes) == (0.0, None, None, {})
+
+
+def test_a_tenant_that_fetches_nothing_is_told_to(tmp_path: Path) -> None:
+    with served(tmp_path / "storage", limits={"answer_bytes": 10_000}) as here:
+        model, other = here.alice.model(), here.bob.model()
+        names = [here.alice.forward_backward(model, number, 10) for number in range(1, 6)]
+        here.bob.fetch(here.bob.forward_backward(other, 1, 10))
+        refused = here.alice.post("optim_step", {"model_id": model, "seq_id": 6, "adam_params": {}})
+        assert (refused.status_code, "limits.answer_bytes" in refused.text) == (429, True)
+        here.bob.fetch(here.bob.optim_step(other, 2))
+        for name in names:
+            here.alice.fetch(name)
+        here.alice.fetch(here.alice.optim_step(model, 6))
+
+
+def test_the_answer_holds_nothing_of_the_batch(tmp_path: Path) -> None:
+    with served(tmp_path / "storage") as here:
+        model = here.alice.model()
+        name = here.alice.forward_backward(model, 1, 10)
+        here.alice.fetch(name)
+        future = here.service.futures.get(name, "alice")
+        assert future is not None
+        assert all(each.base is None for each in future.answer.logprobs)
+        assert future.then is future.answer_of is futures._answered
