@@ -28,7 +28,7 @@ def read_once_on_import() -> None:
 def read_once() -> None:
     """Idempotent. Versions of transformers that do not remember anything, or have no such function, are left as they are."""
     utils = import_module(MODULE)
-    original = getattr(utils, FUNCTION, None)
+    original: Any = getattr(utils, FUNCTION, None)
     if hasattr(original, "cache_info") and not hasattr(original, "__megascend__"):
         patch(utils, FUNCTION, by_folder(original), "remembers folders, whichever of their files it is given")
 
