@@ -85,10 +85,13 @@ class RecordingBackend:
         self, requests: Sequence[SampleRequest], tokens: int, cancelled: Any = None
     ) -> Iterator[Mapping[int, SampleResult]]:
         """Every response goes on counting from the last token of its prompt."""
-        self.sampled.append([request.prompt[-1] for request in requests])
+        self.sampled.append([request.prompt[-1] for request in requests if request.prompt])
         self.sampling.wait(20)
         found = {}
         for number, request in enumerate(requests):
+            if not request.prompt:
+                found[number] = SampleResult(error="the prompt is empty")
+                continue
             counted = tuple(request.prompt[-1] + 1 + place for place in range(request.params.max_tokens))
             sample = SampledSequence(counted, tuple(-float(token) for token in counted), "length")
             found[number] = SampleResult((sample,) * request.num_samples)

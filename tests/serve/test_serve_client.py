@@ -118,9 +118,12 @@ def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
     )
     for mixed, lone in zip(together, alone, strict=True):
         for one, other in zip(mixed, lone, strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], rel=1e-6, abs=1e-5)
+            summed = sum(
+                abs(value) for logprobs in other["logprobs"] for value in logprobs
+            )  # signs may cancel in the loss
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-6 * summed)
             for some, others in zip(one["logprobs"], other["logprobs"], strict=True):
-                assert some == pytest.approx(others, abs=5e-6)
+                assert some == pytest.approx(others, abs=1e-5)
     figures = httpx.get(f"{url}/metrics").text
     alone_in_batch = int(re.search(r'megascend_models_in_batch_bucket{le="1"} (\d+)', figures)[1])
     batches = int(re.search(r"megascend_models_in_batch_count (\d+)", figures)[1])

@@ -62,6 +62,42 @@ def test_a_tenant_that_samples_from_many_in_turn_removes_its_own(tmp_path: Path)
         assert len(here.backend.adapters) == 2 + 3, "models in training, and saved ones"
 
 
+def test_who_has_no_adapter_gets_one_of_those_who_have_more_than_their_share(tmp_path: Path) -> None:
+    with served(tmp_path, max_samplers=4, limits={"samplers": 4}) as here:
+        paths, bobs = saved(here.alice, 5), saved(here.bob, 2)
+        here.backend.sampling.clear()
+        pending = [sampled(here.alice, path) for path in paths[:4]]
+        assert sampled(here.bob, bobs[0]).status_code == 429, "all are being sampled from"
+        for path in (paths[0], paths[1], paths[4]):
+            refused = sampled(here.alice, path)
+            assert (refused.status_code, "2 are your share" in refused.text) == (429, True)
+        pending += [sampled(here.alice, path) for path in paths[2:4]]
+        here.backend.sampling.set()
+        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 6
+        here.backend.sampling.clear()
+        pending = [sampled(here.alice, path) for path in paths[2:4]]
+        his = sampled(here.bob, bobs[0])
+        assert his.status_code == 200
+        pending.append(sampled(here.alice, paths[1]))
+        assert pending[-1].status_code == 200, "nobody waits any more"
+        here.backend.sampling.set()
+        assert fetched(here.bob, his) == [6, 7]
+        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 3
+
+
+def test_who_does_not_come_again_is_not_waited_for(tmp_path: Path) -> None:
+    with served(tmp_path, max_samplers=2, limits={"samplers": 2}) as here:
+        paths, bobs = saved(here.alice, 2), saved(here.bob, 1)
+        here.backend.sampling.clear()
+        pending = [sampled(here.alice, path) for path in paths]
+        assert sampled(here.bob, bobs[0]).status_code == 429
+        assert sampled(here.alice, paths[0]).status_code == 429
+        here.tick(11)
+        pending.append(sampled(here.alice, paths[0]))
+        here.backend.sampling.set()
+        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 3
+
+
 def test_a_long_line_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
     """Of the model itself, too, which all tenants may sample from."""
     with served(tmp_path) as here:

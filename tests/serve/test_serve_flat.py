@@ -88,6 +88,7 @@ def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, d
                 time.sleep(0.01)
             here.tick(2 * 24 * 3600)  # no answer, no response is kept for so long
             here.backend.calls.clear()
+            here.backend.sampled.clear()
             here.client.cookies.clear()
             assert here.client.portal is not None
             here.client.portal.call(here.service.durability.durable)

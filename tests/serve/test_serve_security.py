@@ -7,8 +7,10 @@ import io
 import json
 import os
 import re
+import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +394,49 @@ def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch)
         compared.clear()
         assert known.tenant(key) == tenant
         assert compared == [(32, 32)] * 5
+
+
+def instructions(call: Callable[[], object]) -> int:
+    """Instructions of Python that a call executes, in all functions below it: its work, whatever the machine is busy with."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def shared_bytes(one: bytes, other: bytes) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
+
+
+def test_the_work_for_a_key_does_not_tell_which_key_it_is_or_nearly_is() -> None:
+    """Of 200 keys the first and the last, and of wrong ones such whose digest begins as that of a known key does."""
+    known = [f"tml-known-{number}" for number in range(200)]
+    of = keys.Keys({keys.digest_of(key): f"t{number}" for number, key in enumerate(known)})
+    assert len({instructions(lambda key=key: of.tenant(key)) for key in known}) == 1
+    starts: dict[int, list[str]] = {}
+    digests = [bytes.fromhex(keys.digest_of(key)) for key in known]
+    for number in range(3000):
+        wrong = f"tml-wrong-{number:06}"
+        digest = bytes.fromhex(keys.digest_of(wrong))
+        shared = max(shared_bytes(digest, each) for each in digests)
+        starts.setdefault(shared, []).append(wrong)
+    assert sorted(starts)[:2] == [0, 1], (
+        "keys whose digests share nothing with any, and such that share their first byte"
+    )
+    counts = {instructions(lambda key=found[0]: of.tenant(key)) for found in starts.values()}
+    assert len(counts) == 1
+    assert {instructions(lambda key=key: of.tenant(key)) for key in ("tml-", "x" * 100, known[0] + "x")} == counts
 
 
 def test_a_request_has_one_key_in_one_header(here) -> None:

@@ -37,7 +37,7 @@ def listening(storage: Path, **settings) -> Iterator[str]:
     keys = {digest_of(key): name for name, key in KEYS.items()}
     with server.http_server(config, keys, base, inbox) as (address, report):
         queue = AdapterQueue(backend, max_batch_tokens=config.batch_tokens)  # type: ignore[arg-type]
-        worker = threading.Thread(target=work, args=(backend, queue, inbox, report))
+        worker = threading.Thread(target=work, args=(backend, queue, inbox, report, backend.generate))
         worker.start()
         try:
             yield address

@@ -25,6 +25,10 @@ BASE = "base"
 """Begins the name of a tenant's line of commands for the model without an adapter."""
 
 
+WAITS_S = 10.0
+"""How long a tenant counts as waiting after it was told to come again."""
+
+
 @dataclass
 class _Loaded:
     """A saved adapter that is loaded.
@@ -51,6 +55,7 @@ class Samplers:
     def __init__(self, service: Service, most: int, put: Callable[[Command], None]) -> None:
         self._service, self._most, self._put = service, most, put
         self._loaded: OrderedDict[tuple[str, float], _Loaded] = OrderedDict()
+        self._waiting: dict[str, float] = {}  # when tenants without any adapter were told to come again
         self._count = 0
 
     def sample(self, tenant: str, body: Mapping[str, Any]) -> Future:
@@ -123,6 +128,7 @@ class Samplers:
         record, directory = self._service.checkpoints.find(tenant, CheckpointPath.parse(text_of_path), public=True)
         key = (str(record.path), record.saved)
         found = self._loaded.get(key)
+        self._leave_room(key, tenant if found is None else found.tenant)
         if found is None:
             self._make_room(tenant)
             self._count += 1
@@ -130,6 +136,26 @@ class Samplers:
             self._ask_to_load(tenant, key, found, record, str(directory))
         self._loaded.move_to_end(key)
         return found
+
+    def _leave_room(self, key: tuple[str, float], owner: str) -> None:
+        """Keep an adapter from being used that another tenant waits for, so that it comes to make room.
+
+        Args:
+            owner: of the adapter.
+
+        Raises:
+            RequestRefusedError: 429; its owner uses as many as are its share, later than this one.
+        """
+        now, holders = self._service.clock(), {loaded.tenant for loaded in self._loaded.values()}
+        self._waiting = {
+            tenant: since for tenant, since in self._waiting.items() if tenant not in holders and now - since < WAITS_S
+        }
+        if not self._waiting.keys() - {owner}:
+            return
+        share = max(1, self._most // len(holders | self._waiting.keys()))
+        mine = [each for each, loaded in self._loaded.items() if loaded.tenant == owner]
+        if len(mine) >= share and key not in mine[-share:]:
+            raise RequestRefusedError(f"another tenant waits for room for a saved model; {share} are your share", 429)
 
     def _ask_to_load(self, tenant: str, key: tuple[str, float], found: _Loaded, record: Record, directory: str) -> None:
         def then(succeeded: bool) -> None:
@@ -155,6 +181,8 @@ class Samplers:
         idle = (key for key, loaded in self._loaded.items() if loaded.pending == 0 and loaded.tenant in may_go)
         key = next(idle, None)
         if key is None:
+            if not count[tenant]:
+                self._waiting[tenant] = self._service.clock()
             whose = f"{each} saved models of yours" if count[tenant] >= each else f"{self._most} saved models"
             raise RequestRefusedError(f"{whose} are being sampled from; one more has to wait", 429)
         gone = self._loaded.pop(key)
