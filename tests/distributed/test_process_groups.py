@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megascend.config import Parallel
 from megascend.distributed import process_groups
 from megascend.distributed.launch import Launch
 from megascend.distributed.objects import all_reduce_numbers
-from megascend.distributed.process_groups import CARRIERS, initialize
+from megascend.distributed.process_groups import CARRIERS, backend_for, initialize
 from megascend.distributed.start_up import wait_for_all
 from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
 from megascend.testing import run_distributed
@@ -193,6 +194,36 @@ def test_an_existing_group_on_another_backend_is_refused(runtime: Runtime) -> No
             initialize(plan(Parallel(), 1), DevicePlatform(), 30)
 
     run_distributed(start, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        ("nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cpu:gloo,npu:hccl", "cuda", None),
+    ],
+)
+def test_the_backend_of_an_existing_group_for_a_device(backend: str, device: str, expected: str | None) -> None:
+    """verl's groups are on ``cpu:gloo,cuda:nccl``."""
+    assert backend_for(backend, device) == expected
+
+
+def test_an_existing_group_with_a_backend_for_each_device_is_adopted(runtime: Runtime, tmp_path: Path) -> None:
+    def start() -> float:
+        launch = Launch.from_environment()
+        store = dist.FileStore(str(tmp_path / "store"), launch.world_size)
+        dist.init_process_group("cpu:gloo", store=store, rank=launch.rank, world_size=launch.world_size)
+        assert dist.get_backend() == "cpu:gloo"
+        groups = initialize(plan(Parallel(), 2), runtime.platform, 30)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=groups.device_group("world"))
+        groups.destroy()
+        dist.destroy_process_group()
+        return float(total)
+
+    assert run_distributed(start, 2, init=False) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

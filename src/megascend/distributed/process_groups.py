@@ -36,11 +36,13 @@ class CommunicationPlatform(Protocol):
 
     Attributes:
         name: for messages.
+        device_type: of the ``torch.device`` that tensors are on.
         backend: the ``torch.distributed`` backend of collectives on device tensors.
         bind_device: whether ``init_process_group`` shall be given the device.
     """
 
     name: ClassVar[str]
+    device_type: ClassVar[str]
     backend: ClassVar[str]
     bind_device: ClassVar[bool]
 
@@ -164,12 +166,20 @@ def _adopted_launch() -> Launch:
 
 
 def _require_backend(platform: CommunicationPlatform) -> None:
-    backend = dist.get_backend()
+    whole = dist.get_backend()
+    backend = backend_for(whole, platform.device_type)
     if backend != platform.backend:
         raise ProcessGroupError(
-            f"the default process group that exists already is on {backend}, but platform {platform.name} "
+            f"the default process group that exists already is on {whole}, but platform {platform.name} "
             f"communicates over {platform.backend}; let megascend create it, or create it with {platform.backend}"
         )
+
+
+def backend_for(backend: str, device_type: str) -> str | None:
+    """What of a default group's backend, ``nccl`` or ``cpu:gloo,cuda:nccl``, serves tensors of a device. Pure."""
+    if ":" not in backend:
+        return backend
+    return dict(entry.split(":", 1) for entry in backend.split(",")).get(device_type)
 
 
 def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:

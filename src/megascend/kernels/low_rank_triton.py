@@ -91,7 +91,7 @@ def _wide_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    small, large, ends, into, inner, small_stride, large_stride, outer_stride, inner_stride, p_stride, p, q,
+    small, large, ends, into, inner, small_stride, large_stride, outer_stride, inner_stride, p_stride, q_stride, p, q,
     ROWS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
     """``into[segment] += small.T @ large`` over the rows of one segment, Q columns of q."""
@@ -110,7 +110,7 @@ def _gradient_kernel(
             other = tl.load(of_large, mask=own & (column < q)[None, :], other=0.0)
             total = tl.dot(tl.trans(one), other, total)
         place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
-        of_into = into + place + across[:, None] * p_stride + column[None, :]
+        of_into = into + place + across[:, None] * p_stride + column[None, :] * q_stride
         inside = (across < p)[:, None] & (column < q)[None, :]
         tl.store(of_into, tl.load(of_into, mask=inside, other=0.0) + total, mask=inside)
 
@@ -150,21 +150,24 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = N
     return out
 
 
-def accumulate(into: Tensor, small: Tensor, large: Tensor, ends: Tensor) -> None:
-    """``into[s] += small[segment s].T @ large[segment s]``, in fp32 throughout.
+def accumulate(into: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+    """``into[s] += left[segment s].T @ right[segment s]``, in fp32 throughout.
 
     Args:
-        into: float32 [g, p, q] or [outer, inner, p, q], p at most :data:`MAX_RANK`, with q contiguous.
-        small, large: [n, p] and [n, q].
+        into: float32, see the module; one of its two last sizes is :data:`MAX_RANK` at most.
+        left, right: [n, k] and [n, m].
     """
+    if into.shape[-2] > into.shape[-1]:
+        accumulate(into.mT, right, left, ends)
+        return
     p, q = into.shape[-2:]
-    small, large = (of if of.stride(1) == 1 else of.contiguous() for of in (small, large))
-    segments, inner, outer_stride, inner_stride, p_stride, _ = _of(into)
+    small, large = (of if of.stride(1) == 1 else of.contiguous() for of in (left, right))
+    segments, inner, *strides = _of(into)
     wide = next(
         (wide for wide in (128, 64) if segments * triton.cdiv(q, wide) >= PROGRAMS and wide * _small(p) <= 8192), 32
     )
     _gradient_kernel[(segments, triton.cdiv(q, wide))](  # type: ignore[reportIndexIssue]
-        small, large, ends, into, inner, small.stride(0), large.stride(0), outer_stride, inner_stride, p_stride, p, q,
+        small, large, ends, into, inner, small.stride(0), large.stride(0), *strides, p, q,
         ROWS=64, P=_small(p), Q=wide, num_warps=4, num_stages=3,
     )  # fmt: skip
 

@@ -97,23 +97,20 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
     Args:
         into: also [outer, inner, k, m], as the weights of :func:`product`.
     """
-    if into.stride(-1) != 1:
-        accumulate(into.mT, right, left, segments)
-        return
-    if segments is None:
-        into.flatten(0, -3)[0].add_(left.T @ right)
-        return
-    kernel = kernel_for(left, into)
-    if kernel == "triton" and into.shape[-2] <= into.shape[-1]:
+    kernel = None if segments is None else kernel_for(left, into)
+    if segments is not None and kernel == "triton":
         from megascend.kernels import low_rank_triton
 
         low_rank_triton.accumulate(into, left, right, segments.ends)
-        return
-    if into.dim() == 4:  # by (outer, inner), which need not be how they lie in memory
+    elif into.stride(-1) != 1:
+        accumulate(into.mT, right, left, segments)
+    elif segments is None:
+        into.flatten(0, -3)[0].add_(left.T @ right)
+    elif into.dim() == 4:  # by (outer, inner), which need not be how they lie in memory
         whole = torch.zeros_like(into, memory_format=torch.contiguous_format).flatten(0, 1)
         accumulate(whole, left, right, segments)
         into.add_(whole.view(into.shape))
-    elif kernel in ("torch", "triton"):
+    elif kernel == "torch":
         for start, end in _parts(len(into)):
             found = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
             into[start:end].add_(found[1:] if start else found)
