@@ -143,14 +143,13 @@ def run(
     runtime.platform.start_ahead(launch.local_rank)
     phases.ended("torch")
 
-    # In another process; its verdict is needed when the model is built.
-    from megascend.app import self_check_ahead
+    import transformers
 
-    if needs(config.engine).megatron:
-        self_check_ahead.begin(config, launch.rank)
+    assert transformers.AutoTokenizer  # what data and the self-check import of it
     phases.ended("transformers")
 
     # Data that cannot be trained on are found before the model is built.
+    from megascend.app import self_check_ahead
     from megascend.app.generation import Answering
     from megascend.app.objectives import make_objective
     from megascend.app.run_samples import RunSamples
@@ -168,6 +167,9 @@ def run(
     if launch.rank == 0 and (said := disk_warning(config)):
         logger.warning(said)
     phases.ended("data")
+    if needs(config.engine).megatron:
+        # In another process, which nothing that is refused may leave behind; its verdict is needed when the model is built.
+        self_check_ahead.begin(config, launch.rank)
 
     # Modules stay: garbage collection need not look through them again, between steps least of all.
     if needs(config.engine).megatron:

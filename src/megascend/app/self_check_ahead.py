@@ -1,4 +1,4 @@
-"""The self-check of a run's model, begun while the process still reads data, imports Megatron and builds.
+"""The self-check of a run's model, begun while the process still imports Megatron and builds.
 
 Its verdict is kept on the disk, where the backend looks for it, or waits until it is there. So this is a matter of time alone:
 what is asked for ahead in vain is not used.
