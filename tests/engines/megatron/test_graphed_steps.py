@@ -247,6 +247,26 @@ def test_memory_that_runs_out_in_a_backward_pass_is_an_error_after_which_there_i
     assert again == pytest.approx(plain, rel=1e-5)
 
 
+def test_captures_that_made_room_for_something_else_are_made_again(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def counts():
+        backend = make_backend(checkpoint, CudaGraphs())
+        backend.add_adapter("a", Lora(rank=4))
+        sample, found = Sample.causal(torch.arange(21) * 7), []
+        for _ in range(2):
+            for _ in range(2):
+                backend.forward_backward([sample], adapter="a")
+            found.append(backend.cuda_graphs.captures)
+            assert backend.recover_memory()  # a model could not be made, say
+            found.append(backend.cuda_graphs.captures)
+        dropped = backend.cuda_graphs.dropped
+        backend.close()
+        return found, dropped
+
+    assert run_distributed(counts, 1, init=False) == [([1, 0, 1, 0], 2)]
+
+
 @pytest.mark.parametrize(
     ("precision", "recompute", "parallel", "targets", "message"),
     [

@@ -113,7 +113,7 @@ class GraphedSteps:
         try:
             return self._run(batches, on_output, forward_only=forward_only)
         except torch.OutOfMemoryError:
-            self.release_memory()  # whoever tries again has room
+            self._run_short()  # whoever tries again has room
             raise
 
     def _run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
@@ -148,28 +148,29 @@ class GraphedSteps:
         self._steps.clear()
         self._capture.free()
 
-    def release_memory(self) -> bool:
-        """Give up all captures because memory has run out beside them, and capture no more of the largest one's size.
+    def release_memory(self) -> None:
+        """Give up all captures: something else has no room."""
+        captured = sum(step.captured for step in self._steps.values())
+        if captured:
+            held = self._capture.bytes / 2**30
+            self._counts.dropped += captured
+            self.clear()
+            logger.warning("memory ran out: %d CUDA graphs with %.1f GiB are given up", captured, held)
+
+    def _run_short(self) -> None:
+        """Give up all captures, since a micro batch has no room beside them, and capture no more of the largest one's size.
 
         So it cannot run out again and again: captures are made of ever smaller micro batches, in the end of none.
-
-        Returns:
-            Whether there were any.
         """
         captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
-        if not captured:
-            return False
-        held, self._largest = self._capture.bytes, max(captured) - 1
-        self._counts.dropped += len(captured)
-        self.clear()
-        logger.warning(
-            "memory ran out: %d CUDA graphs with %.1f GiB are given up, and micro batches above %d tokens run without from "
-            "now on. Set adapters.cuda_graphs.max_tokens or batching.micro_batch_tokens lower to keep them",
-            len(captured),
-            held / 2**30,
-            self._largest,
-        )
-        return True
+        if captured:
+            self._largest = max(captured) - 1
+            self.release_memory()
+            logger.warning(
+                "micro batches above %d tokens run without CUDA graphs from now on. Set adapters.cuda_graphs.max_tokens or "
+                "batching.micro_batch_tokens lower to keep them",
+                self._largest,
+            )
 
     def with_room(self, work: Callable[[], T]) -> T:
         """What ``work`` returns, which is called again without captures if memory has no room beside them.
@@ -182,7 +183,7 @@ class GraphedSteps:
         except torch.OutOfMemoryError:
             if not any(step.captured for step in self._steps.values()):
                 raise
-        self.release_memory()  # only here has the error let go of the tensors of ``work``
+        self._run_short()  # only here has the error let go of the tensors of ``work``
         return work()
 
     def _output(self, batch: MicroBatch, *, forward_only: bool) -> Output:
@@ -280,7 +281,7 @@ class _Step:
         else:
             self._owner._counts.first += 1
         self._seen = True
-        found = self._work(self._owner.with_room)
+        found = self._back(self._owner.with_room(self._ahead))
         if self._shape.kind == "logprobs":
             self._found = found  # with its graph, for the backward pass
         return tuple(of.detach() for of in found)
@@ -293,13 +294,12 @@ class _Step:
         found, self._found = self._found, ()
         self._differentiate(found)
 
-    def _work(self, forward: Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]] = lambda work: work()):
-        """What is captured.
+    def _work(self) -> tuple[Tensor, ...]:
+        """What is captured."""
+        return self._back(self._ahead())
 
-        Args:
-            forward: calls the part that adds to nothing.
-        """
-        found = forward(self._ahead)
+    def _back(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of cross entropy the backward pass, which adds to gradients."""
         if self._shape.kind != "cross_entropy":
             return found
         loss, logprobs = found
