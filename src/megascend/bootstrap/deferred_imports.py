@@ -30,15 +30,10 @@ class Called:
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
         """``source``, where it has not been imported, is a stand-in with these functions until the block ends."""
-        if self.source in sys.modules:
+        with standing_in(self.source, self.names) as stand_in:
             yield
-            return
-        sys.modules[self.source] = _StandIn(self.source, self.names)
-        try:
-            yield
-        finally:
-            _remove_stand_in(self.source)
-        changed(self.user, f"imports {self.source} when it calls {' or '.join(self.names)}")
+        if stand_in is not None:
+            changed(self.user, f"imports {self.source} when it calls {' or '.join(self.names)}")
 
 
 @dataclass(frozen=True)
@@ -51,15 +46,9 @@ class PassedOn:
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
         """``source``, where it has not been imported, is a stand-in whose names ``user`` looks up later."""
-        if self.source in sys.modules:
+        with standing_in(self.source) as stand_in:
             yield
-            return
-        stand_in = sys.modules[self.source] = _StandIn(self.source)
-        try:
-            yield
-        finally:
-            _remove_stand_in(self.source)
-        if not stand_in._given:
+        if stand_in is None or not stand_in._given:
             return
         for name in stand_in._given:
             vars(module).pop(name, None)
@@ -141,6 +130,19 @@ class _StandIn(ModuleType):
             self._given.add(name)
             return _calling(self.__name__, name)
         return getattr(_real(self.__name__), name)
+
+
+@contextlib.contextmanager
+def standing_in(source: str, names: tuple[str, ...] | None = None) -> Iterator[_StandIn | None]:
+    """A stand-in for module ``source`` until the block ends; None where it has been imported."""
+    if source in sys.modules:
+        yield None
+        return
+    stand_in = sys.modules[source] = _StandIn(source, names)
+    try:
+        yield stand_in
+    finally:
+        _remove_stand_in(source)
 
 
 def _calling(source: str, name: str) -> Callable[..., Any]:
