@@ -54,7 +54,8 @@ FINE = (
             "module.__path__",
             "module.__package__",
             "spec.submodule_search_locations",
-            "sys.modules[self.source]",  # a stand-in while a module is imported; removed behind it
+            "sys.modules[self.source]",
+            "sys.modules[source]",  # a stand-in while a module is imported; removed behind it
             "sys.modules[__name__]",  # a sitecustomize under megascend run: the user's own takes its name
             "modules[name]",
             "setattr(modules[parent], child, module)",
