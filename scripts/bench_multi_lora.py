@@ -1,7 +1,7 @@
 """Many LoRA tenants on one model: one after another, mixed in one batch, and one adapter with the whole batch as a bound.
 
     python scripts/bench_multi_lora.py                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
-    python scripts/bench_multi_lora.py --graphs                     # the same as CUDA graphs (adapters.cuda_graphs)
+    python scripts/bench_multi_lora.py --graphs                     # the same as CUDA graphs (batching.cuda_graphs)
     python scripts/bench_multi_lora.py --engine fsdp                # the same on transformers' layers under FSDP2
     python scripts/bench_multi_lora.py --moe --size 8x4096          # Qwen3-30B-A3B shapes, 6 layers, adapters of all experts
     python scripts/bench_multi_lora.py --tiny --platform cpu        # the same script on a CPU, in a minute
@@ -259,8 +259,8 @@ def main() -> int:
             model=folder,
             precision=work.precision,
             optimizer=megascend.Adam(lr=work.lr),
-            adapters=megascend.Adapters(max_count=1 + max(tenants for tenants, _ in sizes), cuda_graphs=graphs),
-            batching=megascend.Batching(micro_batch_tokens=arguments.micro_batch_tokens),
+            adapters=megascend.Adapters(max_count=1 + max(tenants for tenants, _ in sizes)),
+            batching=megascend.Batching(micro_batch_tokens=arguments.micro_batch_tokens, cuda_graphs=graphs),
             seed=work.seed,
         )
     bench = Bench(backend, work, arguments.rank)

@@ -3,7 +3,7 @@
     python scripts/bench_small_steps.py                              # Qwen3-1.7B shapes, one GPU
     python scripts/bench_small_steps.py --tiny --platform cpu        # the same script on a CPU: checks the script, not speed
 
-Three parts, all in one process on the same device, first without graphs and then with them (``adapters.cuda_graphs``):
+Three parts, all in one process on the same device, first without graphs and then with them (``batching.cuda_graphs``):
 
     request    one sample of one adapter: forward_backward and optimizer_step, each alone, and forward; median of the timed
                ones, the device idle before and after. ``device`` is the device's own time of a step, from torch's profiler
@@ -184,8 +184,11 @@ def measure(work: Work, folder: str, arguments: argparse.Namespace, graphs: bool
         model=folder,
         precision=work.precision,  # type: ignore[reportArgumentType]
         optimizer=megascend.Adam(lr=work.lr),
-        adapters=megascend.Adapters(max_count=64, cuda_graphs=settings if graphs and work.platform == "cuda" else None),
-        batching=megascend.Batching(micro_batch_tokens=arguments.max_tokens),
+        adapters=megascend.Adapters(max_count=64),
+        batching=megascend.Batching(
+            micro_batch_tokens=arguments.max_tokens,
+            cuda_graphs=settings if graphs and work.platform == "cuda" else None,
+        ),
         seed=work.seed,
     )
     if graphs and work.platform != "cuda":

@@ -13,7 +13,7 @@ losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is ne
 
 A run is one of these, with options after colons:
     bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
-    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=upstream
+    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=upstream  graphs=true
     fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
     plain       micro_batch=2  recompute=full
 
@@ -330,7 +330,9 @@ class MegascendSteps(Steps):
             precision=work.precision,
             optimizer=megascend.Adam(lr=work.lr, weight_decay=0.01, max_grad_norm=1.0),
             batching=megascend.Batching(
-                micro_batch_tokens=budget, packing=options.get("packing", "true").lower() != "false"
+                micro_batch_tokens=budget,
+                packing=options.get("packing", "true").lower() != "false",
+                cuda_graphs=megascend.CudaGraphs(max_tokens=budget) if options.get("graphs") == "true" else None,
             ),
             seed=work.seed,
             **extra,
@@ -557,7 +559,7 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
-        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs"},
         "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard"},
         "plain": {"micro_batch", "recompute"},
     }

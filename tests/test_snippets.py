@@ -199,7 +199,7 @@ def check_sampled(found: dict[str, Any]) -> None:
 
 
 def check_graphs(found: dict[str, Any]) -> None:
-    assert found["adapters"].cuda_graphs.max_tokens == 8192
+    assert found["batching"].cuda_graphs.max_tokens == 8192
 
 
 def check_trained(found: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/data.md", "def reverse_kl"): (1, with_backend, check_own_loss),
     ("docs/lora.md", "layers = "): (1, nothing, check_targets),
     ("docs/lora.md", "queue = megascend.AdapterQueue"): (1, with_tenants, check_tenants),
-    ("docs/lora.md", "adapters = megascend.Adapters(max_count=16, cuda_graphs"): (1, nothing, check_graphs),
+    ("docs/cuda-graphs.md", "batching = megascend.Batching(micro_batch_tokens=8192, cuda_graphs"): (1, nothing, check_graphs),
     ("docs/sampling.md", "sampler = megascend.Sampler"): (1, with_tenants, check_sampled),
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),

@@ -211,7 +211,7 @@ class MegatronBackend(Backend):
 
     @property
     def cuda_graphs(self) -> GraphReport | None:
-        """What ``adapters.cuda_graphs`` has captured, replayed and left alone so far; None without that setting."""
+        """What ``batching.cuda_graphs`` has captured, replayed and left alone so far; None without that setting."""
         graphs = self.engine.graphs  # type: ignore[attr-defined]
         return None if graphs is None else graphs.report()
 
@@ -312,12 +312,18 @@ def _one_process(runtime: Runtime, topology: Topology, model_dir: Path) -> None:
 
 
 def _check_single(
-    runtime: Runtime, topology: Topology, model_dir: Path, *, recompute: Recompute | None = None, **_: Any
+    runtime: Runtime,
+    topology: Topology,
+    model_dir: Path,
+    *,
+    recompute: Recompute | None = None,
+    batching: Batching | None = None,
+    **_: Any,
 ) -> None:
-    from megascend.engines.single.engine import check_recompute
+    from megascend.engines.single.engine import check_settings
 
     _one_process(runtime, topology, model_dir)
-    check_recompute(recompute or Recompute())
+    check_settings(recompute or Recompute(), batching or Batching())
 
 
 class FsdpBackend(Backend):
@@ -367,7 +373,16 @@ class FsdpBackend(Backend):
         made: list[Any] = []
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> Any:
-            _check_fsdp(runtime, topology, model_dir, fsdp=settings, recompute=recomputed, moe=moe, adapters=adapters)
+            _check_fsdp(
+                runtime,
+                topology,
+                model_dir,
+                fsdp=settings,
+                recompute=recomputed,
+                moe=moe,
+                batching=batches,
+                adapters=adapters,
+            )
 
             from megascend.engines.fsdp import mesh, npu
 
@@ -417,6 +432,7 @@ def _check_fsdp(
     fsdp: Fsdp | None = None,
     recompute: Recompute | None = None,
     moe: Moe | None = None,
+    batching: Batching | None = None,
     adapters: Adapters | None = None,
     **_: Any,
 ) -> None:
@@ -429,7 +445,7 @@ def _check_fsdp(
         npu.check_settings(settings)
     mesh.check_layout(topology)
     mesh.mesh_ranks(topology.world_size, settings.replicate, topology.expert)
-    check_settings(settings, topology, recompute or Recompute(), moe or Moe(), adapters)
+    check_settings(settings, topology, recompute or Recompute(), moe or Moe(), batching or Batching(), adapters)
 
 
 _backends: dict[str, Callable[..., Backend]] = {

@@ -23,10 +23,20 @@ def test_numbers_of_keys_are_multiples_of_128():
 
 
 def test_one_sample_needs_no_segments():
-    assert step_shape("forward", [300], adapters=1, rank=8) == StepShape("forward", 384, 0, 384, 1, 8, False)
+    assert step_shape("forward", [300], adapters=1, rank=8) == StepShape("forward", 384, 1, 0, 384, 1, 8, False)
     assert step_shape("forward", [64], adapters=0, rank=0, entropy=True) == StepShape(
-        "forward", 128, 0, 128, 0, 0, True
+        "forward", 128, 1, 0, 128, 0, 0, True
     )
+
+
+def test_rows_stay_rows_where_nothing_is_padded():
+    assert step_shape("forward", [256] * 3, rows=3, adapters=0, rank=0) == StepShape(
+        "forward", 768, 3, 0, 256, 0, 0, False
+    )
+    assert step_shape("forward", [256] * 3, rows=3, adapters=1, rank=8).rows == 3
+    assert step_shape("forward", [256] * 3, rows=3, adapters=2, rank=8).rows == 1, "tokens of an adapter lie together"
+    assert step_shape("forward", [250] * 3, rows=3, adapters=0, rank=0).rows == 1, "rows of odd lengths would be many shapes"
+    assert step_shape("forward", [256] * 3, rows=0, adapters=0, rank=0).rows == 1, "it came packed"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -54,5 +64,5 @@ def test_one_sample_for_each_adapter_is_one_shape_for_any_number_of_them():
     [([5, 0, 7, 0], [5, 5, 64, 64]), ([0, 0, 0, 9], [0, 0, 0, 64]), ([9, 0], [64, 64]), ([64, 0], [64, 64])],
 )
 def test_padding_belongs_to_the_last_adapter_that_has_tokens(counts, ends):
-    shape = StepShape("cross_entropy", 64, 4, 64, len(counts), 8, entropy=False)
+    shape = StepShape("cross_entropy", 64, 1, 4, 64, len(counts), 8, entropy=False)
     assert adapter_ends(counts, shape) == ends

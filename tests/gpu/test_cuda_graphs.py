@@ -1,10 +1,12 @@
-"""Steps of adapters as CUDA graphs give what eager steps give, whatever changes between replays. Needs a CUDA GPU."""
+"""Micro batches as CUDA graphs give what eager ones give, whatever changes between replays. Needs a CUDA GPU."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import megascend
-from megascend.testing.graphed_steps import differences, life
+from megascend.testing.graphed_steps import differences, gradients_of, life, life_of_a_model
 from megascend.testing.parity import case_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
@@ -15,17 +17,21 @@ PADDED, POLICY = 2e-2, 1e-1
 """Between padded and other work, in bf16: padding gives products and attention other sizes, and with them other kernels. The
 policy is far from its old log-probabilities, and its loss has the exponential of the difference."""
 
+OF_A_MODEL = 1e-3
+"""As REPLAYED, of all parameters: attention's backward pass adds in no fixed order, and a last bit of a gradient decides some
+roundings of parameters to bf16."""
+
 LENGTHS = (300, 150, 90, 500, 64, 1)
 
 
-def make_backend(checkpoint, settings):
+def make_backend(checkpoint, settings, *, adapters=True, micro_batch_tokens=600):
     return megascend.MegatronBackend(
         model=checkpoint,
         platform="cuda",
         precision="bf16",
         optimizer=megascend.Adam(lr=1e-4, eps=1e-6),
-        batching=megascend.Batching(micro_batch_tokens=600),
-        adapters=megascend.Adapters(cuda_graphs=settings),
+        batching=megascend.Batching(micro_batch_tokens=micro_batch_tokens, cuda_graphs=settings),
+        adapters=megascend.Adapters() if adapters else None,
     )
 
 
@@ -42,6 +48,9 @@ class Refuses:
 
     def capture(self, work):
         raise RuntimeError("not captured, on purpose")
+
+    def stream(self):
+        return nullcontext()
 
     def wait(self):
         torch.cuda.synchronize()
@@ -165,3 +174,56 @@ def test_memory_stays_bounded(checkpoint):
             sizes = [block["size"] for block in segment["blocks"] if block["state"].startswith("active")]
             left[tuple(segment["segment_pool_id"]), segment["address"]] = segment["total_size"], sizes
     assert not left, "all of it goes with the backend"
+
+
+def life_of_one_model(checkpoint, settings, capture=None):
+    """(figures, report) of a model that is trained itself."""
+    backend = make_backend(checkpoint, None if capture else settings, adapters=False, micro_batch_tokens=384)
+    try:
+        if capture is not None:
+            backend.engine.graph_steps(settings, capture)
+        return life_of_a_model(backend), backend.cuda_graphs
+    finally:
+        backend.close()
+
+
+def test_a_model_learns_the_same(checkpoint, caplog):
+    settings = megascend.CudaGraphs(max_count=64)
+    plain, _ = life_of_one_model(checkpoint, None)
+    padded, _ = life_of_one_model(checkpoint, settings, Refuses())
+    check(padded, plain, lambda name: POLICY if "ppo" in name else PADDED)
+    caplog.clear()
+    found, report = life_of_one_model(checkpoint, settings)
+    print(report)
+    check(found, padded, lambda name: OF_A_MODEL)
+    assert not report.eager, "everything was captured"
+    assert "could not be captured" not in caplog.text
+    assert report.captured > 5
+    assert report.replayed > report.captured
+
+
+def test_gradients_of_a_model_are_those_of_the_first_run(checkpoint):
+    """Captured work adds to Megatron's buffers, which stay; nothing else that it reads has moved or gone meanwhile."""
+    backend = make_backend(checkpoint, megascend.CudaGraphs(), adapters=False, micro_batch_tokens=256)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, backend.vocab_size, (4, 129), generator=generator)
+    samples = [megascend.Sample.causal(row) for row in ids]
+    first = None
+    for _ in range(4):
+        backend.forward_backward(samples)
+        once = [grad.clone() for grad in gradients_of(backend)]
+        backend.forward_backward(samples)
+        twice = [grad.clone() for grad in gradients_of(backend)]
+        backend.discard_gradients()
+        first = first or once
+        for one, again, both in zip(first, once, twice, strict=True):
+            scale = one.double().norm()
+            assert float((again.double() - one.double()).norm() / scale) <= 1e-3
+            assert float((both.double() - 2 * one.double()).norm() / scale) <= 2e-3
+        junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
+        del junk
+        torch.cuda.empty_cache()
+    report = backend.cuda_graphs
+    assert report.captured == 1
+    assert report.replayed == 4 * 2 * 2 - 1
+    backend.close()

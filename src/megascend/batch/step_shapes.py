@@ -23,7 +23,8 @@ class StepShape:
     Attributes:
         kind: what is computed.
         tokens: of the micro batch, padding included.
-        samples: segments of attention, one of which holds the padding; 0: one sample, which the padding follows.
+        rows: above 1: samples of one length, side by side and without padding, as the micro batch came.
+        samples: segments of attention, one of which holds the padding; 0: one sample in each row, which the padding follows.
         longest: no segment has more tokens than this.
         adapters: side by side; 0: the model alone.
         rank: that the adapters are padded to.
@@ -32,6 +33,7 @@ class StepShape:
 
     kind: StepKind
     tokens: int
+    rows: int
     samples: int
     longest: int
     adapters: int
@@ -50,22 +52,28 @@ def token_bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def step_shape(kind: StepKind, lengths: Sequence[int], *, adapters: int, rank: int, entropy: bool = False) -> StepShape:
+def step_shape(
+    kind: StepKind, lengths: Sequence[int], *, rows: int = 0, adapters: int, rank: int, entropy: bool = False
+) -> StepShape:
     """The shape for samples of ``lengths`` tokens. Few shapes serve many micro batches: each is captured by itself.
 
     Args:
+        rows: of the micro batch as it came; 0: it is packed. Attention of rows is faster than of segments, so they stay rows if
+            their length is one that needs no padding, unless their tokens belong to several adapters.
         adapters, rank: of the stacked adapters; 0 without.
     """
     tokens = sum(lengths)
     total = token_bucket(tokens)
     if len(lengths) == 1:
-        return StepShape(kind, total, 0, total, adapters, rank, entropy)
+        return StepShape(kind, total, 1, 0, total, adapters, rank, entropy)
+    if rows > 1 and token_bucket(lengths[0]) == lengths[0] and adapters <= 1:
+        return StepShape(kind, tokens, rows, 0, lengths[0], adapters, rank, entropy)
     # One sample an adapter is the rule: then the number of adapters alone decides.
     samples = max(next_power_of_two(len(lengths) + 1), 2 * adapters)
     needed, longest = max(*lengths, total - tokens), total
     while longest % 4 == 0 and longest // 4 >= needed:
         longest //= 4
-    return StepShape(kind, total, samples, longest, adapters, rank, entropy)
+    return StepShape(kind, total, 1, samples, longest, adapters, rank, entropy)
 
 
 def boundaries(lengths: Sequence[int], shape: StepShape) -> list[int]:

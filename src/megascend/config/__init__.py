@@ -7,7 +7,7 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.adapters import Adapters, CudaGraphs, Lora
+from megascend.config.adapters import Adapters, Lora
 from megascend.config.data import DATA_COLUMNS, Data, Dpo, Validation
 from megascend.config.outputs import Checkpoint, Generation, Profile, Prompt, PromptMessage
 from megascend.config.run import (
@@ -25,6 +25,7 @@ from megascend.config.training import (
     Affinity,
     Batching,
     ContextAlgorithm,
+    CudaGraphs,
     Fsdp,
     ModuleName,
     Moe,

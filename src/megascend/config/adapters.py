@@ -41,13 +41,6 @@ class Lora(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-class CudaGraphs(Section):
-    """Steps of adapters as CUDA graphs: the kernels of a micro batch are captured once for each of a few sizes, then replayed."""
-
-    max_tokens: Size = Field(8192, description="largest micro batch that is captured, padding included")
-    max_count: Size = Field(32, description="captures kept; the one used longest ago makes room")
-
-
 class Adapters(Section):
     """Train LoRA adapters on a frozen base model, and what any of them may ask for."""
 
@@ -55,7 +48,4 @@ class Adapters(Section):
     max_rank: Size = Field(128, description="largest rank of one adapter")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear", description="layers that adapters may target, as in Lora; each adapter chooses among them"
-    )
-    cuda_graphs: CudaGraphs | None = Field(
-        None, description="replay captured steps (MegatronBackend on CUDA, one GPU for a model); default: off"
     )

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from megascend.config import (
     Batching,
-    CudaGraphs,
     Parallel,
     PlatformName,
     Precision,
@@ -85,9 +84,6 @@ class ServeConfig(Section):
     alpha: float = Field(32.0, gt=0, description="LoRA's alpha; clients do not send one")
     unembed: bool = Field(
         True, description="adapt the output layer where clients ask for it and it has a weight of its own"
-    )
-    cuda_graphs: CudaGraphs | None = Field(
-        None, description="replay captured steps (engine megatron on CUDA, one GPU for a model, unembed off or tied)"
     )
     window_ms: float = Field(
         5.0, ge=0, description="how long a request waits for those of other models to share its batch"

@@ -156,6 +156,13 @@ class Fsdp(Section):
     )
 
 
+class CudaGraphs(Section):
+    """Micro batches as CUDA graphs: their kernels are captured once for each of a few sizes, then replayed."""
+
+    max_tokens: Size = Field(8192, description="largest micro batch that is captured, padding included")
+    max_count: Size = Field(32, description="captures kept; the one used longest ago makes room")
+
+
 class Batching(Section):
     """How samples become micro batches."""
 
@@ -166,6 +173,9 @@ class Batching(Section):
         "the device's memory has room for, measured when the run starts",
     )
     max_length: Size | None = Field(None, description="longest sample allowed; default: what the model allows")
+    cuda_graphs: CudaGraphs | None = Field(
+        None, description="replay captured micro batches (MegatronBackend on CUDA, one GPU for a model); default: off"
+    )
 
     @field_validator("micro_batch_tokens", mode="wrap")
     @classmethod

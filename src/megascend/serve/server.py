@@ -85,7 +85,6 @@ def make_backend(settings: ServeConfig) -> Any:
         max_count=settings.max_models + (0 if settings.vllm else settings.max_samplers),
         max_rank=settings.max_rank,
         targets=targets,
-        cuda_graphs=settings.cuda_graphs,
     )
     values: dict[str, Any] = {"precision": settings.precision, "adapters": adapters, "seed": settings.seed}
     values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,9 @@ ROUNDS = 4
 
 def gradients_of(backend: Backend) -> list[Tensor]:
     """What the work of the present call adds gradients to."""
+    if backend.engine.adapters is None:  # type: ignore[reportAttributeAccessIssue]
+        chunks = backend.engine.bare_chunks  # type: ignore[reportAttributeAccessIssue]
+        return [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
     stacked = backend.engine.adapters.layers.stacked  # type: ignore[reportAttributeAccessIssue]
     return [] if stacked is None else [of for stack in stacked.stacks for of in (stack.a_grads, stack.b_grads)]
 
@@ -75,6 +79,10 @@ class CaptureOnCpu:
                 tensor.copy_(value)
 
         return again, found
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Everything happens in order here."""
+        return nullcontext()
 
     def wait(self) -> None:
         """Nothing runs by itself here."""
@@ -176,6 +184,41 @@ def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5)) -> d
     for name in ("a", "c", "d"):
         weights = backend.engine.trainable.named_weights(name, everywhere=True)  # type: ignore[reportAttributeAccessIssue]
         found[f"values of {name}"] = torch.cat([tensor.flatten() for tensor in weights.values()])
+    return found
+
+
+LAYOUTS = {"rows": (128,) * 6, "one": (300,), "packed": (100, 60, 128, 7, 33), "row": (384,), "odd rows": (90,) * 4}
+"""Lengths of samples that a backend whose micro batches hold 384 tokens lays out in every way there is."""
+
+
+def life_of_a_model(backend: Backend, layouts: Mapping[str, Sequence[int]] = LAYOUTS) -> dict[str, Tensor]:
+    """A model that learns, from other weights and learning rates in every step; every figure and value by name."""
+    found: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(4)
+
+    def samples(*lengths: int) -> list[Sample]:
+        made = [Sample.causal(torch.randint(0, backend.vocab_size, (n + 1,), generator=generator)) for n in lengths]
+        for number, sample in enumerate(made):
+            sample.weights = sample.weights * (1 + number + len(found))
+            sample.old_logprobs = torch.full(sample.weights.shape, -5.0)
+            sample.advantages = torch.linspace(-1, 1, len(sample.weights))
+        return made
+
+    for step in range(ROUNDS):
+        for kind, lengths in layouts.items():
+            for loss in ("cross_entropy", "ppo"):
+                batch = samples(*lengths)
+                result = backend.forward_backward(backend.shard(batch), loss)
+                backend.forward_backward(backend.shard(batch[::-1]), loss)  # gradients of two calls add up
+                outcome = backend.optimizer_step(lr=1e-4 / (1 + len(found)))
+                figures = [outcome.grad_norm, outcome.lr, result.loss, *result.metrics.values()]
+                found[f"{kind} {loss} {step}"] = torch.tensor(figures, dtype=torch.float64)
+            looked = backend.forward(backend.shard(samples(*lengths)), entropy=True)
+            of_this_rank = [*looked.logprobs, *(looked.entropy or [])]
+            found[f"{kind} seen {step}"] = torch.cat([torch.zeros(0), *of_this_rank])
+    found["logits"] = torch.cat(backend.forward(samples(128, 128, 50), logits=True).logits or [])
+    found["next"] = torch.cat(backend.next_token_logits(backend.shard(samples(128, 128, 40))))
+    found |= {f"values of {name}": value.clone() for name, value in backend.named_weights()}
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forked_programs import run_forked
-from megascend import Fsdp, Moe, Parallel, Recompute
+from megascend import Batching, Fsdp, Moe, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.errors import ConfigError
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
@@ -76,9 +76,9 @@ def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(
     topology = plan(Parallel(), 1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 keeps"):
-        check_settings(COMPILED, topology, Recompute(), Moe(), None)
+        check_settings(COMPILED, topology, Recompute(), Moe(), Batching(), None)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    check_settings(COMPILED, topology, Recompute(), Moe(), None)
+    check_settings(COMPILED, topology, Recompute(), Moe(), Batching(), None)
 
 
 def test_selective_recomputation_keeps_attention_and_every_second_product():

@@ -3,13 +3,16 @@
 CUDA graphs themselves are the business of tests/gpu/test_cuda_graphs.py; a stand-in takes their place here.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Parallel, Recompute, Sample
+from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Fsdp, Lora, Moe, Parallel, Recompute, Sample
 from megascend.testing import run_distributed
-from megascend.testing.graphed_steps import CaptureOnCpu, differences, gradients_of, life
+from megascend.testing.graphed_steps import LAYOUTS, CaptureOnCpu, differences, gradients_of, life, life_of_a_model
 from megascend.testing.parity import case_checkpoint
+from megascend.topology.topology import plan
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -17,16 +20,16 @@ BOUND = 1e-5
 """Of relative differences in fp32: products of other numbers of rows, and ranks padded with zeros, are added in another order."""
 
 
-def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=240):
-    """With ``settings``, as ``adapters.cuda_graphs`` would make it, but for a stand-in for CUDA graphs."""
+def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=240, adapters=True, packing=True):
+    """With ``settings``, as ``batching.cuda_graphs`` would make it, but for a stand-in for CUDA graphs."""
     from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(
         checkpoint,
         precision="fp32",
         optimizer=Adam(lr=1e-4, eps=1e-6),
-        batching=Batching(micro_batch_tokens=micro_batch_tokens),
-        adapters=Adapters(),
+        batching=Batching(micro_batch_tokens=micro_batch_tokens, packing=packing),
+        adapters=Adapters() if adapters else None,
         timeout_s=60,
     )
     if settings is not None:
@@ -64,7 +67,52 @@ def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
         )
         assert tight.captures <= 2 < tight.captured
         assert tight.dropped
-        assert "micro batches above adapters.cuda_graphs.max_tokens=128 tokens" in tight.eager
+        assert "micro batches above batching.cuda_graphs.max_tokens=128 tokens" in tight.eager
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_life_of_a_model_is_the_same(parity_folder, world_size, tied):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
+
+    def lives():
+        found = {}
+        for name, settings in {"plain": None, "graphs": CudaGraphs(max_tokens=512, max_count=64)}.items():
+            backend = make_backend(checkpoint, settings, micro_batch_tokens=384, adapters=False)
+            found[name] = life_of_a_model(backend), backend.cuda_graphs
+            backend.close()
+        return found
+
+    for found in run_distributed(lives, world_size, init=False, timeout_s=300):
+        (expected, _), (figures, report) = found["plain"], found["graphs"]
+        apart = differences(figures, expected)
+        print(report, max(apart.items(), key=lambda entry: entry[1]))
+        assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
+        assert report.replayed > report.captured > 4
+        assert report.stack_bytes == 0
+        assert all("logprobs" in reason for reason in report.eager), "what the stand-in cannot capture"
+
+
+def test_a_model_is_replayed_operation_by_operation(parity_folder):
+    """As below: weights of samples, parameters and learning rates are contents of memory, and gradients add up in Megatron's."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    layouts = {name: lengths for name, lengths in LAYOUTS.items() if name in ("rows", "one", "row")}
+
+    def figures(settings):
+        backend = make_backend(checkpoint, settings, strict=True, micro_batch_tokens=384, adapters=False)
+        found, report = life_of_a_model(backend, layouts), backend.cuda_graphs
+        backend.close()
+        return found, report
+
+    def both():
+        return figures(None), figures(CudaGraphs())
+
+    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    apart = differences(found, expected)
+    print(report, max(apart.items(), key=lambda entry: entry[1]))
+    assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
+    assert report.eager == {}
+    assert report.captured == report.captures == 2 * 3, "rows, and one sample of 384 tokens; two losses, and forward"
 
 
 def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
@@ -150,7 +198,7 @@ def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, capl
     assert all(loss > 0 for loss in losses)
     assert report.eager == {
         "adapters with dropout": 2,
-        "micro batches above adapters.cuda_graphs.max_tokens=128 tokens": 2,
+        "micro batches above batching.cuda_graphs.max_tokens=128 tokens": 2,
     }
     assert (report.first, report.captured, report.replayed) == (1, 0, 0)
     assert left == 0, "a removed adapter leaves no copy of its values"
@@ -159,12 +207,12 @@ def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, capl
 class Full:
     """A model's forward pass on a device that has no room for ``tokens`` or more beside captures."""
 
-    def __init__(self, graphs, tokens, times):
-        self.graphs, self.tokens, self.times = graphs, tokens, times
-        self.forward, graphs._forward = graphs._forward, self
+    def __init__(self, engine, tokens, times):
+        self.graphs, self.tokens, self.times = engine.graphs, tokens, times
+        self.forward, engine._forward_chunk = engine._forward_chunk, self
 
-    def __call__(self, batch):
-        hidden = self.forward(batch)
+    def __call__(self, chunk, batch):
+        hidden = self.forward(chunk, batch)
         if self.graphs.report().captures and batch.input_ids.numel() >= self.tokens and self.times:
             self.times -= 1
             raise torch.OutOfMemoryError("no room, on purpose")
@@ -180,7 +228,7 @@ def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
         backend = make_backend(checkpoint, settings, micro_batch_tokens=400)
         backend.add_adapter("a", Lora(rank=4))
         if settings is not None:
-            Full(backend.engine.graphs, 300, times=1)
+            Full(backend.engine, 300, times=1)
         found = []
         for length in lengths:
             sample = Sample.causal((torch.arange(length + 1) * 7) % 300)
@@ -219,16 +267,16 @@ def test_memory_that_runs_out_in_a_backward_pass_is_an_error_after_which_there_i
         def no_room(grad):
             raise torch.OutOfMemoryError("no room, on purpose")
 
-        graphs = backend.engine.graphs
-        forward = graphs._forward
+        engine = backend.engine
+        forward = engine._forward_chunk
 
-        def fails_once(batch):
-            graphs._forward = forward
-            hidden = forward(batch)
+        def fails_once(chunk, batch):
+            engine._forward_chunk = forward
+            hidden = forward(chunk, batch)
             hidden.register_hook(no_room)
             return hidden
 
-        graphs._forward = fails_once
+        engine._forward_chunk = fails_once
         try:
             backend.forward_backward([long], adapter="a")
         except torch.OutOfMemoryError:
@@ -268,30 +316,41 @@ def test_captures_that_made_room_for_something_else_are_made_again(parity_folder
 
 
 @pytest.mark.parametrize(
-    ("precision", "recompute", "parallel", "targets", "message"),
+    ("change", "message"),
     [
-        ("fp32", Recompute(), Parallel(), "all-linear", None),
-        ("bf16", Recompute(), Parallel(), "all-linear", None),
-        ("fp16", Recompute(), Parallel(), "all-linear", "does not know fp16"),
-        ("bf16", Recompute(granularity="full"), Parallel(), "all-linear", "recompute.granularity=full"),
-        ("bf16", Recompute(), Parallel(tensor=2), "all-linear", "parallel.tensor=2"),
-        ("bf16", Recompute(), Parallel(), ("q_proj", "lm_head"), "lm_head or embed_tokens"),
+        ({}, None),
+        ({"precision": "bf16"}, None),
+        ({"adam": None}, None),
+        ({"precision": "fp16"}, "does not know fp16"),
+        ({"recompute": Recompute(granularity="full")}, "recompute.granularity=full"),
+        ({"tensor": 2}, "parallel.tensor=2"),
+        ({"experts": 8}, "experts"),
+        ({"rope": "dynamic"}, "rotary"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"adam": Adam(overlap_grad_reduce=True)}, "optimizer.overlap_grad_reduce"),
     ],
+    ids=str,
 )
-def test_refusals(precision, recompute, parallel, targets, message):
-    from types import SimpleNamespace
-
+def test_refusals(change, message):
     from megascend.engines.megatron.graph_support import refused_because
 
-    config = SimpleNamespace(rope_scaling=None, num_moe_experts=None, hidden_dropout=0.0, attention_dropout=0.0)
-    target = SimpleNamespace(is_output="lm_head" in targets, is_embedding=False)
-    registry = SimpleNamespace(shape_groups=[SimpleNamespace(target_modules=[target])])
-    topology = SimpleNamespace(tensor=parallel.tensor, pipeline=1, context=1, expert=1)
-    found = refused_because(topology, precision, recompute, config, registry)
+    rope, dropout = {"rope_type": change["rope"]} if "rope" in change else None, change.get("dropout", 0.0)
+    config = SimpleNamespace(
+        rope_scaling=rope, num_moe_experts=change.get("experts"), hidden_dropout=dropout, attention_dropout=0.0
+    )
+    topology = SimpleNamespace(tensor=change.get("tensor", 1), pipeline=1, context=1, expert=1)
+    precision, recompute = change.get("precision", "fp32"), change.get("recompute", Recompute())
+    found = refused_because(topology, precision, recompute, config, change.get("adam", Adam()))
     assert (found is None) if message is None else (message in found)
-    if message is None:
-        config.rope_scaling = {"rope_type": "dynamic"}
-        assert "rotary" in refused_because(topology, precision, recompute, config, registry)
+
+
+@pytest.mark.parametrize(("output", "message"), [(False, None), (True, "lm_head or embed_tokens")])
+def test_refused_targets(output, message):
+    from megascend.engines.megatron.graph_support import targets_refused_because
+
+    target = SimpleNamespace(is_output=output, is_embedding=False)
+    found = targets_refused_because(SimpleNamespace(shape_groups=[SimpleNamespace(target_modules=[target])]))
+    assert (found is None) if message is None else (message in found)
 
 
 def test_the_setting_needs_cuda(parity_folder):
@@ -301,9 +360,20 @@ def test_the_setting_needs_cuda(parity_folder):
         from megascend.backends import MegatronBackend
 
         try:
-            MegatronBackend(checkpoint, precision="bf16", adapters=Adapters(cuda_graphs=CudaGraphs()), timeout_s=60)
+            MegatronBackend(checkpoint, batching=Batching(cuda_graphs=CudaGraphs()), timeout_s=60)
         except ConfigError as error:
             return str(error)
         return ""
 
-    assert "adapters.cuda_graphs needs a CUDA device, and this is cpu" in run_distributed(refused, 1, init=False)[0]
+    assert "batching.cuda_graphs needs a CUDA device, and this is cpu" in run_distributed(refused, 1, init=False)[0]
+
+
+def test_other_engines_refuse_the_setting():
+    from megascend.engines.fsdp import engine as fsdp
+    from megascend.engines.single import engine as single
+
+    batching = Batching(cuda_graphs=CudaGraphs())
+    with pytest.raises(ConfigError, match=r"engine single: batching\.cuda_graphs is a setting of engine megatron"):
+        single.check_settings(Recompute(), batching)
+    with pytest.raises(ConfigError, match=r"engine fsdp: batching\.cuda_graphs is a setting of engine megatron"):
+        fsdp.check_settings(Fsdp(), plan(Parallel(), 1), Recompute(), Moe(), batching, None)

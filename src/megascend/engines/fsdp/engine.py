@@ -271,7 +271,9 @@ class FsdpEngine:
         """The groups, which the backend closes, are all that is left in the process."""
 
 
-def check_settings(fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Moe, adapters: Adapters | None) -> None:
+def check_settings(
+    fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Moe, batching: Batching, adapters: Adapters | None
+) -> None:
     """Raise ConfigError for settings that this engine does not have."""
     if fsdp.compile and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         raise ConfigError(
@@ -280,8 +282,8 @@ def check_settings(fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Mo
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         beside = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {beside} (docs/fsdp.md); set compile: false")
-    if adapters is not None and adapters.cuda_graphs is not None:
-        raise ConfigError("engine fsdp: adapters.cuda_graphs is a setting of engine megatron; leave it out")
+    if batching.cuda_graphs is not None:
+        raise ConfigError("engine fsdp: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
         raise ConfigError(
             f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "

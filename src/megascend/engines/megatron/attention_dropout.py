@@ -58,7 +58,8 @@ def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
 def leave_streams_alone(chunks: Sequence[torch.nn.Module]) -> None:
     """Of models without attention dropout: do not switch to the stream that it would be drawn from.
 
-    Transformer Engine's attention does so in every layer, by copies of the generator's state that no CUDA graph can hold.
+    Transformer Engine's attention does so in every layer, by copies of the generator's state that cost the host time and that no
+    CUDA graph can hold.
     """
     for chunk in chunks:
         for module in chunk.modules():

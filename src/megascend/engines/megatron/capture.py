@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,6 +25,11 @@ class Capture(Protocol):
         """
         ...
 
+    def stream(self) -> AbstractContextManager[None]:
+        """A context in which all work happens that is captured now or later: what comes before it has been done when it begins,
+        and it has been done when what follows begins."""
+        ...
+
     def wait(self) -> None:
         """Wait for the device: captured work that still runs must not be given up."""
         ...
@@ -43,20 +49,42 @@ class CudaCapture:
 
     The pool is as large as the largest of them needs, rather than all together. What a graph returns is valid until another one
     runs.
+
+    Args:
+        own_stream: all work happens on one stream that is not the default one. Where nodes of autograd that add gradients up
+            outlive a step, as under Megatron's DDP, they belong to the stream on which they were made, and no node of the
+            default stream can be captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_stream: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream() if own_stream else None
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """See :class:`Capture`."""
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """See :class:`Capture`. Waits for the device."""
         graph = torch.cuda.CUDAGraph()
+        # torch keeps cuBLAS's workspace of a stream. One from before would not lie in the pool, and go while the graph still
+        # writes to it; one of the pool would stay there beyond the life of all graphs.
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             # Other threads (checkpoints, NCCL's watchdog) may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 found = work()
         finally:
-            # torch keeps cuBLAS's workspace of the stream that captures, in the pool, beyond the life of all graphs.
             torch._C._cuda_clearCublasWorkspaces()
         return graph.replay, found
 

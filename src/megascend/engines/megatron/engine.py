@@ -69,7 +69,7 @@ class MegatronEngine:
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, wrapped in Megatron's DDP and not.
         head: the output head on the last pipeline stage of a causal language model, else None.
-        graphs: runs micro batches of adapters captured, or None.
+        graphs: runs micro batches captured, or None.
         self_check: what holding a slice of the model against transformers found.
         self_check_s: seconds that it took, or that its verdict was waited for.
     """
@@ -111,6 +111,10 @@ class MegatronEngine:
         refuse_adapters(info.scalar_head, adapters)
         seed_everything(seed)
         self.config = build_config(model_dir, topology, precision, recompute, runtime.platform, info.scalar_head)
+        if batching.cuda_graphs is not None:
+            trained = None if adapters is not None else adam
+            graph_support.check(self.device.type, topology, precision, recompute, self.config, trained)
+            graph_support.refuse("does not know scalar heads" if info.scalar_head else None)
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
         overlap = adam.overlap_grad_reduce and adapters is None
         group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
@@ -137,6 +141,8 @@ class MegatronEngine:
 
             head_norm.install(self.bare_chunks)
             gated_silu.install()
+            if self.config.attention_dropout == 0:
+                attention_dropout.leave_streams_alone(self.bare_chunks)
         required = moe.experts == "grouped"
         grouped = grouped_experts.install(self.bare_chunks, self.device, required=required) if group else []
         self.adapters: AdapterManager | None = None
@@ -144,25 +150,25 @@ class MegatronEngine:
         self.optimizer: Optimizer | None = None
         self._hf_parts: HfParts | None = None
         self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
+        capture = None if batching.cuda_graphs is None else CudaCapture(own_stream=adapters is None)
         if adapters is not None:
             self.adapters = self._adapter_manager(adapters, schedule, seed)
             self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
             grouped_experts.settle(grouped, self.chunks)
             self.trainable: Trainable = self.adapters
-            if adapters.cuda_graphs is not None:
-                graph_support.check(
-                    self.device.type, topology, precision, recompute, self.config, self.adapters.registry
-                )
-                attention_dropout.leave_streams_alone(self.bare_chunks)
-                self.graph_steps(adapters.cuda_graphs, CudaCapture())
+            if capture is not None:
+                graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry))
         else:
-            self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
+            with contextlib.nullcontext() if capture is None else capture.stream():
+                self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
             grouped_experts.settle(grouped, self.chunks)
             if runtime.platform.has_transformer_engine_kernels:
                 fuse_weight_gradients(self.bare_chunks)
             self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)
             self._connect_schedule(self.optimizer)
             self.trainable = FullModel(self.optimizer, reduces_while_running=adam.overlap_grad_reduce)
+        if batching.cuda_graphs is not None and capture is not None:
+            self.graph_steps(batching.cuda_graphs, capture)
 
     def _check(self, model_dir: Path, self_check: bool) -> Verdict:
         """Hold a slice of the model against transformers, before anything large is built; or only say what is unproven."""
@@ -193,8 +199,7 @@ class MegatronEngine:
         )
 
     def graph_steps(self, settings: CudaGraphs, capture: Capture) -> None:
-        """From now on run micro batches of adapters captured, where they can be."""
-        assert self.adapters is not None
+        """From now on run micro batches captured, where they can be."""
         assert self.head is not None
 
         from megascend.engines.megatron.graphed_steps import GraphedSteps

@@ -1,4 +1,4 @@
-"""Which engines can run adapters' micro batches as CUDA graphs."""
+"""Which engines can run micro batches as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megascend.config import Precision, Recompute
+from megascend.config import Adam, Precision, Recompute
 from megascend.errors import ConfigError
 from megascend.topology.topology import Topology
 
@@ -18,32 +18,29 @@ ROPE_OF_LENGTH = ("dynamic", "longrope")
 
 
 def check(
-    device_type: str,
-    topology: Topology,
-    precision: Precision,
-    recompute: Recompute,
-    config: Any,
-    registry: AdapterRegistry,
+    device_type: str, topology: Topology, precision: Precision, recompute: Recompute, config: Any, adam: Adam | None
 ) -> None:
     """Refuse what cannot be captured.
 
     Args:
         config: mcore-bridge's ModelConfig.
+        adam: of the model, if it is trained itself.
 
     Raises:
         ConfigError: naming the setting.
     """
-    problem = (
-        f"needs a CUDA device, and this is {device_type}"
-        if device_type != "cuda"
-        else refused_because(topology, precision, recompute, config, registry)
-    )
+    needs_cuda = None if device_type == "cuda" else f"needs a CUDA device, and this is {device_type}"
+    refuse(needs_cuda or refused_because(topology, precision, recompute, config, adam))
+
+
+def refuse(problem: str | None) -> None:
+    """Raise ConfigError for a problem of :func:`refused_because` or :func:`targets_refused_because`."""
     if problem is not None:
-        raise ConfigError(f"adapters.cuda_graphs {problem}; leave it out")
+        raise ConfigError(f"batching.cuda_graphs {problem}; leave it out")
 
 
 def refused_because(
-    topology: Topology, precision: Precision, recompute: Recompute, config: Any, registry: AdapterRegistry
+    topology: Topology, precision: Precision, recompute: Recompute, config: Any, adam: Adam | None
 ) -> str | None:
     """Why no micro batch of this engine can be captured, or None."""
     split = {
@@ -54,7 +51,6 @@ def refused_because(
     }
     divided = [f"parallel.{axis}={size}" for axis, size in split.items() if size > 1]
     rope = config.rope_scaling or {}
-    modules = [module for group in registry.shape_groups for module in group.target_modules]
     if divided:
         return f"needs the whole model on every GPU, and {divided[0]}"
     if precision == "fp16":
@@ -67,6 +63,14 @@ def refused_because(
         return "does not go with the model's own dropout"
     if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:
         return "does not go with rotary embeddings that depend on the length"
+    if adam is not None and adam.overlap_grad_reduce:
+        return "does not go with optimizer.overlap_grad_reduce, whose reductions the host starts"
+    return None
+
+
+def targets_refused_because(registry: AdapterRegistry) -> str | None:
+    """Why no micro batch of these adapters can be captured, or None."""
+    modules = [module for group in registry.shape_groups for module in group.target_modules]
     if any(module.is_output or module.is_embedding for module in modules):
         return "does not go with lm_head or embed_tokens among adapters.targets"
     return None

@@ -1,9 +1,9 @@
-"""Micro batches of adapters as replays of captured work: a kernel then costs the host nothing.
+"""Micro batches as replays of captured work: a kernel then costs the host nothing.
 
 A micro batch is padded to one of a few shapes (:mod:`megascend.batch.step_shapes`). Everything that changes from call to call is
-contents of memory that stays where it is: tokens, segments, coefficients, adapters' factors. The first micro batch of a shape
-runs as usual, on that memory; the second is captured, which executes nothing; from then on it is replayed. The loss itself, the
-normalisation and everything reported are computed outside, on the micro batch as it came.
+contents of memory that stays where it is: tokens, segments, coefficients, parameters or factors of adapters, and gradients. The
+first micro batch of a shape runs as usual, on that memory; the second is captured, which executes nothing; from then on it is
+replayed. The loss itself, the normalisation and everything reported are computed outside, on the micro batch as it came.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +24,9 @@ from megascend.config import CudaGraphs
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.engines.base import OnOutput, Output
 from megascend.engines.megatron.capture import Capture
+from megascend.engines.megatron.captured_step import CapturedStep, Counts, Work
 from megascend.engines.megatron.output_head import OutputHead
-from megascend.engines.megatron.static_batch import StaticBatch, write
+from megascend.engines.megatron.static_batch import write
 from megascend.lora.grouped import kernel_of
 from megascend.lora.manager import AdapterManager
 from megascend.lora.stacked_adapters import StackedAdapters
@@ -61,22 +62,13 @@ class GraphReport:
     stack_bytes: int
 
 
-@dataclass
-class _Counts:
-    captured: int = 0
-    replayed: int = 0
-    first: int = 0
-    dropped: int = 0
-    eager: dict[str, int] = field(default_factory=dict)
-
-
 class GraphedSteps:
     """Runs micro batches, replayed where it can; see the module.
 
     Args:
         forward: the model on a micro batch, up to the hidden states that ``head`` takes.
         eager: the output of a micro batch that is not captured.
-        adapters: of the model; their stacks come from a pool from now on.
+        adapters: of the model, or None if it is trained itself; their stacks come from a pool from now on.
         evaluating: a context in which the model is in evaluation mode.
         uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
         capture: captures work.
@@ -87,7 +79,7 @@ class GraphedSteps:
         forward: Callable[[MicroBatch], Tensor],
         eager: Callable[[MicroBatch], Any],
         head: OutputHead,
-        adapters: AdapterManager,
+        adapters: AdapterManager | None,
         monitor: HangMonitor,
         settings: CudaGraphs,
         device: torch.device,
@@ -95,12 +87,12 @@ class GraphedSteps:
         uncached: Callable[[], AbstractContextManager[None]],
         capture: Capture,
     ) -> None:
-        self._forward, self._eager, self._head = forward, eager, head
-        self._layers, self._monitor, self._settings, self._device = adapters.layers, monitor, settings, device
-        self._evaluating, self._uncached, self._capture = evaluating, uncached, capture
-        self._stacks = adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
-        self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
-        self._counts = _Counts()
+        self._eager, self._head, self._evaluating, self._capture = eager, head, evaluating, capture
+        self._adapters, self._monitor, self._settings, self._device = adapters, monitor, settings, device
+        self._work = Work(forward, head, self._mode, uncached, capture)
+        self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
+        self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
+        self._counts = Counts()
         self._largest = settings.max_tokens
         self._root = torch.empty(0, requires_grad=True)
 
@@ -111,7 +103,8 @@ class GraphedSteps:
             torch.OutOfMemoryError: memory ran out, and there are no captures any more.
         """
         try:
-            return self._run(batches, on_output, forward_only=forward_only)
+            with self._capture.stream():
+                return self._run(batches, on_output, forward_only=forward_only)
         except torch.OutOfMemoryError:
             self._run_short()  # whoever tries again has room
             raise
@@ -139,7 +132,7 @@ class GraphedSteps:
             dict(counts.eager),
             counts.dropped,
             self._capture.bytes,
-            self._stacks.bytes,
+            0 if self._stacks is None else self._stacks.bytes,
         )
 
     def clear(self) -> None:
@@ -167,12 +160,12 @@ class GraphedSteps:
             self._largest = max(captured) - 1
             self.release_memory()
             logger.warning(
-                "micro batches above %d tokens run without CUDA graphs from now on. Set adapters.cuda_graphs.max_tokens or "
+                "micro batches above %d tokens run without CUDA graphs from now on. Set batching.cuda_graphs.max_tokens or "
                 "batching.micro_batch_tokens lower to keep them",
                 self._largest,
             )
 
-    def with_room(self, work: Callable[[], T]) -> T:
+    def _with_room(self, work: Callable[[], T]) -> T:
         """What ``work`` returns, which is called again without captures if memory has no room beside them.
 
         Args:
@@ -190,20 +183,20 @@ class GraphedSteps:
         problem = self._not_captured_because(batch)
         if problem is None:
             return _GraphedOutput(self, batch, forward_only)
-        self._tell(problem)
-        with self.mode(forward_only=forward_only):
-            return self.with_room(lambda: self._eager(batch))
+        self._counts.tell(problem)
+        with self._mode(forward_only):
+            return self._with_room(lambda: self._eager(batch))
 
-    def mode(self, *, forward_only: bool) -> AbstractContextManager[None]:
+    def _mode(self, forward_only: bool) -> AbstractContextManager[None]:
         """What the model runs in, where it is not replayed."""
         return self._evaluating() if forward_only else nullcontext()
 
     def _not_captured_because(self, batch: MicroBatch) -> str | None:
         """Why a micro batch cannot be captured, in words that are the same for all of the kind."""
-        stacked = self._layers.stacked
+        stacked = self._stacked
         tokens = self._shape_of(batch, "forward", entropy=False).tokens
         if tokens > self._settings.max_tokens:
-            return f"micro batches above adapters.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"
+            return f"micro batches above batching.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"
         if tokens > self._largest:
             return "micro batches of sizes beside whose captures memory ran out"
         if batch.segments is not None and batch.segments.keys is not None:
@@ -213,27 +206,27 @@ class GraphedSteps:
             return "several adapters, on a device without a grouped product"
         return None
 
-    def _tell(self, problem: str) -> None:
-        """Count a micro batch that runs without; the first one of a kind is logged."""
-        if problem not in self._counts.eager:
-            logger.warning("not in a CUDA graph: %s", problem)
-        self._counts.eager[problem] = self._counts.eager.get(problem, 0) + 1
-
     def _shape_of(self, batch: MicroBatch, kind: StepKind, *, entropy: bool) -> StepShape:
-        stacked = self._layers.stacked
+        stacked = self._stacked
         adapters, rank = (0, 0) if stacked is None else (len(stacked.adapters), stacked.rank)
-        return step_shape(kind, batch.padded_lengths, adapters=adapters, rank=rank, entropy=entropy)
+        rows = 0 if batch.packed is not None else len(batch.input_ids)
+        return step_shape(kind, batch.padded_lengths, rows=rows, adapters=adapters, rank=rank, entropy=entropy)
 
-    def step(self, batch: MicroBatch, kind: StepKind, *, entropy: bool = False) -> _Step:
+    @property
+    def _stacked(self) -> StackedAdapters | None:
+        return None if self._adapters is None else self._adapters.layers.stacked
+
+    def step(self, batch: MicroBatch, kind: StepKind, *, entropy: bool = False) -> CapturedStep:
         """The step for a micro batch, with its tokens loaded."""
         shape = self._shape_of(batch, kind, entropy=entropy)
         step = self._steps.get(shape)
         if step is None:
             while len(self._steps) >= self._settings.max_count:
                 self._drop(next(iter(self._steps)))
-            step = self._steps[shape] = _Step(self, shape, self._layers.stacked)
+            step = CapturedStep(shape, self._stacked, self._work, self._counts, self._with_room, self._device)
+            self._steps[shape] = step
         self._steps.move_to_end(shape)
-        assert step.stacked is self._layers.stacked, "captured work would read the factors of other adapters"
+        assert step.stacked is self._stacked, "captured work would read the factors of other adapters"
         step.static.load(batch)
         return step
 
@@ -247,97 +240,6 @@ class GraphedSteps:
         """Captured work that reads a stack must not outlive it."""
         for shape in [shape for shape, step in self._steps.items() if step.stacked is stacked]:
             self._drop(shape)
-
-
-class _Step:
-    """One shape: its memory, and the work on it, captured or not yet.
-
-    Attributes:
-        static: inputs.
-        stacked: the adapters that it reads, or None.
-        captured: it is replayed.
-    """
-
-    def __init__(self, owner: GraphedSteps, shape: StepShape, stacked: StackedAdapters | None) -> None:
-        self._owner, self._shape, self.stacked = owner, shape, stacked
-        self.static = StaticBatch(shape, owner._device)
-        self.captured = False
-        self._seen = self._refused = False
-        self._replay_forward: Callable[[], None] | None = None
-        self._replay_backward: Callable[[], None] | None = None
-        self._found: tuple[Tensor, ...] = ()
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """Compute (hidden states, log-probabilities, entropies if wanted), as far as the kind goes, or of cross entropy
-        log-probabilities and all gradients. They are valid until another micro batch runs."""
-        if self._replay_forward is None and self._seen and not self._refused:
-            self._try_to_capture()
-        if self._replay_forward is not None:
-            self._owner._counts.replayed += 1
-            self._replay_forward()
-            return self._found
-        if self._refused:
-            self._owner._tell(f"micro batches of {self._shape}, which could not be captured")
-        else:
-            self._owner._counts.first += 1
-        self._seen = True
-        found = self._back(self._owner.with_room(self._ahead))
-        if self._shape.kind == "logprobs":
-            self._found = found  # with its graph, for the backward pass
-        return tuple(of.detach() for of in found)
-
-    def backward(self) -> None:
-        """Add the adapters' gradients, from the coefficients in ``static``."""
-        if self._replay_backward is not None:
-            self._replay_backward()
-            return
-        found, self._found = self._found, ()
-        self._differentiate(found)
-
-    def _work(self) -> tuple[Tensor, ...]:
-        """What is captured."""
-        return self._back(self._ahead())
-
-    def _back(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Of cross entropy the backward pass, which adds to gradients."""
-        if self._shape.kind != "cross_entropy":
-            return found
-        loss, logprobs = found
-        loss.backward()
-        return (logprobs,)
-
-    def _ahead(self) -> tuple[Tensor, ...]:
-        """The forward pass; of cross entropy the loss and log-probabilities."""
-        head, batch = self._owner._head, self.static.batch
-        with self._owner.mode(forward_only=self._shape.kind in ("forward", "hidden")):
-            hidden = self._owner._forward(batch)
-        if self._shape.kind == "hidden":
-            return (hidden,)
-        if self._shape.kind == "cross_entropy":
-            return head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
-        logprobs, entropies = head.logprobs(hidden, batch.targets, self._shape.entropy)
-        return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
-
-    def _differentiate(self, found: tuple[Tensor, ...]) -> None:
-        coefficients = (self.static.coefficients, self.static.entropy_coefficients)
-        outputs = found[1:]
-        torch.autograd.backward(outputs, coefficients[: len(outputs)])
-
-    def _try_to_capture(self) -> None:
-        capture = self._owner._capture
-        try:
-            with self._owner._uncached():
-                forward, found = capture.capture(self._work)
-                backward = None
-                if self._shape.kind == "logprobs":
-                    backward, _ = capture.capture(lambda: self._differentiate(found))
-        except RuntimeError as error:
-            logger.warning("%s could not be captured as a CUDA graph: %s", self._shape, error)
-            self._refused = True
-            return
-        self._found = tuple(of.detach() for of in found)  # lets go of autograd's graph
-        self._replay_forward, self._replay_backward, self.captured = forward, backward, True
-        self._owner._counts.captured += 1
 
 
 class _GraphedOutput:
@@ -363,7 +265,7 @@ class _GraphedOutput:
     def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
         step = self._steps.step(self._batch, "forward" if self._forward_only else "logprobs", entropy=entropy)
         hidden, *found = step.forward()
-        self._hidden = hidden[:, : self._count]
+        self._hidden = hidden
         own = [of[: self._count].clone() for of in found]
         if not self._forward_only:
             own = list(_Differentiable.apply(self._steps._root, step, *own))
@@ -371,16 +273,15 @@ class _GraphedOutput:
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         if self._hidden is None:
-            (hidden,) = self._steps.step(self._batch, "hidden").forward()
-            self._hidden = hidden[:, : self._count]
-        return self._steps._head.logits(self._hidden, rows=rows)
+            (self._hidden,) = self._steps.step(self._batch, "hidden").forward()
+        return self._steps._head.logits(self._hidden.flatten(0, 1)[: self._count].unsqueeze(0), rows=rows)
 
 
 class _Differentiable(torch.autograd.Function):
     """Log-probabilities and entropies of a step, whose backward pass is the step's."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, step: _Step, *found: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, root: Tensor, step: CapturedStep, *found: Tensor) -> tuple[Tensor, ...]:
         ctx.step = step
         return tuple(of.view_as(of) for of in found)
 

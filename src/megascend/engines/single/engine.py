@@ -80,7 +80,7 @@ class SingleEngine:
         limits = [limit for limit in (batching.max_length, info.shape.max_position) if limit is not None]
         self.max_length = min(limits, default=sys.maxsize)
         self.layout = SequenceLayout(packing=False)
-        check_recompute(recompute)
+        check_settings(recompute, batching)
         seed_everything(seed)
         refuse_adapters(info.scalar_head, adapters)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else {}
@@ -101,8 +101,6 @@ class SingleEngine:
         self.optimizer: Optimizer | None = None
         self.adapters: PeftAdapters | None = None
         if adapters is not None:
-            if adapters.cuda_graphs is not None:
-                raise ConfigError("engine single: adapters.cuda_graphs is a setting of engine megatron; leave it out")
             self.adapters = PeftAdapters(
                 self.model,
                 topology,
@@ -294,8 +292,10 @@ def _whole(values: torch.Tensor) -> Chunks:
     return chunks
 
 
-def check_recompute(recompute: Recompute) -> None:
-    """Raise ConfigError for recomputation that this engine does not have."""
+def check_settings(recompute: Recompute, batching: Batching) -> None:
+    """Raise ConfigError for settings that this engine does not have."""
+    if batching.cuda_graphs is not None:
+        raise ConfigError("engine single: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective":
         raise ConfigError("engine single: recompute.granularity=selective is not known here; set full or none")
     if recompute.granularity == "full" and recompute.layers != 1:
