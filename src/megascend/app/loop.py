@@ -16,7 +16,6 @@ from megascend.app.disk_room import disk_warning
 from megascend.app.event_log import EventLog
 from megascend.app.plot import plot_metrics
 from megascend.app.profile import StepProfiler
-from megascend.app.resume import belongs, check_start
 from megascend.app.run import (
     ADAPTER,
     begin,
@@ -25,7 +24,6 @@ from megascend.app.run import (
     export,
     keep_batch,
     load_tokenizer,
-    make_backend,
     make_trackers,
     model_line,
     tell_stop,
@@ -34,12 +32,11 @@ from megascend.app.run import (
     write_config,
 )
 from megascend.app.run_log import RunLog, StepRecord
+from megascend.app.start import Start
 from megascend.app.start_checks import check_settings
-from megascend.app.start_phases import StartPhases
 from megascend.app.stop_signals import StopSignals
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
-from megascend.distributed.launch import Launch
 from megascend.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -100,55 +97,24 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
         NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
-    phases = StartPhases()
-    phases.ended("Python")
-    # What can be refused is refused here, in the first second and on every rank alike.
-    launch = Launch.from_environment()
-    check_start(config.output, overwrite, resume, launch)
-    event_log = EventLog(config.output, launch, active=belongs(config.output, resume, launch))
-    with event_log.keeping_errors(lambda: 0):
+    start = Start(config, overwrite, resume)
+    with start.event_log.keeping_errors(lambda: 0):
         import_plugins(config.plugins)
         check_packages(config)
         check_settings(config, config.data_paths(), overwrite)
         check_lora(config)
         try:
-            return run(config, launch, event_log, phases, overwrite, resume)
+            return run(config, start, overwrite, resume)
         finally:
             gc.unfreeze()  # the caller's own objects are among those that run() has frozen
 
 
-def run(
-    config: RunConfig,
-    launch: Launch,
-    event_log: EventLog,
-    phases: StartPhases,
-    overwrite: bool,
-    resume: str | Path | None,
-) -> TrainResult:
+def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | None) -> TrainResult:
     """:func:`train`, after what could be refused at once."""
-    # World: the process is made ready before anything imports Megatron.
-    import megascend
-    from megascend.bootstrap.engines import needs
-
-    phases.ended("settings")
-    runtime = megascend.bootstrap(
-        config.platform,
-        config.parallel,
-        config.tf32,
-        config.engine,
-        config.precision,
-        config.provider,
-        config.affinity,
-    )
-    runtime.platform.start_ahead(launch.local_rank)
-    phases.ended("torch")
-
-    from transformers import AutoConfig, AutoTokenizer  # noqa: F401  for data and the self-check, so that the phase is its own
-
-    phases.ended("transformers")
+    launch, event_log = start.launch, start.event_log
+    runtime = start.process(config)
 
     # Data that cannot be trained on are found before the model is built.
-    from megascend.app import self_check_ahead
     from megascend.app.generation import Answering
     from megascend.app.objectives import make_objective
     from megascend.app.run_samples import RunSamples
@@ -165,23 +131,10 @@ def run(
     config = config.of_length(objective.units(samples.learned))
     if launch.rank == 0 and (said := disk_warning(config)):
         logger.warning(said)
-    phases.ended("data")
-    if needs(config.engine).megatron:
-        # In another process, which nothing that is refused may leave behind; its verdict is needed when the model is built.
-        self_check_ahead.begin(config, launch.rank)
-
-    # Modules stay: garbage collection need not look through them again, between steps least of all.
-    if needs(config.engine).megatron:
-        runtime.load_megatron()
-    gc.collect()
-    gc.freeze()
-    phases.ended("Megatron" if needs(config.engine).megatron else "engine")
 
     # Model: trained itself, or frozen under one adapter
-    backend = make_backend(with_first_budget(config, samples, layout_of_run(config, launch.world_size)))
-    phases.ended("model")
-    if backend.self_check is not None:
-        phases.set_apart("self-check", "model", backend.self_check_s)
+    start.engine(config, runtime)
+    backend = start.backend(with_first_budget(config, samples, layout_of_run(config, launch.world_size)))
     lora = config.lora
     adapter = None if lora is None else ADAPTER
     launched = launch.agent_store or launch.world_size > 1
@@ -203,8 +156,7 @@ def run(
         if backend.rank == 0:
             write_config(config)
             tell_start(config, backend, samples)
-            phases.ended("preparing")
-            print(f"ready after {phases}", flush=True)
+            start.ready()
 
         # Loop
         number = done = backend.step_count
@@ -225,8 +177,7 @@ def run(
                 with profiler.step(number):
                     steps.take(number)
                 if number == done + 1:
-                    phases.ended("first step")
-                    event_log.event("first_step", **phases.record())
+                    start.first_step()
                 if saves.after_step(number, signals.received is not None):
                     break
             profiler.finish()

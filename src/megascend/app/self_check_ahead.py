@@ -12,14 +12,14 @@ import sys
 import threading
 
 from megascend.bootstrap.engines import needs
-from megascend.config import RunConfig
+from megascend.config import TrainerConfig
 from megascend.errors import MegascendError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.selfcheck.check import examine
 
 
-def begin(config: RunConfig, rank: int) -> threading.Thread | None:
+def begin(config: TrainerConfig, rank: int) -> threading.Thread | None:
     """Ask for the verdict on ``config.model``, on rank 0 and in the background.
 
     Returns:

@@ -222,3 +222,8 @@ def test_an_adapter_is_merged_for_the_engine(folder: Path) -> None:
     found = rows(config)
     assert all(row["mismatch_max"] < 1e-5 for row in found)
     assert found[0]["grad_norm"] > 0
+    events = [json.loads(line) for line in (config.output / "events.jsonl").read_text().splitlines()]
+    (start,) = [event for event in events if event["event"] == "first_step"]
+    phases = "Python, settings, torch, transformers, data, Megatron, model, self-check, preparing, first step"
+    assert list(start["seconds"]) == phases.split(", ")
+    assert all(value >= 0 for value in start["seconds"].values())

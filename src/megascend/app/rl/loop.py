@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.disk_room import disk_warning
-from megascend.app.event_log import EventLog
 from megascend.app.plot import plot_metrics
-from megascend.app.resume import belongs, check_start
 from megascend.app.rl.records import PANELS
 from megascend.app.run import (
     ADAPTER,
@@ -23,18 +21,17 @@ from megascend.app.run import (
     check_packages,
     export,
     load_tokenizer,
-    make_backend,
     make_trackers,
     model_line,
     tell_stop,
     write_config,
 )
 from megascend.app.run_log import RunLog
+from megascend.app.start import Start
 from megascend.app.start_checks import check_settings
 from megascend.app.stop_signals import StopSignals
 from megascend.config.plugins import import_plugins
 from megascend.config.rl import RlConfig
-from megascend.distributed.launch import Launch
 from megascend.rollout.rewards import load_reward
 
 if TYPE_CHECKING:
@@ -91,10 +88,8 @@ def train_rl(
         NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
-    launch = Launch.from_environment()
-    check_start(config.output, overwrite, resume, launch)
-    event_log = EventLog(config.output, launch, active=belongs(config.output, resume, launch))
-    with event_log.keeping_errors(lambda: 0):
+    start = Start(config, overwrite, resume)
+    with start.event_log.keeping_errors(lambda: 0):
         import_plugins(config.plugins)
         check_packages(config)
         check_settings(config, config.data_paths(), overwrite)
@@ -103,37 +98,20 @@ def train_rl(
             from megascend.app.rl.engines import check_engines, make_engines
 
             engines = make_engines
-            if launch.rank == 0:
+            if start.launch.rank == 0:
                 check_engines(config.engines)
         try:
-            return run(config, launch, event_log, overwrite, resume, engines)
+            return run(config, start, overwrite, resume, engines)
         finally:
             gc.unfreeze()
 
 
-def run(
-    config: RlConfig,
-    launch: Launch,
-    event_log: EventLog,
-    overwrite: bool,
-    resume: str | Path | None,
-    engines: EngineFactory,
-) -> RlResult:
+def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | None, engines: EngineFactory) -> RlResult:
     """:func:`train_rl`, after what could be refused at once."""
-    # World: the process is made ready before anything imports Megatron.
-    import megascend
-    from megascend.bootstrap.engines import needs
-
+    launch, event_log = start.launch, start.event_log
     config = config.ending_with(config.steps)
-    runtime = megascend.bootstrap(
-        config.platform,
-        config.parallel,
-        config.tf32,
-        config.engine,
-        config.precision,
-        config.provider,
-        config.affinity,
-    )
+    runtime = start.process(config)
+
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.set_up import check_objective, fingerprint, make_collector, read_and_check
     from megascend.app.rl.steps import Progress, Steps, evaluate
@@ -151,17 +129,12 @@ def run(
     if launch.rank == 0 and (said := disk_warning(config)):
         logger.warning(said)
 
-    # Modules stay: garbage collection need not look through them again, between steps least of all.
-    if needs(config.engine).megatron:
-        runtime.load_megatron()
-    gc.collect()
-    gc.freeze()
-
     # Model: trained itself, or frozen under one adapter
+    start.engine(config, runtime)
     adapter = None if config.lora is None else ADAPTER
     launched = launch.agent_store or launch.world_size > 1
     with ExitStack() as stack:
-        backend = stack.enter_context(make_backend(config))
+        backend = stack.enter_context(start.backend(config))
         stack.enter_context(event_log.keeping_errors(lambda: backend.step_count + 1))
         signals = stack.enter_context(StopSignals(launched=launched))
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
@@ -174,6 +147,8 @@ def run(
         if main_rank:
             write_config(config)
             print(start_line(config, backend, len(prompts)), flush=True)
+            if backend.self_check is not None:
+                print(backend.self_check.summary(), flush=True)
 
         # Engines, with the weights that the trainer begins with, whatever they had before
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts))
@@ -203,6 +178,8 @@ def run(
             progress.reward_before = progress.reward_after = evaluate(config.evaluation, rollouts, held_out)
             event_log.event("evaluated", step=0, reward=progress.reward_before)
         rollouts.on_rank_0(lambda collector: collector.start(done, offset))
+        if main_rank:
+            start.ready()
 
         # Loop
         saves = CheckpointPolicy(
@@ -218,6 +195,8 @@ def run(
                     saves.after_step(number, True)
                     break
                 log.write(steps.do(number, groups))
+                if number == done + 1:
+                    start.first_step()
                 if saves.after_step(number, signals.received is not None):
                     break
         saves.finish(number)

@@ -1,0 +1,97 @@
+"""The start of a run of any kind, in its order: the process is made ready, then the engine's packages, then the model."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megascend.app.event_log import EventLog
+from megascend.app.resume import belongs, check_start
+from megascend.app.start_phases import StartPhases
+from megascend.config import TrainerConfig
+from megascend.distributed.launch import Launch
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+    from megascend.bootstrap import Runtime
+
+
+class Start:
+    """What a run has from its first moment on. Methods are called in their order.
+
+    Attributes:
+        launch: this process among those of the run.
+        event_log: of the run.
+        phases: where the time goes.
+    """
+
+    def __init__(self, config: TrainerConfig, overwrite: bool, resume: str | Path | None) -> None:
+        """Refuse what can be refused in the first second, on every rank alike.
+
+        Raises:
+            ConfigError, CheckpointError: as :func:`megascend.app.resume.check_start`.
+        """
+        self.phases = StartPhases()
+        self.phases.ended("Python")
+        self.launch = Launch.from_environment()
+        check_start(config.output, overwrite, resume, self.launch)
+        self.event_log = EventLog(config.output, self.launch, active=belongs(config.output, resume, self.launch))
+
+    def process(self, config: TrainerConfig) -> Runtime:
+        """Make the process ready, before anything imports Megatron; transformers is there afterwards."""
+        import megascend
+
+        self.phases.ended("settings")
+        runtime = megascend.bootstrap(
+            config.platform,
+            config.parallel,
+            config.tf32,
+            config.engine,
+            config.precision,
+            config.provider,
+            config.affinity,
+        )
+        runtime.platform.start_ahead(self.launch.local_rank)
+        self.phases.ended("torch")
+
+        from transformers import AutoConfig, AutoTokenizer  # noqa: F401  for data and the self-check: a phase of its own
+
+        self.phases.ended("transformers")
+        return runtime
+
+    def engine(self, config: TrainerConfig, runtime: Runtime) -> None:
+        """Import what the engine needs, the self-check of the model beside it: data and settings have been found fit."""
+        from megascend.app import self_check_ahead
+        from megascend.bootstrap.engines import needs
+
+        self.phases.ended("data")
+        megatron = needs(config.engine).megatron
+        if megatron:
+            # In another process, which nothing that is refused may leave behind; its verdict is needed when the model is built.
+            self_check_ahead.begin(config, self.launch.rank)
+            runtime.load_megatron()
+        # Modules stay: garbage collection need not look through them again, between steps least of all.
+        gc.collect()
+        gc.freeze()
+        self.phases.ended("Megatron" if megatron else "engine")
+
+    def backend(self, config: TrainerConfig) -> Backend:
+        """Build the model: trained itself, or frozen under one adapter."""
+        from megascend.app.run import make_backend
+
+        backend = make_backend(config)
+        self.phases.ended("model")
+        if backend.self_check is not None:
+            self.phases.set_apart("self-check", "model", backend.self_check_s)
+        return backend
+
+    def ready(self) -> None:
+        """Say how long it took until the first step begins."""
+        self.phases.ended("preparing")
+        print(f"ready after {self.phases}", flush=True)
+
+    def first_step(self) -> None:
+        """The first step is done: its time and that of everything before it go to the log."""
+        self.phases.ended("first step")
+        self.event_log.event("first_step", **self.phases.record())
