@@ -132,6 +132,7 @@ MOE = (
     "megascend:micro_batch_tokens=16384",
 )
 BARE_AND_OURS = ("--run", "bare", "--run", "megascend")
+DENSE = (*BARE_AND_OURS, "--run", "megascend:graphs=true")
 TINY = ("--tiny", "--steps", "2", *BARE_AND_OURS)
 
 LINES = (
@@ -139,20 +140,20 @@ LINES = (
         "dense-1.7b",
         "dense",
         "bench_train.py",
-        ("--warmup", "4", "--steps", "8", *BARE_AND_OURS),
+        ("--warmup", "4", "--steps", "8", *DENSE),
         TINY,
         training,
-        300,
+        360,
         "Qwen3-1.7B shapes, 8 x 4096 tokens a step, all parameters",
     ),
     Line(
         "dense-4b",
         "dense",
         "bench_train.py",
-        (*DENSE_4B, *BARE_AND_OURS),
+        (*DENSE_4B, *DENSE),
         ("--layers", "3", *TINY),
         training,
-        360,
+        480,
         "Qwen3-4B shapes, likewise",
     ),
     Line(
@@ -179,7 +180,7 @@ LINES = (
         "mixed",
         "mixed",
         "bench_multi_lora.py",
-        (),
+        ("--graphs",),
         ("--tiny",),
         mixed,
         240,
