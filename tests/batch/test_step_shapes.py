@@ -35,7 +35,9 @@ def test_rows_stay_rows_where_nothing_is_padded():
     )
     assert step_shape("forward", [256] * 3, rows=3, adapters=1, rank=8).rows == 3
     assert step_shape("forward", [256] * 3, rows=3, adapters=2, rank=8).rows == 1, "tokens of an adapter lie together"
-    assert step_shape("forward", [250] * 3, rows=3, adapters=0, rank=0).rows == 1, "rows of odd lengths would be many shapes"
+    assert step_shape("forward", [250] * 3, rows=3, adapters=0, rank=0).rows == 1, (
+        "rows of odd lengths would be many shapes"
+    )
     assert step_shape("forward", [256] * 3, rows=0, adapters=0, rank=0).rows == 1, "it came packed"
 
 

@@ -33,6 +33,7 @@ from megascend.engines.megatron import (
     attention_dropout,
     attention_mask,
     cached_attention,
+    embedding_gradient,
     graph_support,
     grouped_experts,
     hf_parts,
@@ -164,6 +165,8 @@ class MegatronEngine:
             grouped_experts.settle(grouped, self.chunks)
             if runtime.platform.has_transformer_engine_kernels:
                 fuse_weight_gradients(self.bare_chunks)
+                if topology.tensor == 1 and not overlap:
+                    embedding_gradient.install(self.bare_chunks)
             self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)
             self._connect_schedule(self.optimizer)
             self.trainable = FullModel(self.optimizer, reduces_while_running=adam.overlap_grad_reduce)

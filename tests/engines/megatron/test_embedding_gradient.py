@@ -1,0 +1,106 @@
+"""The embedding's gradient in Megatron's buffer, row by row, is the one that autograd and DDP bring there."""
+
+import pytest
+import torch
+
+from megascend import Adam, Batching, Sample
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+
+def samples_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (40, 9, 33, 70)
+    # Few different tokens: rows of the table are hit many times.
+    return [Sample.causal(torch.randint(0, 20, (n + 1,), generator=generator)) for n in lengths]
+
+
+def figures(checkpoint, *, installed, precision):
+    from megascend.backends import MegatronBackend
+    from megascend.engines.megatron import embedding_gradient
+
+    backend = MegatronBackend(
+        checkpoint,
+        precision=precision,
+        optimizer=Adam(lr=1e-3, eps=1e-6),
+        batching=Batching(micro_batch_tokens=80),
+        self_check=False,
+        timeout_s=60,
+    )
+    tables = embedding_gradient.install(backend.engine.bare_chunks) if installed else 0
+    found = []
+    for step in range(3):
+        backend.forward_backward(backend.shard(samples_of(step)))
+        backend.forward_backward(backend.shard(samples_of(step + 10)))
+        table = backend.engine.bare_chunks[0].embedding.word_embeddings.weight
+        assert table.grad is None
+        found.append(table.main_grad.clone())
+        found.append(torch.tensor(backend.optimizer_step().grad_norm))
+    found += [weight.clone() for _, weight in backend.named_weights()]
+    backend.close()
+    return tables, found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_and_weights_are_the_same(parity_folder, world_size, tied):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
+
+    def both():
+        return [figures(checkpoint, installed=installed, precision="fp32") for installed in (False, True)]
+
+    for (none, expected), (tables, found) in run_distributed(both, world_size, init=False, timeout_s=200):
+        assert (none, tables) == (0, 1)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
+
+
+def test_in_bf16_it_is_the_more_exact_one(parity_folder):
+    """Beside the gradient of the same hidden states in fp32: rows that are hit often are not rounded to bf16 on the way."""
+    from megascend.engines.megatron.embedding_gradient import _LookUp
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 5, (1, 64), generator=generator)
+    grad = torch.randn(1, 64, 8, generator=generator).bfloat16()
+    exact = torch.zeros(5, 8, dtype=torch.float64).index_add_(0, ids[0], grad[0].double())
+    weight = torch.nn.Parameter(torch.randn(5, 8, generator=generator).bfloat16())
+    weight.main_grad = torch.zeros(5, 8)
+    looked_up = _LookUp.apply(ids, weight)
+    assert torch.equal(looked_up, torch.nn.functional.embedding(ids, weight))
+    looked_up.backward(grad)
+    assert weight.grad is None
+    assert float((weight.main_grad - exact).abs().max()) < 1e-5
+    plain = weight.detach().clone().requires_grad_()
+    torch.nn.functional.embedding(ids, plain).backward(grad)
+    assert float((plain.grad - exact).abs().max()) > 1e-3
+
+
+def test_what_stands_in_for_the_look_up_is_called(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def calls():
+        from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+        from megascend.backends import MegatronBackend
+        from megascend.changes import patched
+        from megascend.engines.megatron import embedding_gradient
+
+        backend = MegatronBackend(checkpoint, precision="fp32", self_check=False, timeout_s=60)
+        embedding_gradient.install(backend.engine.bare_chunks)
+        seen, upstream = [], VocabParallelEmbedding.forward
+
+        def other(module, input_):
+            seen.append(input_.shape)
+            return upstream(module, input_)
+
+        with patched(VocabParallelEmbedding, "forward", other, "a multimodal model does so"):
+            inside = backend.forward(samples_of(0)).logprobs
+        after = backend.forward(samples_of(0)).logprobs
+        backend.close()
+        return len(seen), [torch.equal(one, two) for one, two in zip(inside, after, strict=True)]
+
+    seen, same = run_distributed(calls, 1, init=False)[0]
+    assert seen == 1
+    assert all(same)

@@ -1,0 +1,62 @@
+"""The embedding's gradient on a GPU: exact, the same every time, without a wait, and in a CUDA graph. Needs a CUDA GPU."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture
+def look_up():
+    pytest.importorskip("megatron.core")
+    from megascend.engines.megatron.embedding_gradient import _LookUp
+
+    return _LookUp.apply
+
+
+def work(tokens=4096, vocabulary=30_000, width=512):
+    """(ids, gradient of what was looked up, table), with tokens that come hundreds of times."""
+    generator = torch.Generator().manual_seed(0)
+    ids = (vocabulary * torch.rand(2, tokens // 2, generator=generator, dtype=torch.float64) ** 6).long().cuda()
+    grad = torch.randn(*ids.shape, width, generator=generator).bfloat16().cuda()
+    weight = torch.nn.Parameter(torch.randn(vocabulary, width, generator=generator).bfloat16().cuda())
+    weight.main_grad = torch.zeros(vocabulary, width, device="cuda")
+    return ids, grad, weight
+
+
+def test_it_is_exact_and_the_same_every_time(look_up):
+    ids, grad, weight = work()
+    exact = torch.zeros_like(weight.main_grad, dtype=torch.float64).index_add_(
+        0, ids.flatten(), grad.flatten(0, 1).double()
+    )
+    found = []
+    for _ in range(3):
+        weight.main_grad.zero_()
+        rows = look_up(ids, weight)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rows.backward(grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(weight.main_grad.clone())
+    assert weight.grad is None
+    torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_it_can_be_captured(look_up):
+    ids, grad, weight = work()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        look_up(ids, weight).backward(grad)
+    torch.cuda.current_stream().wait_stream(stream)
+    once = weight.main_grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        look_up(ids, weight).backward(grad)
+    weight.main_grad.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(weight.main_grad, once)
