@@ -26,12 +26,12 @@ class Work:
     """What a step consists of, and what captures it.
 
     Attributes:
-        forward: the model on a micro batch, up to the hidden states that ``head`` takes.
+        hidden_states: the model on a micro batch, up to what ``head`` takes.
         mode: what the model runs in, by whether no backward pass follows.
         uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
     """
 
-    forward: Callable[[MicroBatch], Tensor]
+    hidden_states: Callable[[MicroBatch], Tensor]
     head: OutputHead
     mode: Callable[[bool], AbstractContextManager[None]]
     uncached: Callable[[], AbstractContextManager[None]]
@@ -131,7 +131,7 @@ class CapturedStep:
         """The forward pass; of cross entropy the loss and log-probabilities."""
         head, batch = self._model.head, self.static.batch
         with self._model.mode(self._shape.kind in ("forward", "hidden")):
-            hidden = self._model.forward(batch)
+            hidden = self._model.hidden_states(batch)
         if self._shape.kind == "hidden":
             return (hidden,)
         if self._shape.kind == "cross_entropy":
