@@ -10,7 +10,7 @@ projection. Norms' weights get their gradients in fp32 sums, rounded once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,14 +21,6 @@ TILE = 2048
 """Numbers of one head in a tile: 16 tokens of 128. The way back then takes 128 registers a thread, and each load 16 bytes."""
 MAX_TOKENS = 64
 PROGRAMS_PER_PROCESSOR = 8
-
-
-class Norms(NamedTuple):
-    """RMSNorm over the width of a head: one weight [width] for all queries, one for all keys."""
-
-    query: Tensor
-    key: Tensor
-    eps: float
 
 
 @triton.jit
@@ -277,7 +269,12 @@ def _tile(width: int) -> int:
 
 
 def qkv_rope(
-    mixed: Tensor, angles: Tensor, starts: Tensor | None, norms: Norms | None, groups: int, width: int
+    mixed: Tensor,
+    angles: Tensor,
+    starts: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
+    groups: int,
+    width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of attention from the fused projection's output.
 
@@ -287,7 +284,7 @@ def qkv_rope(
             numbers of a head are rotated, of which half, and what is left, must be powers of two.
         starts: int32 [sequences + 1], on the device: where each of the packed sequences in ``mixed`` [tokens, 1, ...] begins,
             ascending, and the end. None: row ``i`` of ``mixed`` is at position ``i``.
-        norms: None: no QK-norm.
+        norms: weights [width] of queries' and of keys' RMSNorm, and epsilon. None: no QK-norm.
 
     Returns:
         q [tokens, batch, groups * heads, width], k and v [tokens, batch, groups, width], contiguous, in the dtype of ``mixed``.
