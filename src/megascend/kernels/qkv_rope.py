@@ -229,7 +229,9 @@ class _QkvRope(torch.autograd.Function):
                 HEADS=heads, HALF=half, REST=width - 2 * half, NORM=query_weight is not None, PACKED=starts is not None,
                 TOKENS=tile, num_warps=4,
             )  # fmt: skip
-        kept = None if query_weight is None else mixed  # without norms the way back is a rotation of the gradients alone
+        kept = (
+            None if query_weight is None else mixed
+        )  # without norms the way back is a rotation of the gradients alone
         ctx.save_for_backward(kept, query_weight, key_weight, angles, starts)
         ctx.eps = eps
         return query, key, value

@@ -170,7 +170,7 @@ def tuned(checkpoint, *, fused: bool, graphs: bool = False) -> tuple[list[torch.
         params = SamplingParams(6, temperature=0.0)
         requests = [SampleRequest([5, 6, 7], params, "a"), SampleRequest([40] * 9, params, "b")]
         for result in sampler.generate(requests):
-            for sequence in result.sequences:
+            for sequence in result.samples:
                 found += [torch.tensor(sequence.tokens), torch.tensor(sequence.logprobs)]
         assert sampler.why_no_cache is None
     backend.close()
@@ -291,13 +291,21 @@ def test_calls_that_bring_something_else_go_megatrons_way(parity_folder):
             "inference": {"rotary_pos_emb": angles, "inference_context": object()},
             "cosines": {"rotary_pos_emb": angles, "rotary_pos_cos": angles},
             "another format": {"rotary_pos_emb": angles, "packed_seq_params": packed(qkv_format="sbhd")},
-            "other sequences of keys": {"rotary_pos_emb": angles, "packed_seq_params": packed(cu_seqlens_kv=starts + 0)},
-            "padded of queries alone": {"rotary_pos_emb": angles, "packed_seq_params": packed(cu_seqlens_q_padded=starts + 0)},
+            "other sequences of keys": {
+                "rotary_pos_emb": angles,
+                "packed_seq_params": packed(cu_seqlens_kv=starts + 0),
+            },
+            "padded of queries alone": {
+                "rotary_pos_emb": angles,
+                "packed_seq_params": packed(cu_seqlens_q_padded=starts + 0),
+            },
             "longer than the table": {"rotary_pos_emb": angles, "packed_seq_params": packed(max_seqlen_q=13)},
             "unknown length": {"rotary_pos_emb": angles, "packed_seq_params": packed(max_seqlen_q=None)},
             "ranks of their own": {"rotary_pos_emb": angles, "packed_seq_params": packed(local_cp_size=1)},
         }
-        taken = {name: fused._rotation(hidden, (None,), given) is not None for name, given in (fitting | strange).items()}
+        taken = {
+            name: fused._rotation(hidden, (None,), given) is not None for name, given in (fitting | strange).items()
+        }
         taken["all by position"] = fused._rotation(hidden, (None, None, None, angles), {}) is not None
         handle = attention.k_layernorm.register_forward_hook(lambda *of: None)
         taken["somebody listens to the norm"] = fused._rotation(hidden, (None,), fitting["plain"]) is not None

@@ -1,8 +1,8 @@
-"""One kernel each way between the fused projection of queries, keys and values and core attention, in Megatron's self-attention.
+"""One kernel each way between the fused projection of q, k and v and core attention, in Megatron's self-attention.
 
-Megatron splits the projection, applies QK-norm, and later the rotary embedding; each of them reads and writes everything anew, and
-autograd lays the gradients of the parts together. Here attention is called without the rotary angles, which are kept for the one
-place inside that makes q, k and v, and all of it happens there (:mod:`megascend.kernels.qkv_rope`).
+Megatron splits the projection, applies QK-norm, and later the rotary embedding; each of them reads and writes everything anew,
+and autograd lays the gradients of the parts together. Here attention is called without the rotary angles, which are kept for the
+one place inside that makes q, k and v, and all of it happens there (:mod:`megascend.kernels.qkv_rope`).
 
 What a module is decides once whether that fits (:func:`why_not`); what a call brings decides again (:meth:`FusedQkv._rotation`).
 Whatever is not known to be the same goes Megatron's own way.
@@ -70,7 +70,7 @@ def _fitting(chunks: Sequence[Any], device_type: str) -> Iterator[Any]:
         # The kernel takes the second half of a table's row to be the first one once more, as these make it.
         if type(rotary) is not RotaryEmbedding or rotary.rotary_interleaved:
             continue
-        if type(chunk)._get_rotary_pos_emb is not GPTModel._get_rotary_pos_emb:
+        if getattr(type(chunk), "_get_rotary_pos_emb", None) is not GPTModel._get_rotary_pos_emb:
             continue
         for layer in chunk.decoder.layers:
             attention = getattr(layer, "self_attention", None)
@@ -104,18 +104,20 @@ def why_not(attention: Any, device_type: str) -> str | None:
         return "context parallelism"
     if config.num_query_groups < config.tensor_model_parallel_size:
         return "more tensor parallel ranks than heads of keys"
-    if config.fused_single_qkv_rope or config.flash_decode or config.test_mode or config.fp8:
+    if config.fused_single_qkv_rope or config.flash_decode or config.test_mode:
         return "a setting that changes how q, k and v are made"
+    if config.fp8 or getattr(config, "fp4", None):
+        return "products in 8 bits or less"
     if getattr(config, "fine_grained_activation_offloading", False):
         return "activations that are moved to the host"
     width = attention.hidden_size_per_attention_head
     if width > MAX_WIDTH or not _power_of_two(width):
         return f"heads of {width}"
-    norms = attention.q_layernorm, attention.k_layernorm
-    if not all(_is_none(norm) for norm in norms) and not all(_fits(norm, width) for norm in norms):
+    norms: tuple[Any, Any] = (attention.q_layernorm, attention.k_layernorm)
+    if all(_is_none(norm) for norm in norms):
+        return None
+    if not all(_fits(norm, width) for norm in norms) or norms[0].eps != norms[1].eps:
         return "a QK-norm that is no plain RMSNorm over a head"
-    if not _is_none(norms[0]) and norms[0].eps != norms[1].eps:
-        return "two QK-norms that differ in epsilon"
     return None
 
 
@@ -147,10 +149,10 @@ class FusedQkv:
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """q, k and v [tokens, batch, heads, width]; rotated, if attention has been called for it just now."""
-        rotation, self._now = self._now, None
-        if rotation is None:
+        rotation, attention = self._now, self._attention
+        if rotation is None or kwargs.get("output_gate") or not kwargs.get("split_qkv", True):
             return self._split(hidden_states, *args, **kwargs)
-        attention = self._attention
+        self._now = None
         mixed, _ = attention.linear_qkv(hidden_states)
         norms = None
         if self._norms:
@@ -188,17 +190,13 @@ class FusedQkv:
             if config.sequence_parallel:
                 tokens *= config.tensor_model_parallel_size
             return Rotation(angles, None) if len(angles) == tokens else None
-        starts, of_keys = (
-            getattr(packed, f"cu_seqlens_{of}_padded", None)
-            if getattr(packed, f"cu_seqlens_{of}_padded", None) is not None
-            else getattr(packed, f"cu_seqlens_{of}")
-            for of in ("q", "kv")
-        )
-        longest, apart = packed.max_seqlen_q, getattr(packed, "local_cp_size", None)  # each sequence on ranks of its own
-        known = packed.qkv_format == "thd" and starts is of_keys and isinstance(starts, Tensor) and apart is None
-        if not known or starts.device != angles.device or starts.dtype != torch.int32:
+        starts, longest = _starts(packed, "q"), packed.max_seqlen_q
+        known = packed.qkv_format == "thd" and starts is _starts(packed, "kv") and isinstance(longest, int)
+        if not known or getattr(packed, "local_cp_size", None) is not None:  # sequences that lie on several ranks
             return None
-        return Rotation(angles, starts.contiguous()) if isinstance(longest, int) and longest <= len(angles) else None
+        if not isinstance(starts, Tensor) or starts.device != angles.device or starts.dtype != torch.int32:
+            return None
+        return Rotation(angles, starts.contiguous()) if longest <= len(angles) else None
 
     def _fits(self, angles: Tensor) -> bool:
         """Whether a table is one that the kernel reads."""
@@ -213,6 +211,12 @@ class FusedQkv:
             and _power_of_two(rotary)
             and (rotary == width or _power_of_two(width - rotary))
         )
+
+
+def _starts(packed: Any, of: str) -> Any:
+    """Where sequences begin, as Megatron chooses it for the rotary embedding."""
+    padded = getattr(packed, f"cu_seqlens_{of}_padded", None)
+    return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
 
 
 def _is_none(norm: Any) -> bool:
