@@ -34,6 +34,7 @@ from megascend.engines.megatron import (
     attention_mask,
     cached_attention,
     embedding_gradient,
+    fused_qkv,
     graph_support,
     grouped_experts,
     hf_parts,
@@ -138,9 +139,10 @@ class MegatronEngine:
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap)
         if runtime.platform.has_transformer_engine_kernels:
-            from megascend.kernels import gated_silu, head_norm
+            from megascend.kernels import gated_silu, head_norm, qkv_rope
 
             head_norm.install(self.bare_chunks)
+            fused_qkv.install(self.bare_chunks, qkv_rope.qkv_rope)
             gated_silu.install()
             if self.config.attention_dropout == 0:
                 attention_dropout.leave_streams_alone(self.bare_chunks)

@@ -1,0 +1,248 @@
+"""One kernel each way between the fused projection of q, k and v and core attention, in Megatron's self-attention.
+
+Megatron splits the projection, applies QK-norm, and later the rotary embedding; each of them reads and writes everything anew,
+and autograd lays the gradients of the parts together. Here attention is called without the rotary angles, which are kept for the
+one place inside that makes q, k and v, and all of it happens there (:mod:`megascend.kernels.qkv_rope`).
+
+What a module is decides once whether that fits (:func:`why_not`); what a call brings decides again (:meth:`FusedQkv._rotation`).
+Whatever is not known to be the same goes Megatron's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from mcore_bridge.model import GPTModel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megascend.changes import patch
+from megascend.errors import PlatformError
+
+MAX_WIDTH = 256
+WHY = "QK-norm, rotary embedding and the split of q, k and v in one kernel"
+
+
+class Compute(Protocol):
+    """:func:`megascend.kernels.qkv_rope.qkv_rope`, or what takes its place in a test."""
+
+    def __call__(
+        self,
+        mixed: Tensor,
+        angles: Tensor,
+        starts: Tensor | None,
+        norms: tuple[Tensor, Tensor, float] | None,
+        groups: int,
+        width: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Rotation(NamedTuple):
+    """Angles [positions, 1, 1, rotary width], and where packed sequences begin."""
+
+    angles: Tensor
+    starts: Tensor | None
+
+
+def install(chunks: Sequence[Any], compute: Compute, device_type: str = "cuda") -> int:
+    """Use ``compute`` in every self-attention of ``chunks`` that it fits; returns how many. Parameters stay where they are.
+
+    Args:
+        chunks: mcore-bridge's models of this rank.
+        device_type: of the devices that ``compute`` works on.
+    """
+    found = list(_fitting(chunks, device_type))
+    for attention in found:
+        fused = FusedQkv(attention, compute)
+        patch(attention, "forward", fused.forward, WHY)
+        patch(attention, "get_query_key_value_tensors", fused.get_query_key_value_tensors, WHY)
+    return len(found)
+
+
+def _fitting(chunks: Sequence[Any], device_type: str) -> Iterator[Any]:
+    for chunk in chunks:
+        rotary = getattr(chunk, "rotary_pos_emb", None)
+        # The kernel takes the second half of a table's row to be the first one once more, as these make it.
+        if type(rotary) is not RotaryEmbedding or rotary.rotary_interleaved:
+            continue
+        if getattr(type(chunk), "_get_rotary_pos_emb", None) is not GPTModel._get_rotary_pos_emb:
+            continue
+        for layer in chunk.decoder.layers:
+            attention = getattr(layer, "self_attention", None)
+            if attention is not None and why_not(attention, device_type) is None:
+                yield attention
+
+
+def why_not(attention: Any, device_type: str) -> str | None:
+    """Why q, k and v of a layer's attention are made Megatron's way, or None."""
+    kind = type(attention)
+    if (
+        not isinstance(attention, SelfAttention)
+        or kind.forward is not Attention.forward
+        or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
+    ):
+        return f"{kind.__name__} has a way of its own"
+    if {"forward", "get_query_key_value_tensors"} & vars(attention).keys():
+        return "something else has taken the place of its methods"
+    config: Any = attention.config
+    if next(attention.parameters()).device.type != device_type:
+        return f"not on {device_type}"
+    if not config.apply_rope_fusion or config.position_embedding_type != "rope" or config.rotary_interleaved:
+        return "a rotary embedding that is not Transformer Engine's of rotated halves"
+    if config.multi_latent_attention or getattr(config, "attention_output_gate", False):
+        return "latent attention, or an output gate"
+    if _yarn_get_concentration_factor_from_config(config) != 1.0 or config.attention_scaling != 1.0:
+        return "a rotary embedding that scales"
+    if config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]:
+        return "a layer without rotary embedding"
+    if config.context_parallel_size > 1:
+        return "context parallelism"
+    if config.num_query_groups < config.tensor_model_parallel_size:
+        return "more tensor parallel ranks than heads of keys"
+    if config.fused_single_qkv_rope or config.flash_decode or config.test_mode:
+        return "a setting that changes how q, k and v are made"
+    if config.fp8 or getattr(config, "fp4", None):
+        return "products in 8 bits or less"
+    if getattr(config, "fine_grained_activation_offloading", False):
+        return "activations that are moved to the host"
+    width = attention.hidden_size_per_attention_head
+    if width > MAX_WIDTH or not _power_of_two(width):
+        return f"heads of {width}"
+    norms: tuple[Any, Any] = (attention.q_layernorm, attention.k_layernorm)
+    if all(_is_none(norm) for norm in norms):
+        return None
+    if not all(_fits(norm, width) for norm in norms) or norms[0].eps != norms[1].eps:
+        return "a QK-norm that is no plain RMSNorm over a head"
+    return None
+
+
+class FusedQkv:
+    """In the place of two methods of one self-attention, which it holds."""
+
+    def __init__(self, attention: Any, compute: Compute) -> None:
+        self._attention, self._compute = attention, compute
+        self._forward, self._split = attention.forward, attention.get_query_key_value_tensors
+        self._norms = () if _is_none(attention.q_layernorm) else (attention.q_layernorm, attention.k_layernorm)
+        self._now: Rotation | None = None  # from where attention is called to where it asks for q, k and v
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attention. Where all is as known it is called without rotary angles: what it asks for is rotated already."""
+        rotation = self._rotation(hidden_states, args, kwargs)
+        if rotation is None:
+            return self._forward(hidden_states, *args, **kwargs)
+        self._now = rotation
+        try:
+            found = self._forward(hidden_states, *args, **(kwargs | {"rotary_pos_emb": None}))
+            if self._now is not None:
+                raise PlatformError(
+                    f"{type(self._attention).__name__} of layer {self._attention.layer_number} has not asked for q, k and v by "
+                    "get_query_key_value_tensors, and its rotary embedding is missing; this megatron-core is not known"
+                )
+            return found
+        finally:
+            self._now = None
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """q, k and v [tokens, batch, heads, width]; rotated, if attention has been called for it just now."""
+        rotation, attention = self._now, self._attention
+        if rotation is None or kwargs.get("output_gate") or not kwargs.get("split_qkv", True):
+            return self._split(hidden_states, *args, **kwargs)
+        self._now = None
+        mixed, _ = attention.linear_qkv(hidden_states)
+        norms = None
+        if self._norms:
+            for norm in self._norms:  # Megatron's DDP waits in them for parameters that it gathers meanwhile
+                for hook in norm._forward_pre_hooks.values():
+                    hook(norm, ())
+            query, key = self._norms
+            norms = query.weight, key.weight, query.eps
+        return self._compute(
+            mixed,
+            *rotation,
+            norms,
+            attention.num_query_groups_per_partition,
+            attention.hidden_size_per_attention_head,
+        )
+
+    def _rotation(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Rotation | None:
+        """What to rotate by in this call, or None: Megatron's own way. Looks at no value on the device."""
+        config, packed = self._attention.config, kwargs.get("packed_seq_params")
+        angles = kwargs.get("rotary_pos_emb")
+        if isinstance(angles, tuple) and len(angles) == 2 and angles[0] is angles[1]:
+            angles = angles[0]
+        others = ("key_value_states", "inference_context", "inference_params", "rotary_pos_cos", "rotary_pos_sin")
+        if (
+            not isinstance(angles, Tensor)
+            or len(args) > 1  # of which the first is the mask
+            or any(kwargs.get(name) is not None for name in (*others, "rotary_pos_cos_sin"))
+            or not config.apply_rope_fusion
+            or any(_has_other_hooks(norm) for norm in self._norms)
+            or not self._fits(angles)
+        ):
+            return None
+        if packed is None:
+            tokens = hidden_states.shape[0]
+            if config.sequence_parallel:
+                tokens *= config.tensor_model_parallel_size
+            return Rotation(angles, None) if len(angles) == tokens else None
+        starts, longest = _starts(packed, "q"), packed.max_seqlen_q
+        known = packed.qkv_format == "thd" and starts is _starts(packed, "kv") and isinstance(longest, int)
+        if not known or getattr(packed, "local_cp_size", None) is not None:  # sequences that lie on several ranks
+            return None
+        if not isinstance(starts, Tensor) or starts.device != angles.device or starts.dtype != torch.int32:
+            return None
+        return Rotation(angles, starts.contiguous()) if longest <= len(angles) else None
+
+    def _fits(self, angles: Tensor) -> bool:
+        """Whether a table is one that the kernel reads."""
+        width, rotary = self._attention.hidden_size_per_attention_head, angles.shape[-1]
+        return (
+            angles.dim() == 4
+            and angles.shape[1] == angles.shape[2] == 1
+            and angles.dtype == torch.float32
+            and angles.is_contiguous()
+            and not angles.requires_grad
+            and 2 <= rotary <= width
+            and _power_of_two(rotary)
+            and (rotary == width or _power_of_two(width - rotary))
+        )
+
+
+def _starts(packed: Any, of: str) -> Any:
+    """Where sequences begin, as Megatron chooses it for the rotary embedding."""
+    padded = getattr(packed, f"cu_seqlens_{of}_padded", None)
+    return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
+
+
+def _is_none(norm: Any) -> bool:
+    return norm is None or isinstance(norm, IdentityOp)
+
+
+def _fits(norm: Any, width: int) -> bool:
+    """A plain RMSNorm over a head."""
+    weight = getattr(norm, "weight", None)
+    return (
+        type(norm).__name__ == "RMSNorm"
+        and weight is not None
+        and weight.shape == (width,)
+        and weight.is_contiguous()
+        and hasattr(norm, "eps")
+        and getattr(norm, "bias", None) is None
+        and not getattr(norm, "zero_centered_gamma", False)
+    )
+
+
+def _has_other_hooks(norm: Any) -> bool:
+    """Hooks beside those that only wait before the norm's parameters are read."""
+    return bool(
+        norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks or norm._forward_pre_hooks_with_kwargs
+    )
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0

@@ -1,0 +1,323 @@
+"""Attention whose q, k and v come from one function, norms and rotary embedding included, against Megatron's own way.
+
+The kernels themselves are the business of tests/gpu/test_qkv_rope.py; plain torch takes their place here.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+from megascend import Adam, Adapters, Batching, CudaGraphs, Lora, Parallel, Recompute, Sample
+from megascend.errors import PlatformError
+from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.testing import run_distributed
+from megascend.testing.graphed_steps import CaptureOnCpu, gradients_of
+from megascend.testing.parity import case_checkpoint
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+BOUND = 1e-6
+LAYERS = 2
+
+
+class Plain:
+    """Stands in for the kernels.
+
+    Attributes:
+        calls: with packed sequences or not, one entry each.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    def __call__(self, mixed, angles, starts, norms, groups, width):
+        self.calls.append(starts is not None)
+        tokens, batch, _ = mixed.shape
+        parts = mixed.view(tokens, batch, groups, -1, width)
+        query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
+        if norms is not None:
+            query, key = (
+                rms_norm(of, (width,), weight, norms[2]) for of, weight in zip((query, key), norms, strict=False)
+            )
+        place = torch.arange(tokens)
+        if starts is not None:
+            place = place - starts[torch.searchsorted(starts, place, right=True) - 1]
+        angle = angles[place, 0, 0][:, None, None]
+
+        def rotated(of):
+            turned, kept = of[..., : angle.shape[-1]], of[..., angle.shape[-1] :]
+            one, other = turned.chunk(2, -1)
+            return torch.cat([turned * angle.cos() + torch.cat([-other, one], -1) * angle.sin(), kept], -1)
+
+        return rotated(query).contiguous(), rotated(key).contiguous(), value.contiguous()
+
+
+def make_backend(checkpoint, *, fused: bool, **options):
+    """A backend that rotates as on a GPU, and the stand-in in its place, if ``fused``."""
+    from megascend.backends import MegatronBackend
+    from megascend.engines.megatron import fused_qkv
+
+    options = {"batching": Batching(micro_batch_tokens=96)} | options
+    backend = MegatronBackend(checkpoint, precision="fp32", timeout_s=60, self_check=False, **options)
+    backend.engine.config.apply_rope_fusion = True
+    plain = Plain()
+    if fused:
+        fused_qkv.install(backend.engine.bare_chunks, plain, "cpu")
+    return backend, plain
+
+
+def samples(*lengths: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(1)
+    return [Sample.causal(torch.randint(0, 300, (length,), generator=generator)) for length in lengths]
+
+
+UNEQUAL, EQUAL = (20, 33, 9, 28), (25, 25, 25)
+
+
+def gradients(backend) -> list[torch.Tensor]:
+    return [
+        (parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad).clone()
+        for chunk in backend.engine.bare_chunks
+        for parameter in chunk.parameters()
+        if parameter.requires_grad
+    ]
+
+
+def trained(checkpoint, *, fused: bool, **options) -> tuple[list[torch.Tensor], list[bool]]:
+    """Losses, log-probabilities, all gradients and the gradient norm; and how the stand-in was called."""
+    backend, plain = make_backend(checkpoint, fused=fused, **options)
+    found: list[Any] = []
+    for lengths in (UNEQUAL, EQUAL):
+        found += [backend.forward_backward(samples(*lengths)).loss, *backend.forward(samples(*lengths)).logprobs]
+        found += gradients(backend)
+        found.append(backend.optimizer_step().grad_norm)
+    backend.close()
+    return [torch.as_tensor(of, dtype=torch.float64) for of in found], plain.calls
+
+
+def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected) > 10
+    worst = max(
+        float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
+        for one, other in zip(found, expected, strict=True)
+    )
+    print(f"{worst:.1e}")
+    assert worst < BOUND
+
+
+@pytest.mark.parametrize(
+    ("arch", "world_size", "options"),
+    [
+        ("qwen3", 1, {}),
+        ("qwen3", 2, {"parallel": Parallel(tensor=2, sequence=True)}),
+        ("qwen3", 2, {"optimizer": Adam(overlap_grad_reduce=True, overlap_param_gather=True)}),
+        ("qwen3", 2, {"parallel": Parallel(pipeline=2), "recompute": Recompute(granularity="full")}),
+        ("qwen2", 1, {"recompute": Recompute(granularity="selective", modules=("core_attn",))}),
+        ("glm4_moe", 1, {}),
+    ],
+    ids=[
+        "norms",
+        "tensor parallel",
+        "parameters gathered meanwhile",
+        "pipeline, all recomputed",
+        "biases and no norms, attention recomputed",
+        "partly rotated",
+    ],
+)
+def test_training_is_the_same(parity_folder, arch, world_size, options):
+    checkpoint = case_checkpoint(parity_folder, arch, num_hidden_layers=LAYERS)
+
+    def both():
+        return [trained(checkpoint, fused=fused, **options) for fused in (False, True)]
+
+    for (expected, none), (found, calls) in run_distributed(both, world_size, init=False):
+        assert not none
+        assert set(calls) == {True, False}, "packed and plain micro batches"
+        check(found, expected)
+
+
+ADAPTERS = {"a": Lora(rank=4, alpha=80.0, seed=1), "b": Lora(rank=6, seed=2, targets=("q_proj", "v_proj"))}
+
+
+def tuned(checkpoint, *, fused: bool, graphs: bool = False) -> tuple[list[torch.Tensor], list[bool]]:
+    """As :func:`trained`, of adapters, one after another and mixed; then what a model with an adapter says."""
+    from megascend.sampling.sampler import Sampler
+
+    backend, plain = make_backend(checkpoint, fused=fused, adapters=Adapters(max_count=2))
+    for name, lora in ADAPTERS.items():
+        backend.add_adapter(name, lora)
+    if graphs:
+        backend.engine.graph_steps(CudaGraphs(), CaptureOnCpu(lambda: gradients_of(backend), strict=True))
+    found: list[Any] = []
+    for length in (30, 41, 41, 41):
+        found.append(backend.forward_backward(samples(length), adapter="a").loss)
+        found += [backend.adapters["a"].grads.clone(), backend.optimizer_step("a").grad_norm]
+    if graphs:
+        assert backend.cuda_graphs.replayed
+    else:
+        mixed = samples(*UNEQUAL)
+        for sample, name in zip(mixed, "aabb", strict=True):
+            sample.adapter = name
+        found.append(backend.forward_backward(mixed).loss)
+        found += [backend.adapters[name].grads.clone() for name in ADAPTERS]
+        sampler = Sampler(backend)
+        params = SamplingParams(6, temperature=0.0)
+        requests = [SampleRequest([5, 6, 7], params, "a"), SampleRequest([40] * 9, params, "b")]
+        for result in sampler.generate(requests):
+            for sequence in result.samples:
+                found += [torch.tensor(sequence.tokens), torch.tensor(sequence.logprobs)]
+        assert sampler.why_no_cache is None
+    backend.close()
+    return [torch.as_tensor(of, dtype=torch.float64) for of in found], plain.calls
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["mixed and sampled with a cache", "captured"])
+def test_adapters_are_the_same(parity_folder, graphs):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
+
+    def both():
+        return [tuned(checkpoint, fused=fused, graphs=graphs) for fused in (False, True)]
+
+    ((expected, none), (found, calls)) = run_distributed(both, 1, init=False)[0]
+    assert not none
+    assert calls
+    check(found, expected)
+
+
+def test_where_it_does_not_fit_nothing_is_put_in_place(parity_folder):
+    """And each reason is found by itself."""
+    whole = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
+    own_way = case_checkpoint(parity_folder, "glm4", num_hidden_layers=LAYERS)
+    context = {"parallel": Parallel(context=2)}
+
+    def in_two():
+        from megascend.engines.megatron.fused_qkv import why_not
+
+        backend, plain = make_backend(whole, fused=True, **context)
+        backend.forward(samples(*UNEQUAL))
+        reason = why_not(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")
+        backend.close()
+        return reason, plain.calls
+
+    def alone():
+        from megascend.engines.megatron.fused_qkv import why_not
+
+        backend, plain = make_backend(own_way, fused=True)
+        backend.forward(samples(*UNEQUAL))
+        reasons = {"own way": why_not(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")}
+        assert not plain.calls
+        backend.close()
+        backend, _ = make_backend(whole, fused=False)
+        attention = backend.engine.bare_chunks[0].decoder.layers[0].self_attention
+        assert why_not(attention, "cpu") is None
+        reasons["device"] = why_not(attention, "cuda")
+        config = attention.config
+        for name, value in (
+            ("apply_rope_fusion", False),
+            ("position_embedding_type", "mrope"),
+            ("rotary_interleaved", True),
+            ("multi_latent_attention", True),
+            ("attention_output_gate", True),
+            ("yarn_rotary_scaling_factor", 4.0),
+            ("attention_scaling", 1.2),
+            ("no_rope_freq", [1, 0]),
+            ("num_query_groups", 0),
+            ("fused_single_qkv_rope", True),
+            ("test_mode", True),
+            ("fp8", "hybrid"),
+            ("fine_grained_activation_offloading", True),
+        ):
+            attention.config = copy.copy(config)
+            if name.startswith("yarn"):  # 0.15 asks for all three
+                attention.config.yarn_mscale, attention.config.yarn_mscale_all_dim = 1.0, 0.0
+            setattr(attention.config, name, value)
+            reasons[name] = why_not(attention, "cpu")
+        attention.config = config
+        attention.q_layernorm.zero_centered_gamma = True
+        reasons["norm"] = why_not(attention, "cpu")
+        attention.q_layernorm.zero_centered_gamma = False
+        attention.hidden_size_per_attention_head = 96
+        reasons["width"] = why_not(attention, "cpu")
+        backend.close()
+        return reasons
+
+    assert run_distributed(in_two, 2, init=False) == [("context parallelism", [])] * 2
+    reasons = run_distributed(alone, 1, init=False)[0]
+    print(reasons)
+    assert None not in reasons.values(), reasons
+    assert len(set(reasons.values())) > 9
+
+
+def test_calls_that_bring_something_else_go_megatrons_way(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
+
+    def calls():
+        backend, plain = make_backend(checkpoint, fused=True)
+        attention = backend.engine.bare_chunks[0].decoder.layers[0].self_attention
+        fused = vars(attention)["forward"].__self__
+        hidden, angles = torch.randn(12, 1, 64), backend.engine.bare_chunks[0].rotary_pos_emb(12)
+        starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+        def packed(**changes):
+            settings = {
+                "qkv_format": "thd",
+                "cu_seqlens_q": starts,
+                "cu_seqlens_kv": starts,
+                "cu_seqlens_q_padded": None,
+                "cu_seqlens_kv_padded": None,
+                "max_seqlen_q": 12,
+            }
+            return SimpleNamespace(**settings | changes)
+
+        fitting = {
+            "plain": {"rotary_pos_emb": angles},
+            "twice the same": {"rotary_pos_emb": (angles, angles)},
+            "packed": {"rotary_pos_emb": angles, "packed_seq_params": packed()},
+        }
+        strange = {
+            "no angles": {},
+            "another table of keys": {"rotary_pos_emb": (angles, angles.clone())},
+            "longer table": {"rotary_pos_emb": backend.engine.bare_chunks[0].rotary_pos_emb(13)},
+            "a row for each sample": {"rotary_pos_emb": angles.expand(-1, 2, -1, -1)},
+            "another dtype": {"rotary_pos_emb": angles.double()},
+            "wider than a head": {"rotary_pos_emb": torch.cat([angles, angles], -1)},
+            "a width that is no power of two": {"rotary_pos_emb": angles[..., :6].contiguous()},
+            "inference": {"rotary_pos_emb": angles, "inference_context": object()},
+            "cosines": {"rotary_pos_emb": angles, "rotary_pos_cos": angles},
+            "another format": {"rotary_pos_emb": angles, "packed_seq_params": packed(qkv_format="sbhd")},
+            "other sequences of keys": {
+                "rotary_pos_emb": angles,
+                "packed_seq_params": packed(cu_seqlens_kv=starts + 0),
+            },
+            "padded of queries alone": {
+                "rotary_pos_emb": angles,
+                "packed_seq_params": packed(cu_seqlens_q_padded=starts + 0),
+            },
+            "longer than the table": {"rotary_pos_emb": angles, "packed_seq_params": packed(max_seqlen_q=13)},
+            "unknown length": {"rotary_pos_emb": angles, "packed_seq_params": packed(max_seqlen_q=None)},
+            "ranks of their own": {"rotary_pos_emb": angles, "packed_seq_params": packed(local_cp_size=1)},
+        }
+        taken = {
+            name: fused._rotation(hidden, (None,), given) is not None for name, given in (fitting | strange).items()
+        }
+        taken["all by position"] = fused._rotation(hidden, (None, None, None, angles), {}) is not None
+        handle = attention.k_layernorm.register_forward_hook(lambda *of: None)
+        taken["somebody listens to the norm"] = fused._rotation(hidden, (None,), fitting["plain"]) is not None
+        handle.remove()
+
+        fused._forward = lambda *args, **kwargs: None  # asks for no q, k and v
+        with pytest.raises(PlatformError, match="rotary embedding is missing"):
+            attention(hidden, None, rotary_pos_emb=angles)
+        assert fused._now is None
+        assert not plain.calls
+        backend.close()
+        return taken, list(fitting)
+
+    taken, fitting = run_distributed(calls, 1, init=False)[0]
+    assert [name for name, used in taken.items() if used] == fitting
