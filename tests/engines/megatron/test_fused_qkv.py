@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import rms_norm
 
 from megascend import Adam, Adapters, Batching, CudaGraphs, Lora, Parallel, Recompute, Sample
 from megascend.errors import PlatformError
+from megascend.kernels.qkv_rope_plain import plain_qkv_rope
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
 from megascend.testing.graphed_steps import CaptureOnCpu, gradients_of
@@ -38,24 +38,7 @@ class Plain:
 
     def __call__(self, mixed, angles, starts, norms, groups, width):
         self.calls.append(starts is not None)
-        tokens, batch, _ = mixed.shape
-        parts = mixed.view(tokens, batch, groups, -1, width)
-        query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
-        if norms is not None:
-            query, key = (
-                rms_norm(of, (width,), weight, norms[2]) for of, weight in zip((query, key), norms, strict=False)
-            )
-        place = torch.arange(tokens)
-        if starts is not None:
-            place = place - starts[torch.searchsorted(starts, place, right=True) - 1]
-        angle = angles[place, 0, 0][:, None, None]
-
-        def rotated(of):
-            turned, kept = of[..., : angle.shape[-1]], of[..., angle.shape[-1] :]
-            one, other = turned.chunk(2, -1)
-            return torch.cat([turned * angle.cos() + torch.cat([-other, one], -1) * angle.sin(), kept], -1)
-
-        return rotated(query).contiguous(), rotated(key).contiguous(), value.contiguous()
+        return plain_qkv_rope(mixed, angles, starts, norms, groups, width)
 
 
 def make_backend(checkpoint, *, fused: bool, **options):

@@ -139,10 +139,10 @@ class MegatronEngine:
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap)
         if runtime.platform.has_transformer_engine_kernels:
-            from megascend.kernels import gated_silu, head_norm, qkv_rope
+            from megascend.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
 
             head_norm.install(self.bare_chunks)
-            fused_qkv.install(self.bare_chunks, qkv_rope.qkv_rope)
+            fused_qkv.install(self.bare_chunks, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
             gated_silu.install()
             if self.config.attention_dropout == 0:
                 attention_dropout.leave_streams_alone(self.bare_chunks)

@@ -11,7 +11,7 @@ Whatever is not known to be the same goes Megatron's own way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from mcore_bridge.model import GPTModel
@@ -23,23 +23,10 @@ from torch import Tensor
 
 from megascend.changes import patch
 from megascend.errors import PlatformError
+from megascend.kernels.qkv_rope_plain import QkvRope
 
 MAX_WIDTH = 256
 WHY = "QK-norm, rotary embedding and the split of q, k and v in one kernel"
-
-
-class Compute(Protocol):
-    """:func:`megascend.kernels.qkv_rope.qkv_rope`, or what takes its place in a test."""
-
-    def __call__(
-        self,
-        mixed: Tensor,
-        angles: Tensor,
-        starts: Tensor | None,
-        norms: tuple[Tensor, Tensor, float] | None,
-        groups: int,
-        width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Rotation(NamedTuple):
@@ -49,7 +36,7 @@ class Rotation(NamedTuple):
     starts: Tensor | None
 
 
-def install(chunks: Sequence[Any], compute: Compute, device_type: str = "cuda") -> int:
+def install(chunks: Sequence[Any], compute: QkvRope, device_type: str = "cuda") -> int:
     """Use ``compute`` in every self-attention of ``chunks`` that it fits; returns how many. Parameters stay where they are.
 
     Args:
@@ -124,7 +111,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
 class FusedQkv:
     """In the place of two methods of one self-attention, which it holds."""
 
-    def __init__(self, attention: Any, compute: Compute) -> None:
+    def __init__(self, attention: Any, compute: QkvRope) -> None:
         self._attention, self._compute = attention, compute
         self._forward, self._split = attention.forward, attention.get_query_key_value_tensors
         self._norms = () if _is_none(attention.q_layernorm) else (attention.q_layernorm, attention.k_layernorm)
