@@ -2,7 +2,8 @@
 
     python step_waits.py MODEL OUT.json
 
-The same sequences in few and in many micro batches, by verl's own losses.
+The same sequences in one micro batch and in five, by verl's own SFT loss and by one that megascend does not know. With
+``VERL_PLATFORM=cpu`` waits are those that there would be; on a GPU they are torch's warnings of them, in bf16.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
+from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.config.checkpoint import McoreCheckpointConfig
@@ -62,6 +67,26 @@ def changed(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> 
     return 1.1 * loss, metrics
 
 
+@contextmanager
+def waits_of(engine: Any) -> Iterator[Counter[str]]:
+    """Where the host waits for the device in the block, and how often; complete after it."""
+    if get_device_name() == "cpu":
+        with HostWaits(ON_CPU) as waits:
+            waits.watch(TensorDict, "to")
+            waits.mark(on_device(engine.backend.engine))
+            yield waits.found
+        return
+    found: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found.update(f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message))
+
+
 def on_device(engine: Any) -> Iterator[torch.Tensor]:
     """What the model and its optimizer keep there."""
     for parameter in engine.bare_chunks[0].parameters():
@@ -72,11 +97,12 @@ def on_device(engine: Any) -> Iterator[torch.Tensor]:
 
 def main(path: str, out: str) -> None:
     initialize_global_process_group_ray()
+    dtype = "float32" if get_device_name() == "cpu" else "bfloat16"
     engine = EngineRegistry.new(
         model_type="language_model",
         backend="megatron",
         model_config=HFModelConfig(path=path),
-        engine_config=McoreEngineConfig(override_transformer_config={"params_dtype": "float32"}),
+        engine_config=McoreEngineConfig(override_transformer_config={"params_dtype": dtype}),
         optimizer_config=McoreOptimizerConfig(lr=1e-3, lr_warmup_steps=0, total_training_steps=100, weight_decay=0.0),
         checkpoint_config=McoreCheckpointConfig(),
     )
@@ -96,13 +122,11 @@ def main(path: str, out: str) -> None:
         for _ in range(2):  # the first step makes what later ones have
             given = batch(tokens, first)
             projections.clear()
-            with HostWaits(ON_CPU) as waits, engine.train_mode():
-                waits.watch(TensorDict, "to")
-                waits.mark(on_device(engine.backend.engine))
+            with waits_of(engine) as waits, engine.train_mode():
                 output = engine.train_batch(given, loss)
             engine.lr_scheduler_step()
         found[f"{name}, {tokens}"] = {
-            "waits": dict(waits.found),
+            "waits": dict(waits),
             "micro batches": len(output["loss"]),
             "projections": len(projections),
             "loss": sum(output["loss"]),
