@@ -196,9 +196,10 @@ class HostWaits(TorchDispatchMode):
 
         def start(before: Any) -> Any:
             def method(copy: host_copy.HostCopy, values: Tensor) -> None:
+                if self._holds(values):
+                    sent[id(copy)] = self.count
                 with _disable_current_modes():
-                    before(copy, values.detach().clone())  # which is on the host: unknown to this mode
-                sent[id(copy)] = self.count
+                    before(copy, values.detach().clone())  # unknown to this mode: it is on the host
 
             return method
 
