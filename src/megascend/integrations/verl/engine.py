@@ -209,14 +209,16 @@ class MegascendEngine(BaseEngine):
         return outputs
 
     def _run(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> losses.Collected:
+        """Without reading anything of the device, unless ``forward_only``."""
         if loss_function is None and not forward_only:
             raise ConfigError("forward_backward_batch: a backward pass needs a loss_function")
         backend, topology = self.backend, self._topology
         batch = Batch(data)
-        weights = None if forward_only else losses.cross_entropy_weights(batch, loss_function)
+        of_values = self.settings.value_model
+        entropy = not of_values and bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
+        fusable = not (forward_only or of_values or entropy)
+        weights = losses.cross_entropy_weights(batch, loss_function) if fusable else None
         tokens, cross_entropy = self._agree(batch, weights is not None)
-        entropy = bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
-        entropy = entropy and not self.settings.value_model
         adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
         loss = None
         if loss_function is not None:
@@ -228,7 +230,7 @@ class MegascendEngine(BaseEngine):
         if cross_entropy:
             backend.forward_backward(batch.samples(adapter, weights), loss.as_cross_entropy())
         else:
-            of = "values" if self.settings.value_model else "logprobs"
+            of = "values" if of_values else "logprobs"
             backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, of))
         loss.collected.send()
         return loss.collected
@@ -251,13 +253,19 @@ class MegascendEngine(BaseEngine):
             return loss.collected
         collected = losses.Collected()
         of_rows = {name: of.split(batch.lengths) for name, of in outputs.items()}
-        collected.add(
-            losses.Evaluated(range(len(samples)), of_rows, torch.ones(()), {})
-        )  # 1.0, as verl's engines have it
+        no_loss = torch.ones(())  # as verl's engines have it
+        collected.add(losses.Evaluated(range(len(samples)), of_rows, no_loss, {}))
         return collected
 
     def _agree(self, batch: Batch, cross_entropy: bool) -> tuple[float, bool]:
-        """Set what all ranks have in common, in one small exchange over Gloo; trained tokens, and whether a cross entropy is."""
+        """Set what all ranks have in common, in one small exchange over Gloo.
+
+        Args:
+            cross_entropy: the loss is one on this rank's batch.
+
+        Returns:
+            The tokens that are trained, and whether the loss is a cross entropy on all ranks' batches.
+        """
         backend = self.backend
         mine = (self._place.data, batch.trained_tokens(), batch.token_budget(self._topology.context), cross_entropy)
         told = gather_objects(mine, "world", backend.groups, "verl's batch")
