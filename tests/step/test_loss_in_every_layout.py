@@ -277,6 +277,29 @@ def test_and_where_it_raises_nothing_is_kept(checkpoint, layout):
         assert leftover == [0.0] * len(leftover)
 
 
+def test_in_fp16_its_gradient_is_autograds(checkpoint):
+    """Of which the scale is known only in the backward pass."""
+    from megascend.backends import MegatronBackend
+
+    def on_rank():
+        backend = MegatronBackend(model=checkpoint, precision="fp16", optimizer=Adam(lr=0.0), timeout_s=60)
+        seen = []
+
+        def noted(logprobs, inputs):
+            seen.append(logprobs.requires_grad)
+            return -logprobs
+
+        found = []
+        for loss in ("cross_entropy", Loss("noted", noted, is_cross_entropy=True)):
+            result = backend.forward_backward(causal_samples(TOKENS), loss)
+            found.append((result.loss, backend.optimizer_step().grad_norm))
+        return found, seen
+
+    (((plain, own), seen),) = run_distributed(on_rank, 1, init=False)
+    assert own == pytest.approx(plain, rel=1e-6)
+    assert seen == [True] * len(seen)
+
+
 def test_a_cross_entropy_is_of_tokens_by_their_log_probabilities():
     with pytest.raises(ConfigError, match=r"loss 'own': is_cross_entropy=True .*entropy=True"):
         Loss("own", lambda logprobs, inputs: -logprobs, entropy=True, is_cross_entropy=True)
