@@ -38,6 +38,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench_train import QWEN3_1_7B, TINY, Work, versions, write_checkpoint
 
@@ -245,8 +246,22 @@ def main() -> int:
                 continue
             found.append((run, figures))
             print(f"{run}: {statistics.median(figures.seconds[work.warmup - 1 :]):.3f} s a step", flush=True)
+            if arguments.json:  # now: the next run may be stopped with this script
+                rows = [speed(work, *each) for each in found]
+                arguments.json.write_text(json.dumps({"work": vars(work), "runs": rows}, indent=1))
     agree = report(work, found, arguments) if found else False
     return 0 if agree and len(found) == len(runs) else 1
+
+
+def speed(work: Work, run: str, figures: Figures) -> dict[str, Any]:
+    """A run's figures, with those of its timed steps."""
+    seconds, tokens = figures.seconds[work.warmup - 1 :], figures.tokens[work.warmup :]
+    return {
+        "run": run,
+        "tokens_per_s": sum(tokens) / sum(seconds),
+        "ms": 1000 * statistics.median(seconds),
+        **vars(figures),
+    }
 
 
 def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Namespace) -> bool:
@@ -261,21 +276,16 @@ def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Nam
     print(
         f"{'run':<16} {'tokens/s':>9} {'ms/step':>9} {'peak GiB':>9} {'x first':>8}   first loss, last loss, first norm"
     )
-    rows, agree = [], True
+    agree, base = True, speed(work, *found[0])["tokens_per_s"]
     for run, figures in found:
-        seconds = figures.seconds[work.warmup - 1 :]
-        tokens = figures.tokens[work.warmup :]
-        speed = sum(tokens) / sum(seconds)
-        rows.append({"run": run, "tokens_per_s": speed, "ms": 1000 * statistics.median(seconds), **vars(figures)})
+        row = speed(work, run, figures)
         numbers = f"{figures.loss[0]:.5f} {figures.loss[-1]:.5f} {figures.norm[0]:.5f}"
-        ratio = speed / rows[0]["tokens_per_s"]
-        print(f"{run:<16} {speed:9.0f} {rows[-1]['ms']:9.1f} {figures.peak_gib:9.1f} {ratio:8.3f}   {numbers}")
+        measured = f"{row['tokens_per_s']:9.0f} {row['ms']:9.1f} {figures.peak_gib:9.1f}"
+        print(f"{run:<16} {measured} {row['tokens_per_s'] / base:8.3f}   {numbers}")
         difference = disagreement(first, figures, TOLERANCE)
         if difference:
             agree = False
             print(f"{'':16} numbers DIFFER: {difference}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"work": vars(work), "runs": rows}, indent=1))
     return agree
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megascend
+from megascend.kernels.host_copy import HostCopy
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
@@ -86,4 +87,31 @@ def test_a_policy_step_waits_once(parity_folder):
 
     places = places_of_waits(step)
     assert len(places) == 1, places
+    backend.close()
+
+
+def test_a_cross_entropy_with_metrics_waits_once(parity_folder):
+    """And figures that are sent to the host before the step have arrived after it."""
+    backend = megascend.MegatronBackend(
+        model=case_checkpoint(parity_folder, "qwen3"),
+        platform="cuda",
+        batching=megascend.Batching(micro_batch_tokens=64),
+    )
+    samples = causal_samples(token_lists())
+    sums = []
+
+    def noted(logprobs, inputs):
+        sums.append(logprobs.sum())
+        return -logprobs, {"twice": -2 * logprobs}
+
+    def step():
+        sums.clear()
+        backend.forward_backward(samples, megascend.Loss("noted", noted, is_cross_entropy=True))
+        copy = HostCopy(torch.stack(sums))
+        backend.optimizer_step()
+        return copy.read()
+
+    places = places_of_waits(step)
+    assert len(places) == 1, places
+    assert step().tolist() == torch.stack(sums).tolist()
     backend.close()

@@ -8,7 +8,7 @@ import torch
 
 from megascend import Adam, Adapters, Batching, Lora, Loss, Parallel, Sample
 from megascend.batch.losses import BUILT_IN, gspo
-from megascend.errors import DataError, LossFunctionError
+from megascend.errors import ConfigError, DataError, LossFunctionError
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
 
@@ -226,6 +226,83 @@ def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint
             assert norm == pytest.approx(reference.grad_norms[0], rel=5e-5), (name, reduction)
             for place, values in logprobs.items():
                 assert torch.allclose(values, wanted[place], atol=1e-5)
+
+
+# --- a function whose gradient is known ---
+
+
+@every_layout
+def test_a_cross_entropy_with_metrics_of_ones_own_trains_as_hugging_faces(checkpoint, parity_folder, layout):
+    """Its gradient is formed without it; it is told which samples it sees."""
+    world_size, parallel, packing = LAYOUTS[layout]
+    fields = [{"number": [float(number)] * (len(ids) - 1)} for number, ids in enumerate(TOKENS)]
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, packing)
+        share = backend.shard(with_fields(fields))
+        numbers = torch.tensor([sample.extra["number"][0] for sample in share])
+
+        def counted(logprobs, inputs):
+            assert not logprobs.requires_grad
+            known = numbers[torch.tensor(inputs.members)][inputs.sample] == inputs.extra["number"]
+            return -logprobs, {"twice": -2 * logprobs, "known": known.float()}
+
+        result = backend.forward_backward(share, Loss("counted", counted, is_cross_entropy=True))
+        step = backend.optimizer_step()
+        return result.loss, step.grad_norm, step.skipped, result.metrics
+
+    found = run_distributed(on_rank, world_size, init=False)
+    equals_hugging_face(found, hf_reference(parity_folder, checkpoint, TOKENS, steps=1))
+    for loss, _, _, metrics in found:
+        assert metrics == pytest.approx({"twice": 2 * loss, "known": 1.0}, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["single", "CP2", "PP2"])
+def test_and_where_it_raises_nothing_is_kept(checkpoint, layout):
+    world_size, parallel, packing = LAYOUTS[layout]
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel, packing, timeout_s=600)
+
+        def loss(logprobs, inputs):
+            if backend.rank == world_size - 1:
+                raise KeyError("teacher")
+            return -logprobs
+
+        with pytest.raises(LossFunctionError, match=f"rank {world_size - 1}: .*KeyError: 'teacher'"):
+            backend.forward_backward(causal_samples(TOKENS), Loss("own", loss, is_cross_entropy=True))
+        return [float(buffer.grad_data.abs().max()) for chunk in backend.engine.chunks for buffer in chunk.buffers]
+
+    for leftover in run_distributed(on_rank, world_size, init=False, timeout_s=180):
+        assert leftover == [0.0] * len(leftover)
+
+
+def test_in_fp16_its_gradient_is_autograds(checkpoint):
+    """Of which the scale is known only in the backward pass."""
+    from megascend.backends import MegatronBackend
+
+    def on_rank():
+        backend = MegatronBackend(model=checkpoint, precision="fp16", optimizer=Adam(lr=0.0), timeout_s=60)
+        seen = []
+
+        def noted(logprobs, inputs):
+            seen.append(logprobs.requires_grad)
+            return -logprobs
+
+        found = []
+        for loss in ("cross_entropy", Loss("noted", noted, is_cross_entropy=True)):
+            result = backend.forward_backward(causal_samples(TOKENS), loss)
+            found.append((result.loss, backend.optimizer_step().grad_norm))
+        return found, seen
+
+    (((plain, own), seen),) = run_distributed(on_rank, 1, init=False)
+    assert own == pytest.approx(plain, rel=1e-6)
+    assert seen == [True] * len(seen)
+
+
+def test_a_cross_entropy_is_of_tokens_by_their_log_probabilities():
+    with pytest.raises(ConfigError, match=r"loss 'own': is_cross_entropy=True .*entropy=True"):
+        Loss("own", lambda logprobs, inputs: -logprobs, entropy=True, is_cross_entropy=True)
 
 
 def test_weights_below_0_are_for_sums(checkpoint):

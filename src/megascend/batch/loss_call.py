@@ -14,13 +14,15 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megascend.batch.losses import BUILT_IN, Loss, LossInputs, split_output
 from megascend.errors import CollectiveTimeoutError, DataError, LossFunctionError, ProcessGroupError
+
+T = TypeVar("T")
 
 Gather = Callable[[Any], Sequence[Any]]
 """Every context parallel rank's object, in their order, on each of them."""
@@ -88,11 +90,25 @@ class LossCall:
             factors: what each token's value, times its weight, or each pair's value counts in the sum that is differentiated.
             padding: bool [n], tokens that no sample has.
         """
+        return self._guarded(lambda: self._differentiate(scores, entropy, inputs, factors, padding))
+
+    def observe(self, logprobs: Tensor, inputs: LossInputs, padding: Tensor) -> dict[str, Tensor] | None:
+        """Call the function of a loss that is a cross entropy for its figures: [n] each; None as in :meth:`evaluate`."""
+
+        def call() -> dict[str, Tensor]:
+            seen = replace(inputs, reduce_context=self._reduce_context(inputs.reduce_context))
+            _, metrics = split_output(self.loss, self.loss(logprobs.masked_fill(padding, 0.0), seen), len(logprobs))
+            return {"loss": -logprobs, **{name: metric.detach().float() for name, metric in metrics.items()}}
+
+        return self._guarded(call)
+
+    def _guarded(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; None once it has raised, here or on a context parallel rank beside this one."""
         if self.problem is not None:
             return None
         self._calls += 1
         try:
-            found = self._differentiate(scores, entropy, inputs, factors, padding)
+            found = call()
             self._tell(_RETURNED)
         except (ProcessGroupError, CollectiveTimeoutError):
             raise

@@ -7,7 +7,7 @@ micro batches, data and context parallel ranks, so a loss never depends on the l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ class LossInputs:
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
         last: int64, which of the n are last tokens of samples; None but for losses of values.
         reduce_context: sums a tensor over context parallel ranks, differentiably.
+        members: on the host, the place of each of the micro batch's samples in this rank's list.
     """
 
     targets: Tensor
@@ -53,6 +54,7 @@ class LossInputs:
     old_values: Any = None
     last: Tensor | None = None
     extra: dict[str, Tensor] | None = None
+    members: Sequence[int] = ()
 
     def sum_per_sample(self, values: Tensor) -> Tensor:
         """Weighted sum of per-token ``values`` [n] over each whole sample, context parallel parts included: [samples]."""
@@ -85,6 +87,8 @@ class Loss:
         reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
             is not; only then weights may be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
         settings: keyword arguments of ``function``; see :meth:`with_settings`.
+        is_cross_entropy: the values are the negative log-probabilities, and the function is there for its metrics. Their gradient
+            is formed with the logits at hand where the head can, as for ``cross_entropy``; the function is called without one.
     """
 
     name: str
@@ -95,6 +99,14 @@ class Loss:
     reduction: Literal["mean", "sum"] = "mean"
     settings: tuple[tuple[str, float], ...] = ()
     of: Literal["logprobs", "values"] = "logprobs"
+    is_cross_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_cross_entropy and (self.per != "token" or self.of != "logprobs" or self.entropy):
+            raise ConfigError(
+                f"loss {self.name!r}: is_cross_entropy=True is for losses of tokens by their log-probabilities; it came with "
+                f"per={self.per!r}, of={self.of!r}, entropy={self.entropy}"
+            )
 
     def with_settings(self, /, **settings: float) -> Loss:
         """This loss with keyword arguments of its function, such as ``ppo``'s ``clip_low``. Equal settings make equal losses.

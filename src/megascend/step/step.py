@@ -337,10 +337,28 @@ class Step:
         loss, scale = normalizer.loss, normalizer.of_tokens(batch)
         if isinstance(output, ScalarOutput):
             return self._differentiated(batch, output.values, None, normalizer)
-        if loss.function is cross_entropy and output.fuses_loss:
+        if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
             total, logprobs = output.cross_entropy(batch.weights * scale, normalizer.loss_grad)
-            return total, {"loss": normalizer.sums(weighted(-logprobs.detach(), batch.weights), batch)}, logprobs
+            return total, self._of_cross_entropy(batch, logprobs.detach(), normalizer), logprobs
         return self._differentiated(batch, *output.logprobs(loss.entropy), normalizer)
+
+    def _of_cross_entropy(self, batch: MicroBatch, logprobs: Tensor, normalizer: LossNormalizer) -> dict[str, Tensor]:
+        """The figures of a loss whose gradient needs no call of its function."""
+        figures: dict[str, Tensor] | None = {"loss": -logprobs}
+        if normalizer.loss.function is not cross_entropy and not batch.dummy:
+            figures = normalizer.function.observe(logprobs, self._loss_inputs(batch, normalizer.loss), batch.padding)
+        return self._token_figures(batch, figures or {"loss": -logprobs}, normalizer)
+
+    def _token_figures(
+        self, batch: MicroBatch, figures: dict[str, Tensor], normalizer: LossNormalizer
+    ) -> dict[str, Tensor]:
+        """Sums of values [n] for each adapter: of the loss by weights, of metrics as they are averaged."""
+        summed = normalizer.loss.reduction == "sum"
+        of_metrics = (batch.weights != 0).float() if summed else batch.weights
+        return {
+            name: normalizer.sums(weighted(of, batch.weights if name == "loss" else of_metrics), batch)
+            for name, of in figures.items()
+        }
 
     def _differentiated(
         self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None, normalizer: LossNormalizer
@@ -358,12 +376,7 @@ class Step:
         if entropy is not None and found.entropy is not None:
             total = total + (found.entropy * entropy).sum()
         if loss.per == "token":
-            of_metrics = batch.weights if loss.reduction == "mean" else (batch.weights != 0).float()
-            figures = {
-                name: normalizer.sums(weighted(of, batch.weights if name == "loss" else of_metrics), batch)
-                for name, of in found.figures.items()
-            }
-            return total, figures, tokens
+            return total, self._token_figures(batch, found.figures, normalizer), tokens
         # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
         parts = self._topology.context
         return total, {name: normalizer.pair_sums(of, batch) / parts for name, of in found.figures.items()}, tokens
@@ -383,6 +396,7 @@ class Step:
             old_values=batch.fields.get("old_values"),
             last=to_device(last_tokens(batch)[0], batch.sample.device) if loss.of == "values" else None,
             extra=batch.fields,
+            members=batch.members,
         )
 
     # --- bringing results together ---

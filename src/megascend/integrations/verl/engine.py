@@ -17,19 +17,23 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
+from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from megascend.backends import MegatronBackend
 from megascend.batch.sample import Sample
 from megascend.config import Adapters, Batching
+from megascend.distributed.objects import gather_objects
 from megascend.engines.megatron.groups import require_none_alive
 from megascend.errors import ConfigError, ProcessGroupError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.scalar_head import HeadKind
-from megascend.integrations.verl import batches, checkpoints, critics
+from megascend.integrations.verl import checkpoints, critics, losses
+from megascend.integrations.verl.batches import Batch
 from megascend.integrations.verl.rates import Rates
 from megascend.integrations.verl.settings import translate
 from megascend.integrations.verl.settings_table import VENDOR
+from megascend.kernels.host_copy import to_device
 from megascend.topology.topology import plan
 
 log = logging.getLogger(__name__)
@@ -191,59 +195,84 @@ class MegascendEngine(BaseEngine):
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """verl's loss and outputs of this data parallel rank's sequences; nothing on ranks before the last pipeline stage."""
-        batches.check(data)
-        backend, topology = self.backend, self._topology
-        self._tell(data)
-        budget = batches.token_budget(data, topology.context)
-        backend.set_micro_batch_tokens(int(-backend.smallest(-budget)[0]))
-        of_values = self.settings.value_model
-        entropy = not of_values and bool(tensordict_utils.get(data, "calculate_entropy", default=False))
-        adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
-        found = batches.samples(data, adapter)
+        return self._as_verl(self._run(data, loss_function, forward_only))
+
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
+        """As verl's. Losses are read after the step, which waits for its norm: the host waits for the device once."""
+        maybe_fix_3d_position_ids(data)
+        self.optimizer_zero_grad()
+        collected = self._run(data, loss_function, forward_only=False)
+        grad_norm = self.optimizer_step()
+        outputs = self._as_verl(collected)
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"]["grad_norm"] = grad_norm
+        return outputs
+
+    def _run(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> losses.Collected:
+        """Without reading anything of the device, unless ``forward_only``."""
         if loss_function is None and not forward_only:
             raise ConfigError("forward_backward_batch: a backward pass needs a loss_function")
+        backend, topology = self.backend, self._topology
+        batch = Batch(data)
+        of_values = self.settings.value_model
+        entropy = not of_values and bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
+        fusable = not (forward_only or of_values or entropy)
+        weights = losses.cross_entropy_weights(batch, loss_function) if fusable else None
+        tokens, cross_entropy = self._agree(batch, weights is not None)
+        adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
         loss = None
         if loss_function is not None:
-            loss = batches.BatchLoss(
-                data,
-                loss_function,
-                self.get_data_parallel_group(),
-                backend.groups.device,
-                topology.context,
-                topology.data,
-            )
-        collected = batches.Collected() if loss is None else loss.collected
+            group, device = self.get_data_parallel_group(), backend.groups.device
+            loss = losses.BatchLoss(batch, loss_function, group, device, topology.context, topology.data, tokens)
         if forward_only:
-            outputs = self._scores(found, entropy)
-            outputs = {name: [each.to(backend.groups.device) for each in of] for name, of in outputs.items()}
-            if loss is not None:
-                loss.of_whole(outputs)
-            else:
-                collected.losses.append(1.0)  # as verl's engines have it
-                collected.add(range(len(found)), outputs)
+            return self._forward(batch, batch.samples(adapter), entropy, loss)
+        assert loss is not None
+        if cross_entropy:
+            backend.forward_backward(batch.samples(adapter, weights), loss.as_cross_entropy())
         else:
-            assert loss is not None
-            backend.forward_backward(found, loss.as_loss(entropy, "values" if of_values else "logprobs"))
-        return collected.as_verl() if self._place.pipeline == topology.pipeline - 1 else {}
+            of = "values" if of_values else "logprobs"
+            backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, of))
+        loss.collected.send()
+        return loss.collected
 
-    def _scores(self, samples: list[Sample], entropy: bool) -> dict[str, list[torch.Tensor]]:
-        """By verl's names, what a forward pass gives for each sample: at place t what there is once its token has been read."""
+    def _as_verl(self, collected: losses.Collected) -> dict[str, Any]:
+        return collected.as_verl() if self._place.pipeline == self._topology.pipeline - 1 else {}
+
+    def _forward(
+        self, batch: Batch, samples: list[Sample], entropy: bool, loss: losses.BatchLoss | None
+    ) -> losses.Collected:
+        """Outputs at place t are what there is once the token there has been read."""
         if self.settings.value_model:
-            return {"values": self.backend.values(samples)}
-        scores = self.backend.forward(samples, entropy=entropy)
-        return {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
+            found = {"values": self.backend.values(samples)}
+        else:
+            scores = self.backend.forward(samples, entropy=entropy)
+            found = {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
+        outputs = {name: to_device(torch.cat(of), self.backend.groups.device) for name, of in found.items()}
+        if loss is not None:
+            loss.of_whole(outputs)
+            return loss.collected
+        collected = losses.Collected()
+        of_rows = {name: of.split(batch.lengths) for name, of in outputs.items()}
+        no_loss = torch.ones(())  # as verl's engines have it
+        collected.add(losses.Evaluated(range(len(samples)), of_rows, no_loss, {}))
+        return collected
 
-    def _tell(self, data: TensorDict) -> None:
-        """Write into the batch what verl's losses expect of an engine."""
-        mask = data["loss_mask"]
-        tokens = (mask.values() if mask.is_nested else mask).sum().to(self.backend.groups.device)
-        dist.all_reduce(tokens, group=self.get_data_parallel_group())
-        tensordict_utils.assign_non_tensor(
-            data,
-            sp_size=self._topology.context,
-            batch_num_tokens=tokens.item(),
-            dp_size=self._topology.data,
-        )
+    def _agree(self, batch: Batch, cross_entropy: bool) -> tuple[float, bool]:
+        """Set what all ranks have in common, in one small exchange over Gloo.
+
+        Args:
+            cross_entropy: the loss is one on this rank's batch.
+
+        Returns:
+            The tokens that are trained, and whether the loss is a cross entropy on all ranks' batches.
+        """
+        backend = self.backend
+        mine = (self._place.data, batch.trained_tokens(), batch.token_budget(self._topology.context), cross_entropy)
+        told = gather_objects(mine, "world", backend.groups, "verl's batch")
+        tokens = sum({data: tokens for data, tokens, _, _ in told}.values())
+        backend.set_micro_batch_tokens(max(budget for _, _, budget, _ in told))
+        batch.tell(sp_size=self._topology.context, batch_num_tokens=tokens, dp_size=self._topology.data)
+        return tokens, tokens > 0 and all(of for _, _, _, of in told)
 
     # --- weights ---
 
