@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_multi_lora import make_samples
-from bench_train import QWEN3_1_7B, TINY, Work, versions, write_checkpoint
+from bench_train import QWEN3_1_7B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Work, versions, write_checkpoint
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
 """Largest relative difference of first losses and gradient norms."""
@@ -253,10 +253,20 @@ def report(plain: dict[str, Any], graphed: dict[str, Any]) -> None:
     )
 
 
+def shape_of(*, tiny: bool, moe: bool) -> dict[str, int]:
+    """Of the model that is measured."""
+    if moe:
+        return TINY | TINY_EXPERTS if tiny else QWEN3_30B_A3B | {"num_hidden_layers": 6}
+    return TINY if tiny else QWEN3_1_7B
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and requests for a CPU")
+    parser.add_argument(
+        "--moe", action="store_true", help="Qwen3-30B-A3B shapes with 6 layers, adapters on all experts"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", help="of a request; default: 256 1024 4096")
     parser.add_argument("--mixed", nargs="*", metavar="TENANTSxTOKENS", help="default: 4x256 8x1024")
     parser.add_argument("--requests", type=int, default=200, help="of the service; 0: none")
@@ -275,7 +285,7 @@ def main() -> int:
     import megascend
 
     work = Work(
-        shape=TINY if arguments.tiny else QWEN3_1_7B,
+        shape=shape_of(tiny=arguments.tiny, moe=arguments.moe),
         platform=arguments.platform,
         precision="fp32" if arguments.platform == "cpu" else "bf16",
         sequences=0,

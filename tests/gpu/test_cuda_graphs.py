@@ -24,7 +24,7 @@ roundings of parameters to bf16."""
 LENGTHS = (300, 150, 90, 500, 64, 1)
 
 
-def make_backend(checkpoint, settings, *, adapters=True, micro_batch_tokens=600):
+def make_backend(checkpoint, settings, *, adapters=True, micro_batch_tokens=600, **options):
     return megascend.MegatronBackend(
         model=checkpoint,
         platform="cuda",
@@ -32,6 +32,7 @@ def make_backend(checkpoint, settings, *, adapters=True, micro_batch_tokens=600)
         optimizer=megascend.Adam(lr=1e-4, eps=1e-6),
         batching=megascend.Batching(micro_batch_tokens=micro_batch_tokens, cuda_graphs=settings),
         adapters=megascend.Adapters() if adapters else None,
+        **options,
     )
 
 
@@ -59,9 +60,9 @@ class Refuses:
         torch.cuda.empty_cache()
 
 
-def life_of(checkpoint, settings, capture=None):
+def life_of(checkpoint, settings, capture=None, **options):
     """(figures, report)"""
-    backend = make_backend(checkpoint, None if capture else settings)
+    backend = make_backend(checkpoint, None if capture else settings, **options)
     try:
         if capture is not None:
             backend.engine.graph_steps(settings, capture)
@@ -108,6 +109,19 @@ def test_replays_give_what_the_same_work_gives(checkpoint, padded, settings, cap
         assert report.replayed > report.captured
         assert report.captures == report.captured
         assert 0 < report.capture_bytes < 2**30
+
+
+def test_adapters_of_experts(parity_folder, caplog):
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe", max_position_embeddings=1024)
+    settings, grouped = megascend.CudaGraphs(max_count=64), {"moe": megascend.Moe(experts="grouped")}
+    padded, _ = life_of(checkpoint, settings, Refuses(), **grouped)
+    caplog.clear()
+    found, report = life_of(checkpoint, settings, **grouped)
+    print(report)
+    check(found, padded, lambda name: OF_A_MODEL)
+    assert not report.eager, "everything was captured"
+    assert "could not be captured" not in caplog.text
+    assert report.replayed > report.captured > 5
 
 
 def test_replays_are_the_first_run_to_the_bit(checkpoint):

@@ -20,7 +20,7 @@ BOUND = 1e-5
 """Of relative differences in fp32: products of other numbers of rows, and ranks padded with zeros, are added in another order."""
 
 
-def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=240, adapters=True, packing=True):
+def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=240, adapters=True, **options):
     """With ``settings``, as ``batching.cuda_graphs`` would make it, but for a stand-in for CUDA graphs."""
     from megascend.backends import MegatronBackend
 
@@ -28,17 +28,18 @@ def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=
         checkpoint,
         precision="fp32",
         optimizer=Adam(lr=1e-4, eps=1e-6),
-        batching=Batching(micro_batch_tokens=micro_batch_tokens, packing=packing),
+        batching=Batching(micro_batch_tokens=micro_batch_tokens),
         adapters=Adapters() if adapters else None,
         timeout_s=60,
+        **options,
     )
     if settings is not None:
         backend.engine.graph_steps(settings, CaptureOnCpu(lambda: gradients_of(backend), strict=strict))
     return backend
 
 
-def life_of(checkpoint, settings):
-    backend = make_backend(checkpoint, settings)
+def life_of(checkpoint, settings, **options):
+    backend = make_backend(checkpoint, settings, **options)
     figures, report = life(backend), backend.cuda_graphs
     backend.close()
     return figures, report
@@ -68,6 +69,23 @@ def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
         assert tight.captures <= 2 < tight.captured
         assert tight.dropped
         assert "micro batches above batching.cuda_graphs.max_tokens=128 tokens" in tight.eager
+
+
+def test_a_life_of_adapters_of_experts_is_the_same(parity_folder):
+    """Padding is sent to experts, too, and every row of theirs belongs to some adapter."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
+
+    def lives():
+        settings = {"plain": None, "graphs": CudaGraphs(max_tokens=512, max_count=64)}
+        return {name: life_of(checkpoint, of, moe=Moe(experts="grouped")) for name, of in settings.items()}
+
+    found = run_distributed(lives, 1, init=False, timeout_s=300)[0]
+    (expected, _), (figures, report) = found["plain"], found["graphs"]
+    apart = differences(figures, expected)
+    print(report, max(apart.items(), key=lambda entry: entry[1]))
+    assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
+    assert report.replayed > report.captured > 4
+    assert all("logprobs" in reason for reason in report.eager), "what the stand-in cannot capture"
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -324,7 +342,9 @@ def test_captures_that_made_room_for_something_else_are_made_again(parity_folder
         ({"precision": "fp16"}, "does not know fp16"),
         ({"recompute": Recompute(granularity="full")}, "recompute.granularity=full"),
         ({"tensor": 2}, "parallel.tensor=2"),
-        ({"experts": 8}, "experts"),
+        ({"experts": 8, "adam": None, "grouped": True}, None),
+        ({"experts": 8, "adam": None}, "moe.experts: grouped"),
+        ({"experts": 8, "grouped": True}, "training experts themselves"),
         ({"rope": "dynamic"}, "rotary"),
         ({"dropout": 0.1}, "dropout"),
         ({"adam": Adam(overlap_grad_reduce=True)}, "optimizer.overlap_grad_reduce"),
@@ -340,7 +360,8 @@ def test_refusals(change, message):
     )
     topology = SimpleNamespace(tensor=change.get("tensor", 1), pipeline=1, context=1, expert=1)
     precision, recompute = change.get("precision", "fp32"), change.get("recompute", Recompute())
-    found = refused_because(topology, precision, recompute, config, change.get("adam", Adam()))
+    adam, grouped = change.get("adam", Adam()), change.get("grouped", False)
+    found = refused_because(topology, precision, recompute, config, adam, grouped=grouped)
     assert (found is None) if message is None else (message in found)
 
 

@@ -113,13 +113,13 @@ class MegatronEngine:
         refuse_adapters(info.scalar_head, adapters)
         seed_everything(seed)
         self.config = build_config(model_dir, topology, precision, recompute, runtime.platform, info.scalar_head)
-        if batching.cuda_graphs is not None:
-            trained = None if adapters is not None else adam
-            graph_support.check(self.device.type, topology, precision, recompute, self.config, trained)
-            graph_support.refuse("does not know scalar heads" if info.scalar_head else None)
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
         overlap = adam.overlap_grad_reduce and adapters is None
         group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
+        if batching.cuda_graphs is not None:
+            trained = None if adapters is not None else adam
+            graph_support.check(self.device.type, topology, precision, recompute, self.config, trained, grouped=group)
+            graph_support.refuse("does not know scalar heads" if info.scalar_head else None)
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         began = time.monotonic()
@@ -146,7 +146,9 @@ class MegatronEngine:
             gated_silu.install()
             if self.config.attention_dropout == 0:
                 attention_dropout.leave_streams_alone(self.bare_chunks)
-        required = moe.experts == "grouped"
+        required = (
+            moe.experts == "grouped" or batching.cuda_graphs is not None
+        )  # which an upstream layer could not have
         grouped = grouped_experts.install(self.bare_chunks, self.device, required=required) if group else []
         self.adapters: AdapterManager | None = None
         self.graphs: GraphedSteps | None = None

@@ -18,19 +18,27 @@ ROPE_OF_LENGTH = ("dynamic", "longrope")
 
 
 def check(
-    device_type: str, topology: Topology, precision: Precision, recompute: Recompute, config: Any, adam: Adam | None
+    device_type: str,
+    topology: Topology,
+    precision: Precision,
+    recompute: Recompute,
+    config: Any,
+    adam: Adam | None,
+    *,
+    grouped: bool,
 ) -> None:
     """Refuse what cannot be captured.
 
     Args:
         config: mcore-bridge's ModelConfig.
         adam: of the model, if it is trained itself.
+        grouped: experts, if there are any, are computed without the host.
 
     Raises:
         ConfigError: naming the setting.
     """
     needs_cuda = None if device_type == "cuda" else f"needs a CUDA device, and this is {device_type}"
-    refuse(needs_cuda or refused_because(topology, precision, recompute, config, adam))
+    refuse(needs_cuda or refused_because(topology, precision, recompute, config, adam, grouped=grouped))
 
 
 def refuse(problem: str | None) -> None:
@@ -40,9 +48,15 @@ def refuse(problem: str | None) -> None:
 
 
 def refused_because(
-    topology: Topology, precision: Precision, recompute: Recompute, config: Any, adam: Adam | None
+    topology: Topology,
+    precision: Precision,
+    recompute: Recompute,
+    config: Any,
+    adam: Adam | None,
+    *,
+    grouped: bool,
 ) -> str | None:
-    """Why no micro batch of this engine can be captured, or None."""
+    """Why no micro batch of this engine can be captured, or None. Arguments as for :func:`check`."""
     split = {
         "tensor": topology.tensor,
         "pipeline": topology.pipeline,
@@ -57,8 +71,12 @@ def refused_because(
         return "does not know fp16"
     if recompute.granularity != "none":
         return f"does not go with recompute.granularity={recompute.granularity}"
-    if config.num_moe_experts:
-        return "does not go with experts, whose loads only the device knows"
+    if config.num_moe_experts and adam is not None:
+        return (
+            "does not go with training experts themselves, whose loads would count padding (adapters on them are fine)"
+        )
+    if config.num_moe_experts and not grouped:
+        return "needs moe.experts: grouped, as upstream's experts wait for their loads"
     if config.hidden_dropout > 0 or config.attention_dropout > 0:
         return "does not go with the model's own dropout"
     if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:

@@ -28,6 +28,7 @@ class StaticBatch:
         self.entropy_coefficients = torch.zeros(shape.tokens, device=device)
         self._boundaries = torch.zeros(shape.samples + 1, dtype=torch.int32, device=device)
         self._ends = torch.zeros(shape.adapters, dtype=torch.int32, device=device)
+        self._tokens = torch.arange(shape.tokens, dtype=torch.int32, device=device)
 
         def indices(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int64, device=device)
@@ -49,7 +50,7 @@ class StaticBatch:
             adapter_index=[],
             positions=[],
             padding=nothing,
-            segments=self._segments(nothing),
+            segments=self._segments(indices(shape.tokens)),
         )
 
     def _packed(self) -> PackedSeqParams | None:
@@ -63,12 +64,12 @@ class StaticBatch:
             max_seqlen_kv=self._shape.longest,
         )
 
-    def _segments(self, nothing: Tensor) -> TokenSegments | None:
+    def _segments(self, adapter_index: Tensor) -> TokenSegments | None:
         """With several adapters the ends of their tokens are known to the device alone."""
         if not self._shape.adapters:
             return None
         whole = Segments(self._ends) if self._shape.adapters > 1 else None
-        return TokenSegments(None if whole else 0, whole, whole, nothing)
+        return TokenSegments(None if whole else 0, whole, whole, adapter_index)
 
     def load(self, batch: MicroBatch) -> None:
         """Take the tokens of ``batch``. Padding is token 0 at position 0."""
@@ -85,6 +86,7 @@ class StaticBatch:
             counts = tokens_per_adapter(batch.adapter_index, batch.padded_lengths, self._shape.adapters)
             ends = adapter_ends(counts, self._shape)
             self._ends.copy_(to_device(torch.tensor(ends, dtype=torch.int32), self._device))
+            self.batch.segments.adapter_index.copy_(torch.searchsorted(self._ends, self._tokens, right=True))
 
 
 def write(static: Tensor, values: Tensor) -> None:
