@@ -177,6 +177,16 @@ LINES = (
         "one LoRA request of 256, 1024, 4096 tokens, 1.7B shapes",
     ),
     Line(
+        "small-moe",
+        "small",
+        "bench_small_steps.py",
+        ("--moe", "--requests", "0", "--tokens", "256", "1024", "--mixed"),
+        ("--tiny", "--moe", "--requests", "0", "--tokens", "24", "--warmup", "1", "--mixed"),
+        small,
+        240,
+        "one LoRA request of 256, 1024 tokens, adapters on all experts, 30B-A3B shapes, 6 layers",
+    ),
+    Line(
         "mixed",
         "mixed",
         "bench_multi_lora.py",

@@ -139,16 +139,8 @@ class MegatronEngine:
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap)
         if runtime.platform.has_transformer_engine_kernels:
-            from megascend.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
-
-            head_norm.install(self.bare_chunks)
-            fused_qkv.install(self.bare_chunks, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
-            gated_silu.install()
-            if self.config.attention_dropout == 0:
-                attention_dropout.leave_streams_alone(self.bare_chunks)
-        required = (
-            moe.experts == "grouped" or batching.cuda_graphs is not None
-        )  # which an upstream layer could not have
+            self._use_kernels()
+        required = moe.experts == "grouped" or batching.cuda_graphs is not None  # which need it
         grouped = grouped_experts.install(self.bare_chunks, self.device, required=required) if group else []
         self.adapters: AdapterManager | None = None
         self.graphs: GraphedSteps | None = None
@@ -176,6 +168,16 @@ class MegatronEngine:
             self.trainable = FullModel(self.optimizer, reduces_while_running=adam.overlap_grad_reduce)
         if batching.cuda_graphs is not None and capture is not None:
             self.graph_steps(batching.cuda_graphs, capture)
+
+    def _use_kernels(self) -> None:
+        """Put megascend's kernels for CUDA into the model's layers, where they fit."""
+        from megascend.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
+
+        head_norm.install(self.bare_chunks)
+        fused_qkv.install(self.bare_chunks, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
+        gated_silu.install()
+        if self.config.attention_dropout == 0:
+            attention_dropout.leave_streams_alone(self.bare_chunks)
 
     def _check(self, model_dir: Path, self_check: bool) -> Verdict:
         """Hold a slice of the model against transformers, before anything large is built; or only say what is unproven."""
