@@ -157,9 +157,10 @@ class Seal:
 def _of_this_protocol(data: Any, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ManifestError(f"{what}: a mapping was expected, not {type(data).__name__}")
-    if data.get("protocol") != PROTOCOL:
+    protocol = data.get("protocol")
+    if type(protocol) is not int or protocol != PROTOCOL:  # True and 1.0 are equal to 1
         raise ManifestError(
-            f"{what}: protocol {data.get('protocol')!r:.40}, and this side speaks {PROTOCOL}: install the same weightwire on both"
+            f"{what}: protocol {protocol!r:.40}, and this side speaks {PROTOCOL}: install the same weightwire on both"
         )
     return {name: value for name, value in data.items() if name != "protocol"}
 

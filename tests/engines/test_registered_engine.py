@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from forked_programs import run_forked
 from megascend import Backend, Recompute, RunConfig, backends, register_engine
-from megascend.app import loop
+from megascend.app import run
 from megascend.bootstrap import engines
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config.plugins import check_plugins, import_plugins
@@ -160,14 +160,14 @@ def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(m
         found.update(model=model, seed=seed, recompute=recompute)
 
     register_engine("few", make)
-    run = {"model": "m", "output": "o", "data": {"path": "d"}, "engine": "few", "seed": 5, "provider": None}
-    loop.make_backend(RunConfig.model_validate(run))
+    settings = {"model": "m", "output": "o", "data": {"path": "d"}, "engine": "few", "seed": 5, "provider": None}
+    run.make_backend(RunConfig.model_validate(settings))
     assert found == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
     for setting in ({"precision": "fp32"}, {"parallel": {"tensor": 2}}, {"lora": {}}, {"checkpoint": {"timeout_s": 9}}):
         with pytest.raises(
             ConfigError, match=r"engine 'few' has no setting (precision|parallel|adapters|save_timeout_s);"
         ):
-            loop.make_backend(RunConfig.model_validate(run | setting))
+            run.make_backend(RunConfig.model_validate(settings | setting))
 
 
 def test_a_plug_in_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,16 +118,16 @@ def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layou
 
 
 def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, tmp_path, monkeypatch):
-    from megascend.app import loop
+    from megascend.app import loop, run
 
-    frozen, make_backend = [], loop.make_backend
+    frozen, make_backend = [], run.make_backend
 
     def note_and_make(config):
         frozen.append(gc.get_freeze_count())
         return make_backend(config)
 
     def work():
-        monkeypatch.setattr(loop, "make_backend", note_and_make)
+        monkeypatch.setattr(run, "make_backend", note_and_make)
         loop.train(config(models, "single", tmp_path / "run"))
         return frozen[0], gc.get_freeze_count()
 

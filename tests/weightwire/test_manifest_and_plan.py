@@ -76,6 +76,13 @@ def offer_of(manifest):
     return Offer("update-1", "trainer", "127.0.0.1", 1234, 1, 2, "gloo", 30.0, 60.0, manifest, {"threads": 2})
 
 
+@pytest.mark.parametrize("protocol", [True, 1.0, "1", None, 2])
+def test_another_protocol_is_refused(protocol):
+    manifest = Manifest(0, (TensorSpec("a", "bfloat16", (2,)),), 4194304, "multilinear64", None)
+    with pytest.raises(ManifestError, match="this side speaks 1"):
+        Offer.from_json(offer_of(manifest).to_json() | {"protocol": protocol})
+
+
 @given(manifests, st.data())
 def test_whatever_is_changed_is_read_as_it_is_or_refused(manifest, data):
     """No other exception than ManifestError, and what is accepted says of itself what it was read from."""
