@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megascend.app.disk_room import disk_warning, free_bytes
 from megascend.app.generation import Answering
 from megascend.app.objectives import make_objective
-from megascend.app.run import backend_settings, load_tokenizer
+from megascend.app.run import backend_settings, bootstrap, load_tokenizer
 from megascend.app.run_samples import RunSamples
 from megascend.app.sample_limits import sample_limits, sequence_layout
 from megascend.app.step_plan import StepPlan, plan_steps
@@ -84,19 +84,10 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     Raises:
         MegascendError: what the ranks would raise before they meet.
     """
-    import megascend
     from megascend.backends import check_backend
 
     import_plugins(config.plugins)
-    runtime = megascend.bootstrap(
-        config.platform,
-        config.parallel,
-        config.tf32,
-        config.engine,
-        config.precision,
-        config.provider,
-        config.affinity,
-    )
+    runtime = bootstrap(config)
     info = inspect_checkpoint(config.model)
     topology = plan(config.parallel, world_size, info.shape)
     check_platform(config, runtime.platform)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
     from megascend.backend import Backend
     from megascend.batch.sample import Sample
+    from megascend.bootstrap import Runtime
 
 ADAPTER = "default"
 """Name of a run's adapter, the same as peft gives to one that it loads."""
@@ -89,6 +90,21 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
             "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from the model's source"
         )
     return tokenizer
+
+
+def bootstrap(config: TrainerConfig) -> Runtime:
+    """Make this process ready for a run's engine, as :func:`megascend.bootstrap`."""
+    import megascend
+
+    return megascend.bootstrap(
+        config.platform,
+        config.parallel,
+        config.tf32,
+        config.engine,
+        config.precision,
+        config.provider,
+        config.affinity,
+    )
 
 
 def make_backend(config: TrainerConfig) -> Backend:

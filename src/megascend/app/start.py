@@ -40,18 +40,10 @@ class Start:
 
     def process(self, config: TrainerConfig) -> Runtime:
         """Make the process ready, before anything imports Megatron; transformers is there afterwards."""
-        import megascend
+        from megascend.app.run import bootstrap
 
         self.phases.ended("settings")
-        runtime = megascend.bootstrap(
-            config.platform,
-            config.parallel,
-            config.tf32,
-            config.engine,
-            config.precision,
-            config.provider,
-            config.affinity,
-        )
+        runtime = bootstrap(config)
         runtime.platform.start_ahead(self.launch.local_rank)
         self.phases.ended("torch")
 

@@ -133,6 +133,68 @@ def test_a_model_is_replayed_operation_by_operation(parity_folder):
     assert report.captured == report.captures == 2 * 3, "rows, and one sample of 384 tokens; two losses, and forward"
 
 
+def test_a_checkpoint_is_loaded_to_where_captured_work_reads(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    sample = Sample.causal((torch.arange(385) * 7) % 300)
+
+    def figures(settings):
+        backend = make_backend(checkpoint, settings, strict=True, micro_batch_tokens=384, adapters=False)
+        found, folder = [], tmp_path / ("graphs" if settings else "plain")
+        for number in range(8):
+            if number == 3:
+                backend.save(folder)
+            if number == 6:
+                backend.load(folder)
+            found += [backend.forward_backward([sample]).loss, backend.optimizer_step().grad_norm]
+        report = backend.cuda_graphs
+        backend.close()
+        return found, report
+
+    def both():
+        return figures(None), figures(CudaGraphs())
+
+    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found[12:] == pytest.approx(found[6:10], rel=1e-6), "what followed the save follows the load"
+    assert found[12] != pytest.approx(found[10], rel=1e-3)
+    assert (report.captured, report.replayed, report.eager) == (1, 7, {})
+
+
+class FailsInTheBackwardPass(CaptureOnCpu):
+    """Ends as a capture does that was broken while a gradient was on its way: nothing was computed, and the gradient is there."""
+
+    def __init__(self, backend):
+        super().__init__(lambda: gradients_of(backend))
+        self.backend = backend
+
+    def capture(self, work):
+        super().capture(work)
+        for parameter in self.backend.engine.bare_chunks[0].parameters():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        raise RuntimeError("broken, on purpose")
+
+
+def test_a_capture_that_fails_leaves_no_gradient_behind(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+
+    def figures(settings):
+        backend = make_backend(checkpoint, None, micro_batch_tokens=384, adapters=False)
+        if settings is not None:
+            backend.engine.graph_steps(settings, FailsInTheBackwardPass(backend))
+        found = life_of_a_model(backend, {"rows": LAYOUTS["rows"]})
+        report = backend.cuda_graphs
+        backend.close()
+        return found, report
+
+    def both():
+        return figures(None), figures(CudaGraphs())
+
+    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    assert max(differences(found, expected).values()) <= BOUND
+    assert report.captured == 0
+    assert len(report.eager) == 3, "two losses, and forward"
+
+
 def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
     """Nothing but static memory decides what a replay gives: no number of the call in which it was captured."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
@@ -342,6 +404,7 @@ def test_captures_that_made_room_for_something_else_are_made_again(parity_folder
         ({"precision": "fp16"}, "does not know fp16"),
         ({"recompute": Recompute(granularity="full")}, "recompute.granularity=full"),
         ({"tensor": 2}, "parallel.tensor=2"),
+        ({"device": "npu"}, "needs a CUDA device, and this is npu"),
         ({"experts": 8, "adam": None, "grouped": True}, None),
         ({"experts": 8, "adam": None}, "moe.experts: grouped"),
         ({"experts": 8, "grouped": True}, "training experts themselves"),
@@ -361,7 +424,8 @@ def test_refusals(change, message):
     topology = SimpleNamespace(tensor=change.get("tensor", 1), pipeline=1, context=1, expert=1)
     precision, recompute = change.get("precision", "fp32"), change.get("recompute", Recompute())
     adam, grouped = change.get("adam", Adam()), change.get("grouped", False)
-    found = refused_because(topology, precision, recompute, config, adam, grouped=grouped)
+    device = change.get("device", "cuda")
+    found = refused_because(device, topology, precision, recompute, config, adam, grouped=grouped)
     assert (found is None) if message is None else (message in found)
 
 

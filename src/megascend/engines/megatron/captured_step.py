@@ -29,12 +29,14 @@ class Work:
         hidden_states: the model on a micro batch, up to what ``head`` takes.
         mode: what the model runs in, by whether no backward pass follows.
         uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
+        drop_unfinished: drops gradients that a backward pass has left on their way when it failed.
     """
 
     hidden_states: Callable[[MicroBatch], Tensor]
     head: OutputHead
     mode: Callable[[bool], AbstractContextManager[None]]
     uncached: Callable[[], AbstractContextManager[None]]
+    drop_unfinished: Callable[[], None]
     capture: Capture
 
 
@@ -154,6 +156,7 @@ class CapturedStep:
                     backward, _ = capture.capture(lambda: self._differentiate(found))
         except RuntimeError as error:
             logger.warning("%s could not be captured as a CUDA graph: %s", self._shape, error)
+            self._model.drop_unfinished()  # memory of the capture, in which nothing was ever computed
             self._refused = True
             return
         self._found = tuple(of.detach() for of in found)  # lets go of autograd's graph

@@ -117,9 +117,13 @@ class MegatronEngine:
         overlap = adam.overlap_grad_reduce and adapters is None
         group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
         if batching.cuda_graphs is not None:
-            trained = None if adapters is not None else adam
-            graph_support.check(self.device.type, topology, precision, recompute, self.config, trained, grouped=group)
             graph_support.refuse("does not know scalar heads" if info.scalar_head else None)
+            trained = None if adapters is not None else adam
+            graph_support.refuse(
+                graph_support.refused_because(
+                    self.device.type, topology, precision, recompute, self.config, trained, grouped=group
+                )
+            )
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         began = time.monotonic()
@@ -226,8 +230,15 @@ class MegatronEngine:
             self.device,
             self._evaluating,
             lambda: graph_support.without_rotary_cache(self.bare_chunks[0]),
+            self._drop_unfinished_gradients,
             capture,
         )
+
+    def _drop_unfinished_gradients(self) -> None:
+        """Drop what a backward pass that has failed left in autograd's own places, on its way to Megatron's buffers."""
+        for chunk in self.bare_chunks:
+            for parameter in chunk.parameters():
+                parameter.grad = None
 
     def _precise(self, chunk: Any) -> Any:
         if self.precision == "fp32":

@@ -17,7 +17,13 @@ ROPE_OF_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that depend on the length of the sequence, which padding changes."""
 
 
-def check(
+def refuse(problem: str | None) -> None:
+    """Raise ConfigError, which names the setting, for a problem of :func:`refused_because` or :func:`targets_refused_because`."""
+    if problem is not None:
+        raise ConfigError(f"batching.cuda_graphs {problem}; leave it out")
+
+
+def refused_because(
     device_type: str,
     topology: Topology,
     precision: Precision,
@@ -26,37 +32,14 @@ def check(
     adam: Adam | None,
     *,
     grouped: bool,
-) -> None:
-    """Refuse what cannot be captured.
+) -> str | None:
+    """Why no micro batch of this engine can be captured, or None.
 
     Args:
         config: mcore-bridge's ModelConfig.
         adam: of the model, if it is trained itself.
         grouped: experts, if there are any, are computed without the host.
-
-    Raises:
-        ConfigError: naming the setting.
     """
-    needs_cuda = None if device_type == "cuda" else f"needs a CUDA device, and this is {device_type}"
-    refuse(needs_cuda or refused_because(topology, precision, recompute, config, adam, grouped=grouped))
-
-
-def refuse(problem: str | None) -> None:
-    """Raise ConfigError for a problem of :func:`refused_because` or :func:`targets_refused_because`."""
-    if problem is not None:
-        raise ConfigError(f"batching.cuda_graphs {problem}; leave it out")
-
-
-def refused_because(
-    topology: Topology,
-    precision: Precision,
-    recompute: Recompute,
-    config: Any,
-    adam: Adam | None,
-    *,
-    grouped: bool,
-) -> str | None:
-    """Why no micro batch of this engine can be captured, or None. Arguments as for :func:`check`."""
     split = {
         "tensor": topology.tensor,
         "pipeline": topology.pipeline,
@@ -65,6 +48,8 @@ def refused_because(
     }
     divided = [f"parallel.{axis}={size}" for axis, size in split.items() if size > 1]
     rope = config.rope_scaling or {}
+    if device_type != "cuda":
+        return f"needs a CUDA device, and this is {device_type}"
     if divided:
         return f"needs the whole model on every GPU, and {divided[0]}"
     if precision == "fp16":

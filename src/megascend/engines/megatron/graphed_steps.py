@@ -71,6 +71,7 @@ class GraphedSteps:
         adapters: of the model, or None if it is trained itself; their stacks come from a pool from now on.
         evaluating: a context in which the model is in evaluation mode.
         uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
+        drop_unfinished: drops gradients that a backward pass has left on their way when it failed.
         capture: captures work.
     """
 
@@ -85,11 +86,12 @@ class GraphedSteps:
         device: torch.device,
         evaluating: Callable[[], AbstractContextManager[None]],
         uncached: Callable[[], AbstractContextManager[None]],
+        drop_unfinished: Callable[[], None],
         capture: Capture,
     ) -> None:
         self._eager, self._head, self._evaluating, self._capture = eager, head, evaluating, capture
         self._adapters, self._monitor, self._settings, self._device = adapters, monitor, settings, device
-        self._work = Work(forward, head, self._mode, uncached, capture)
+        self._work = Work(forward, head, self._mode, uncached, drop_unfinished, capture)
         self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
         self._counts = Counts()
