@@ -363,9 +363,15 @@ def _put_in_place(
 
 
 def _files_of(directory: Path, rank: int) -> list[str]:
-    """Relative names of the files that ``rank`` answers for: its own tensors', and on rank 0 whatever else there is."""
-    names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
-    return [name for name in names if (name.startswith(f"__{rank}_") if name.startswith("__") else rank == 0)]
+    """Relative names of the files that ``rank`` answers for: its own tensors', and on rank 0 whatever else there is.
+
+    Only rank 0 looks into folders: the others would meet what it is still writing and renaming there.
+    """
+    own = [file.name for file in directory.glob(f"__{rank}_*")]
+    if rank != 0:
+        return sorted(own)
+    every = [str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()]
+    return sorted([*own, *(name for name in every if not name.startswith("__"))])
 
 
 @contextlib.contextmanager
