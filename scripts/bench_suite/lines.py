@@ -190,7 +190,7 @@ LINES = (
         "mixed",
         "mixed",
         "bench_multi_lora.py",
-        ("--graphs",),
+        ("--graphs", "--micro-batch-tokens", "8192", "--steps", "5"),
         ("--tiny",),
         mixed,
         240,

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+import megascend
+
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 
 @pytest.fixture
 def look_up():
     pytest.importorskip("megatron.core")
+    megascend.bootstrap("cuda")
     from megascend.engines.megatron.embedding_gradient import _LookUp
 
     return _LookUp.apply

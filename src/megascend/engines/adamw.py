@@ -12,6 +12,7 @@ from torch import Tensor
 from megascend.batch.results import StepResult
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.learning_rate import learning_rate
+from megascend.kernels.norm import global_norm
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000
@@ -59,7 +60,7 @@ class MainAdamW:
 
     def norm(self, grads: list[Tensor]) -> float:
         """2-norm of all of them. Waits for the device; the step's one wait."""
-        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
+        return float(global_norm(grads))
 
     @torch.no_grad()
     def step(self, number: int, reduced: bool, lr: float | None = None) -> StepResult:

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from megascend.batch.results import StepResult
 from megascend.config import Adam
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.kernels.norm import square_sum
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import SHARDINGS, Sharding
 from megascend.lora.transfer import is_main_replica
@@ -67,7 +68,7 @@ def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
         counted: in the layout's order, those of which this rank's copy counts.
     """
     ranges = merged(adapter.layout.ranges[sharding] for sharding in counted)
-    parts = [adapter.grads[start:stop].square().sum() for start, stop in ranges]
+    parts = [square_sum(adapter.grads[start:stop]) for start, stop in ranges]
     return torch.stack(parts).sum() if parts else adapter.grads.new_zeros(())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megascend.kernels.host_copy import to_device
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup
+from megascend.lora.row_blocks import row_blocks
 
 FactorsAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -32,6 +33,24 @@ class StackedFactors:
     a_grads: Tensor
     b: Tensor
     b_grads: Tensor
+
+
+@dataclass(frozen=True)
+class StackedPart:
+    """What moves as one piece between an adapter and the stack: four views of equal shapes."""
+
+    values: Tensor
+    grads: Tensor
+    stack: Tensor
+    stack_grads: Tensor
+
+
+@dataclass(frozen=True)
+class StackedParts:
+    """The pieces of all adapters of a stack: of A, and of B by the scaling that B carries in the stack."""
+
+    a: list[StackedPart]
+    b: dict[float, list[StackedPart]]
 
 
 class StackedAdapters:
@@ -61,9 +80,10 @@ class StackedAdapters:
         self._name(adapters)
         self.rank = common_rank(adapters) if rank is None else rank
         self.stacks = [self._allocate(shape_group, dtype, device) for shape_group in shape_groups]
-        self._masks = [slice_masks(shape_group, device) for shape_group in shape_groups]
-        firsts = [shape_group.first for shape_group in shape_groups]
-        self._whole = [len(target.slices[0].local_rows) == target.out_features for target in firsts]
+        self._blocks = [
+            [row_blocks(fused_slice.local_rows) for fused_slice in shape_group.first.slices]
+            for shape_group in shape_groups
+        ]
         self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
 
     def take(self, adapters: Sequence[Adapter | None]) -> bool:
@@ -91,6 +111,7 @@ class StackedAdapters:
 
     def _name(self, adapters: Sequence[Adapter | None]) -> None:
         self.adapters = tuple(adapters)
+        self._found_parts: StackedParts | None = None
         rates = [0.0 if adapter is None else adapter.lora.dropout for adapter in adapters]
         self.dropouts = to_device(torch.tensor(rates), self._device)
 
@@ -113,37 +134,49 @@ class StackedAdapters:
         for stack in self.stacks:
             stack.a_grads.zero_()
             stack.b_grads.zero_()
-        for index, adapter in enumerate(self.adapters):
-            if adapter is None:
-                continue
-            rank, scaling = adapter.lora.rank, adapter.lora.scaling
-            for span, values in adapter.views(adapter.values.detach()):
-                stack = self.stacks[span.shape_group]
-                if span.factor == "a":
-                    self._slices(span.shape_group, stack.a.transpose(-1, -2), index, rank).copy_(values)
-                else:
-                    out = self._slices(span.shape_group, stack.b, index, rank)
-                    torch.mul(values.unsqueeze(2), self._masks[span.shape_group] * scaling, out=out)
+        if self._parts.a:
+            torch._foreach_copy_([part.stack for part in self._parts.a], [part.values for part in self._parts.a])
+        for scaling, parts in self._parts.b.items():
+            for part in parts:
+                torch.mul(part.values, scaling, out=part.stack)
 
     def collect(self) -> None:
         """Add the gathered gradients to the adapters' own."""
-        for index, adapter in enumerate(self.adapters):
-            if adapter is None:
+        for scaling, parts in ((1.0, self._parts.a), *self._parts.b.items()):
+            if parts:
+                torch._foreach_add_([part.grads for part in parts], [part.stack_grads for part in parts], alpha=scaling)
+        for adapter in self.adapters:
+            if adapter is not None:
+                adapter.accumulated = True
+
+    @property
+    def _parts(self) -> StackedParts:
+        """Made once for the adapters that are served: of 32 adapters there are hundreds."""
+        if self._found_parts is None:
+            found = StackedParts([], {})
+            for index, adapter in enumerate(self.adapters):
+                if adapter is not None:
+                    self._add_parts(found, index, adapter)
+            self._found_parts = found
+        return self._found_parts
+
+    def _add_parts(self, found: StackedParts, index: int, adapter: Adapter) -> None:
+        of_scaling = found.b.setdefault(adapter.lora.scaling, [])
+        both = zip(adapter.views(adapter.values.detach()), adapter.views(adapter.grads), strict=True)
+        for (span, values), (_, grads) in both:
+            number, stack = span.shape_group, self.stacks[span.shape_group]
+            if span.factor == "a":
+                of_stack, of_grads = (
+                    self._slices(number, of.mT, index, adapter.lora.rank) for of in (stack.a, stack.a_grads)
+                )
+                found.a.append(StackedPart(values, grads, of_stack, of_grads))
                 continue
-            rank, scaling = adapter.lora.rank, adapter.lora.scaling
-            for span, grads in adapter.views(adapter.grads):
-                stack = self.stacks[span.shape_group]
-                if span.factor == "a":
-                    grads.add_(self._slices(span.shape_group, stack.a_grads.transpose(-1, -2), index, rank))
-                    continue
-                found = self._slices(span.shape_group, stack.b_grads, index, rank)
-                if found.shape[2] == 1 and self._whole[span.shape_group]:
-                    grads.add_(found[:, :, 0], alpha=scaling)
-                else:
-                    # where, not a product: outside its rows a slice's gradient may be anything.
-                    own = torch.where(self._masks[span.shape_group] > 0, found, 0.0)
-                    grads.add_(own.sum(2), alpha=scaling)
-            adapter.accumulated = True
+            of_stack, of_grads = (self._slices(number, of, index, adapter.lora.rank) for of in (stack.b, stack.b_grads))
+            for slice_number, blocks in enumerate(self._blocks[number]):
+                for block in blocks:
+                    # Outside its rows a slice's gradient may be anything, and is not looked at.
+                    whole = (values, grads, of_stack[:, :, slice_number], of_grads[:, :, slice_number])
+                    of_scaling.append(StackedPart(*(block.of(tensor) for tensor in whole)))
 
     def factors(self, shape_group: int, layer: int, index: int | None) -> FactorsAndGrads:
         """(A, its gradients, B, its gradients) of one layer: [adapters * experts, ...], or of one adapter of a dense layer."""
@@ -178,12 +211,3 @@ def common_rank(adapters: Sequence[Adapter | None]) -> int:
     """The rank that all are padded to: the largest; with several, a multiple that grouped kernels take."""
     largest = max((adapter.lora.rank for adapter in adapters if adapter is not None), default=1)
     return largest if len(adapters) == 1 else -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE
-
-
-def slice_masks(shape_group: ShapeGroup, device: torch.device) -> Tensor:
-    """float32 [slices, 1, out]: 1 where an output row belongs to a slice."""
-    target = shape_group.first
-    masks = torch.zeros(len(target.slices), 1, target.out_features)
-    for number, fused_slice in enumerate(target.slices):
-        masks[number, 0, fused_slice.local_rows] = 1
-    return masks.to(device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
+from megascend.kernels.norm import square_sum
 from megascend.reference_te.unsupported import refuse_settings
 
 MEGATRON_NAMES = {
@@ -164,8 +165,8 @@ def multi_tensor_l2norm(
     tensors = tensor_lists[0]
     if not tensors:
         return torch.zeros(1), torch.zeros(0)
-    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
-    return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms[:0]
+    squares = torch.stack([square_sum(tensor) for tensor in tensors])
+    return squares.sum().sqrt().reshape(1), squares.sqrt() if per_tensor else squares[:0]
 
 
 def multi_tensor_scale(

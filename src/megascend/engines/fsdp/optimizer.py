@@ -13,6 +13,7 @@ from megascend.config import Adam, Precision, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.adamw import MainAdamW
 from megascend.engines.fsdp.shards import LocalShard
+from megascend.kernels.norm import square_sum
 
 
 class Optimizer(MainAdamW):
@@ -57,8 +58,7 @@ class Optimizer(MainAdamW):
         Summed over all ranks, it is the same float on all of them, and so is what each of them decides.
         """
         device = self._groups.device
-        norms = [torch.linalg.vector_norm(grad) for grad in grads]
-        total = torch.stack(norms).square().sum() if norms else torch.zeros(())
+        total = torch.stack([square_sum(grad) for grad in grads]).sum() if grads else torch.zeros(())
         total = total.to(device)
         if self._groups.topology.world_size > 1:
             with self._groups.monitor.phase("gradient norm"):

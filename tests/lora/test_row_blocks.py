@@ -1,0 +1,34 @@
+"""Rows of a fused layer as blocks: the views are the rows that were asked for, in their order."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascend.lora.row_blocks import RowBlocks, row_blocks
+
+
+@given(st.sets(st.integers(0, 60), min_size=1).map(sorted))
+def test_any_rows(rows):
+    tensor = torch.arange(2 * 61).view(2, 61)
+    found = torch.cat([block.of(tensor).flatten(1) for block in row_blocks(torch.tensor(rows))], dim=1)
+    assert torch.equal(found, tensor[:, rows])
+
+
+@given(groups=st.integers(1, 4), heads=st.integers(1, 3), width=st.integers(1, 5))
+def test_q_k_and_v_are_one_block_each(groups, heads, width):
+    rows = torch.arange(groups * (heads + 2) * width).view(groups, heads + 2, width)
+    for chosen in (rows[:, :heads], rows[:, heads], rows[:, heads + 1]):
+        assert len(row_blocks(chosen.flatten())) == 1
+
+
+def test_what_is_written_through_a_view_arrives():
+    tensor = torch.zeros(3, 12)
+    RowBlocks(start=1, length=2, step=4, count=3).of(tensor).add_(1.0)
+    assert tensor[0].tolist() == [0, 1, 1, 0] * 3
+
+
+@pytest.mark.parametrize("rows", [[3, 2], [1, 1]])
+def test_rows_in_no_order_are_refused(rows):
+    with pytest.raises(ValueError, match="ascend"):
+        row_blocks(torch.tensor(rows))
