@@ -6,17 +6,21 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megascend import Batching, Parallel
 from megascend.app import self_check_ahead
+from megascend.app.loop import train
+from megascend.app.self_check_ahead import SelfCheckAhead
 from megascend.config import RunConfig
-from megascend.errors import PlatformError, SelfCheckError
-from megascend.selfcheck import check, process
+from megascend.errors import CheckpointError, PlatformError, SelfCheckError
+from megascend.selfcheck import check, places, process
 from megascend.selfcheck.process import Report, TrialResult
 from megascend.selfcheck.verdict import PROVEN, Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
@@ -43,7 +47,7 @@ def counted(monkeypatch, findings: list[TrialResult], log: Path | None = None) -
     """Replace the worker; returns the numbers of trials that it was asked for."""
     calls: list[int] = []
 
-    def run(trials):
+    def run(trials, worker=None):
         calls.append(len(trials))
         if log is not None:
             with log.open("a") as file:
@@ -73,7 +77,7 @@ def test_whatever_a_verdict_depends_on_is_in_its_key(monkeypatch) -> None:
         check.key(slice_of(QWEN, longest=13)),
     ]
     with monkeypatch.context() as changed:
-        changed.setattr(check.metadata, "version", lambda name: "9")
+        changed.setattr(places.metadata, "version", lambda name: "9")
         keys.append(check.key(part))
     with monkeypatch.context() as changed:
         changed.setattr(check, "own_code", lambda: "another check")
@@ -114,7 +118,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog) -
 
 
 def test_a_worker_that_dies_is_no_verdict_to_keep(folder, monkeypatch) -> None:
-    def run(trials):
+    def run(trials, worker=None):
         raise PlatformError("its process has ended with exit code -9")
 
     monkeypatch.setattr(process, "run", run)
@@ -187,18 +191,61 @@ class TestBackend:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
         for rank, config in ((1, run), (0, run.model_copy(update={"self_check": False})), (0, run)):
-            if (thread := self_check_ahead.begin(config, rank)) is not None:
-                thread.join(60)
+            ahead = SelfCheckAhead(config, rank)
+            ahead.begin()
+            if ahead.thread is not None:
+                ahead.thread.join(60)
         assert calls == [1]
         with backend_of(model, batching=run.batching) as backend:
             assert backend.self_check.cached
         assert calls == [1]
+
+    def test_a_worker_that_stood_by_makes_the_verdict_and_the_next_run_needs_none(self, parity_folder, folder):
+        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
+        run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
+        ahead = SelfCheckAhead(run, 0)
+        ahead.stand_by()
+        (worker,) = workers()
+        ahead.begin()
+        ahead.thread.join(120)
+        assert not ahead.thread.is_alive()
+        assert not worker.is_running()
+        (kept,) = folder.glob("*.json")
+        assert json.loads(kept.read_text())["status"] == "agrees"
+        following = SelfCheckAhead(run, 0)
+        following.stand_by()
+        assert workers() == []
+
+    def test_a_run_that_is_refused_leaves_no_worker(self, parity_folder, folder, monkeypatch):
+        started = []
+        monkeypatch.setattr(self_check_ahead, "Worker", lambda: started.append(process.Worker()) or started[-1])
+        model, data = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "chat.jsonl"
+        data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+        run = {"model": model, "output": folder.parent / "run", "data": {"path": data}, "platform": "cpu"}
+        with pytest.raises(CheckpointError, match="vocabulary is missing"):
+            train(RunConfig.model_validate(run))
+        assert len(started) == 1
+        assert workers() == []
+
+    def test_no_worker_stands_by_where_it_may_not_be_asked(self, parity_folder, folder):
+        model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
+        raw = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(raw | {"sliding_window": 8}))
+        run = {"model": model, "output": folder, "data": {"path": "chat.jsonl"}}
+        for settings, rank in (({}, 0), ({"self_check": False}, 0), ({}, 1)):
+            SelfCheckAhead(RunConfig.model_validate(run | settings), rank).stand_by()
+        assert workers() == []
 
     @pytest.mark.nightly
     def test_a_run_without_long_samples_is_checked_without_them(self, parity_folder) -> None:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         with backend_of(model, batching=Batching(max_length=13)) as backend:
             assert backend.self_check.lengths == [3, 8, 13]
+
+
+def workers() -> list[psutil.Process]:
+    """Processes of this one that check."""
+    return [each for each in psutil.Process().children() if "megascend.app.self_check_worker" in each.cmdline()]
 
 
 def told(verdict: Verdict, model_type: str) -> list[str]:

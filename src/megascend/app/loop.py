@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
@@ -106,7 +105,7 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
         try:
             return run(config, start, overwrite, resume)
         finally:
-            gc.unfreeze()  # the caller's own objects are among those that run() has frozen
+            start.close()
 
 
 def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | None) -> TrainResult:

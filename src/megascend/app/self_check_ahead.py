@@ -1,52 +1,97 @@
 """The self-check of a run's model, begun while the process still imports Megatron and builds.
 
 Its verdict is kept on the disk, where the backend looks for it, or waits until it is there. So this is a matter of time alone:
-what is asked for ahead in vain is not used.
+what is asked for ahead in vain is not used. Where no run has asked for a verdict on these settings, the process that makes it
+imports what it needs from the start of this one on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sys
 import threading
+from pathlib import Path
 
 from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
 from megascend.errors import MegascendError
-from megascend.huggingface.architectures import make_known_to_transformers
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.selfcheck.check import examine
+from megascend.selfcheck.places import cache_folder, versions
+from megascend.selfcheck.process import Worker
 
 
-def begin(config: TrainerConfig, rank: int) -> threading.Thread | None:
-    """Ask for the verdict on ``config.model``, on rank 0 and in the background.
+class SelfCheckAhead:
+    """On rank 0, what may be done of a run's self-check before the backend asks for its verdict. Used from one thread."""
 
-    Returns:
-        What works on it; it does not keep the process from ending. None: there is nothing to ask for, or a sliding window, of
-        which only the model's Megatron configuration says whether it is in force; or the model cannot be read, which is told
-        where it is needed.
-    """
-    if rank != 0 or not config.self_check or not needs(config.engine).megatron:
-        return None
-    from transformers import AutoConfig
+    def __init__(self, config: TrainerConfig, rank: int) -> None:
+        self._config, self._worker = config, None
+        self._concerns = rank == 0 and bool(config.self_check) and needs(config.engine).megatron
+        self.thread: threading.Thread | None = None
 
-    try:
-        make_known_to_transformers(config.model)
-        found = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
-        full = json.loads(found.to_json_string(use_diff=False))
-        raw = json.loads((config.model / "config.json").read_text())
-        limits = [config.batching.max_length, inspect_checkpoint(config.model).shape.max_position]
-    except Exception:  # noqa: BLE001  a configuration may be anything
-        return None
-    if getattr(found, "sliding_window", None) is not None:
-        return None
-    longest = min((limit for limit in limits if limit is not None), default=sys.maxsize)
+    def stand_by(self) -> None:
+        """Start the worker, unless a run has asked for the verdict before."""
+        if not self._concerns:
+            return
+        with contextlib.suppress(OSError, ValueError):  # told where they are needed
+            raw = json.loads((self._config.model / "config.json").read_text())
+            if raw.get("sliding_window") is None and not self._asked_before.exists():
+                self._worker = Worker()
 
-    def work() -> None:
-        with contextlib.suppress(MegascendError):  # likewise
-            examine(raw, full, longest, window_in_force=False)
+    def begin(self) -> None:
+        """Ask for the verdict, in the background; :attr:`thread` works on it and does not keep the process from ending.
 
-    thread = threading.Thread(target=work, name="megascend-self-check-ahead", daemon=True)
-    thread.start()
-    return thread
+        Not where there is nothing to ask for; nor with a sliding window, of which only the model's Megatron configuration says
+        whether it is in force; nor if the model cannot be read, which is told where it is needed.
+        """
+        if not self._concerns:
+            return
+        from transformers import AutoConfig
+
+        from megascend.huggingface.architectures import make_known_to_transformers
+        from megascend.huggingface.info import inspect_checkpoint
+        from megascend.selfcheck.check import examine
+
+        config = self._config
+        try:
+            make_known_to_transformers(config.model)
+            found = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
+            full = json.loads(found.to_json_string(use_diff=False))
+            raw = json.loads((config.model / "config.json").read_text())
+            limits = [config.batching.max_length, inspect_checkpoint(config.model).shape.max_position]
+        except Exception:  # noqa: BLE001  a configuration may be anything
+            return
+        if getattr(found, "sliding_window", None) is not None:
+            return
+        longest = min((limit for limit in limits if limit is not None), default=sys.maxsize)
+        worker, self._worker = self._worker, None
+
+        def work() -> None:
+            try:
+                with contextlib.suppress(MegascendError):  # likewise
+                    examine(raw, full, longest, window_in_force=False, worker=worker)
+                with contextlib.suppress(OSError):
+                    self._asked_before.touch()
+            finally:
+                if worker is not None:
+                    worker.close()
+
+        self.thread = threading.Thread(target=work, name="megascend-self-check-ahead", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """End a worker that has nothing to do."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    @property
+    def _asked_before(self) -> Path:
+        """A file that is there once a run has asked: its name is of what can be known without importing anything."""
+        content = [
+            (self._config.model / "config.json").read_text(),
+            self._config.batching.max_length,
+            versions(),
+        ]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+        return cache_folder() / f"{digest}.asked"

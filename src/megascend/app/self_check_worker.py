@@ -1,7 +1,9 @@
-"""``python -m megascend.app.self_check_worker JOB RESULT``: small models in transformers and in Megatron-Core, on the CPU.
+"""``python -m megascend.app.self_check_worker``: small models in transformers and in Megatron-Core, on the CPU.
+
+It imports, reads the name of a file with its job from its standard input, and works; without a name it ends.
 
 The transformers side of every model comes first: building an mcore-bridge model changes what transformers builds
-afterwards. The Megatron side is the backend as any program constructs it. JOB and RESULT are JSON files:
+afterwards. The Megatron side is the backend as any program constructs it. Job and result are JSON files:
 :mod:`megascend.selfcheck.process` says what is in them.
 """
 
@@ -34,14 +36,18 @@ ATTEMPTS = 40
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def main(job_path: str, result_path: str) -> None:
+def main() -> None:
     """Work through a job; what goes wrong with one of its models is part of the result."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody waits for the result of a process that is gone
-    started = time.perf_counter()
     torch.set_num_threads(1)
     read_once_on_import()
     for name in HIDDEN_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]
+    from transformers import AutoModelForCausalLM  # noqa: F401  while there may be no job yet
+
+    if not (job_path := sys.stdin.readline().strip()):
+        return
+    started = time.perf_counter()
     job = json.loads(Path(job_path).read_text())
     for architecture in job["architectures"]:
         register_architecture(**architecture)
@@ -61,7 +67,7 @@ def main(job_path: str, result_path: str) -> None:
         "reference_seconds": made_ready - started,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    Path(result_path).write_text(json.dumps(result))
+    Path(job["result"]).write_text(json.dumps(result))
 
 
 # --- transformers ---
@@ -227,4 +233,4 @@ def described(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main()

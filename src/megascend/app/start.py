@@ -13,6 +13,7 @@ from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
 
 if TYPE_CHECKING:
+    from megascend.app.self_check_ahead import SelfCheckAhead
     from megascend.backend import Backend
     from megascend.bootstrap import Runtime
 
@@ -24,6 +25,7 @@ class Start:
         launch: this process among those of the run.
         event_log: of the run.
         phases: where the time goes.
+        self_check: what is done of it ahead, once the process is made ready.
     """
 
     def __init__(self, config: TrainerConfig, overwrite: bool, resume: str | Path | None) -> None:
@@ -33,6 +35,7 @@ class Start:
             ConfigError, CheckpointError: as :func:`megascend.app.resume.check_start`.
         """
         self.phases = StartPhases()
+        self.self_check: SelfCheckAhead | None = None
         self.phases.ended("Python")
         self.launch = Launch.from_environment()
         check_start(config.output, overwrite, resume, self.launch)
@@ -40,7 +43,12 @@ class Start:
 
     def process(self, config: TrainerConfig) -> Runtime:
         """Make the process ready, before anything imports Megatron; transformers is there afterwards."""
-        from megascend.app.run import bootstrap
+        from megascend.app.self_check_ahead import SelfCheckAhead
+
+        self.self_check = SelfCheckAhead(config, self.launch.rank)
+        self.self_check.stand_by()
+
+        from megascend.app.run import bootstrap  # which imports torch
 
         self.phases.ended("settings")
         runtime = bootstrap(config)
@@ -54,14 +62,14 @@ class Start:
 
     def engine(self, config: TrainerConfig, runtime: Runtime) -> None:
         """Import what the engine needs, the self-check of the model beside it: data and settings have been found fit."""
-        from megascend.app import self_check_ahead
         from megascend.bootstrap.engines import needs
 
         self.phases.ended("data")
         megatron = needs(config.engine).megatron
         if megatron:
-            # In another process, which nothing that is refused may leave behind; its verdict is needed when the model is built.
-            self_check_ahead.begin(config, self.launch.rank)
+            # In another process; its verdict is needed when the model is built.
+            assert self.self_check is not None
+            self.self_check.begin()
             runtime.load_megatron()
         # Modules stay: garbage collection need not look through them again, between steps least of all.
         gc.collect()
@@ -82,6 +90,12 @@ class Start:
         """Say how long it took until the first step begins."""
         self.phases.ended("preparing")
         print(f"ready after {self.phases}", flush=True)
+
+    def close(self) -> None:
+        """Whatever became of the run: no process of its start is left."""
+        gc.unfreeze()  # the caller's own objects are among those that have been frozen
+        if self.self_check is not None:
+            self.self_check.close()
 
     def first_step(self) -> None:
         """The first step is done: its time and that of everything before it go to the log."""

@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +17,14 @@ from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError
 from megascend.huggingface.architectures import registered
 from megascend.selfcheck import process, suspects
-from megascend.selfcheck.process import Trial, TrialResult
+from megascend.selfcheck.places import cache_folder, versions
+from megascend.selfcheck.process import Trial, TrialResult, Worker
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_about
 
 if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
 
-PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
 UNCONCERNED = ("cli", "testing")
 """Folders of this package whose code cannot change a verdict."""
 POLL_S = 0.5
@@ -96,8 +95,10 @@ def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
     return from_rank_0(result, groups, "the self-check")
 
 
-def examine(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool) -> Verdict:
-    """The verdict on a configuration: from the disk, or found out now and kept there."""
+def examine(
+    raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool, worker: Worker | None = None
+) -> Verdict:
+    """The verdict on a configuration: from the disk, or found out now, by ``worker`` if there is one, and kept there."""
     try:
         part = slice_model(raw, full, longest, window_in_force)
     except CannotSliceError as error:
@@ -108,7 +109,7 @@ def examine(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, windo
         with files.locked(path):
             if (known := _kept(path)) is not None:
                 return known
-            verdict, final = find_out(part)
+            verdict, final = find_out(part, worker)
             if final:
                 keep(path, verdict)
             return verdict
@@ -132,10 +133,10 @@ def _kept(path: Path) -> Verdict | None:
         return None
 
 
-def find_out(part: Slice) -> tuple[Verdict, bool]:
+def find_out(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
     """Compare the two sides on a slice; also whether the answer would be the same another time."""
     try:
-        report = process.run([Trial(part.config, part.lengths)])
+        report = process.run([Trial(part.config, part.lengths)], worker)
     except PlatformError as error:
         return replace(of_slice(part), reason=str(error)), False
     found = report.findings[0]
@@ -183,11 +184,6 @@ def name_the_setting(part: Slice, found: TrialResult) -> tuple[list[Convicted], 
 # --- where verdicts are kept ---
 
 
-def cache_folder() -> Path:
-    """``self-check`` in the folder of :func:`megascend.files.cache_folder`."""
-    return files.cache_folder() / "self-check"
-
-
 def place(part: Slice) -> Path:
     """The file of the verdict on ``part``."""
     return cache_folder() / f"{key(part)}.json"
@@ -195,8 +191,12 @@ def place(part: Slice) -> Path:
 
 def key(part: Slice) -> str:
     """Of everything that a verdict depends on: the slice, the packages' versions, our code and its architecture's."""
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    content: dict[str, Any] = {"config": part.config, "lengths": part.lengths, "versions": versions, "code": own_code()}
+    content: dict[str, Any] = {
+        "config": part.config,
+        "lengths": part.lengths,
+        "versions": versions(),
+        "code": own_code(),
+    }
     if (architecture := registered(part.config.get("model_type"))) is not None:
         content["architecture"] = architecture.code()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -216,6 +216,6 @@ def own_code() -> str:
 
 def sides() -> str:
     """The two sides, with their versions."""
-    of = {name: metadata.version(name) for name in PACKAGES}
+    of = versions()
     megatron = f"Megatron-Core {of['megatron-core']} (through mcore-bridge {of['mcore-bridge']})"
     return f"transformers {of['transformers']} and {megatron}"

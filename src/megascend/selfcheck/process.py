@@ -1,4 +1,4 @@
-"""Starting the worker and reading what it found."""
+"""The process that checks, and what it found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,44 +92,83 @@ class Report:
     peak_bytes: int
 
 
-def run(trials: Sequence[Trial], deadline_s: float = DEADLINE_S) -> Report:
-    """Build and compare the models of ``trials`` in a process of its own, on the CPU.
+class Worker:
+    """A process that imports what a check needs, and then waits for its job.
 
-    Raises:
-        PlatformError: the process ended without a report, or took longer than ``deadline_s``.
+    A context manager, which ends it; it ends with this process in any case.
     """
-    with tempfile.TemporaryDirectory(prefix="megascend-self-check-") as name:
-        folder = Path(name)
-        job, result = folder / "job.json", folder / "result.json"
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="megascend-self-check-")
+        self._path = Path(self._folder.name)
+        with (self._path / "errors").open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megascend.app.self_check_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                text=True,
+                env=plain_environment() | faster_start(),
+                cwd=self._path,
+            )
+        # A thread in the background is not asked when the process ends.
+        atexit.register(self.close)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        atexit.unregister(self.close)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # a job that it has not read
+            self._process.stdin.close()
+        self._folder.cleanup()
+
+    def work(self, trials: Sequence[Trial], deadline_s: float) -> Report:
+        """Build and compare the models of ``trials``; once.
+
+        Raises:
+            PlatformError: the process ended without a report, or took longer than ``deadline_s``.
+        """
+        job, result = self._path / "job.json", self._path / "result.json"
         found_outside = {kind: registered(kind) for kind in (trial.config.get("model_type") for trial in trials)}
         job.write_text(
             json.dumps(
                 {
-                    "folder": str(folder / "models"),
+                    "folder": str(self._path / "models"),
+                    "result": str(result),
                     "trials": [vars(trial) for trial in trials],
                     "architectures": [vars(each) for each in found_outside.values() if each is not None],
                 }
             )
         )
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "megascend.app.self_check_worker", str(job), str(result)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=plain_environment() | faster_start(),
-            cwd=folder,
-        )
-        with _ended_with_this_process(worker):
-            try:
-                _, errors = worker.communicate(timeout=deadline_s)
-            except subprocess.TimeoutExpired as error:
-                raise PlatformError(f"its process has taken longer than {deadline_s:.0f} s") from error
-        if worker.returncode or not result.is_file():
-            end = " ".join(errors.split())[-600:]
-            raise PlatformError(f"its process has ended with exit code {worker.returncode}: {end}")
+        try:
+            self._process.communicate(f"{job}\n", timeout=deadline_s)
+        except subprocess.TimeoutExpired as error:
+            raise PlatformError(f"its process has taken longer than {deadline_s:.0f} s") from error
+        if self._process.returncode or not result.is_file():
+            end = " ".join((self._path / "errors").read_text(errors="replace").split())[-600:]
+            raise PlatformError(f"its process has ended with exit code {self._process.returncode}: {end}")
         found = json.loads(result.read_text())
-    findings = [TrialResult(**each) for each in found["findings"]]
-    return Report(findings, found["seconds"], found["peak_bytes"])
+        findings = [TrialResult(**each) for each in found["findings"]]
+        return Report(findings, found["seconds"], found["peak_bytes"])
+
+
+def run(trials: Sequence[Trial], worker: Worker | None = None, deadline_s: float = DEADLINE_S) -> Report:
+    """What ``worker``, or a new one, finds out about ``trials``, on the CPU; it is ended then.
+
+    Raises:
+        PlatformError: as :meth:`Worker.work`.
+    """
+    with worker or Worker() as at_work:
+        return at_work.work(trials, deadline_s)
 
 
 def faster_start() -> dict[str, str]:
@@ -137,20 +176,3 @@ def faster_start() -> dict[str, str]:
     if cpu_products.VARIABLE in os.environ or not cpu_products.shows_amx():
         return {}
     return {cpu_products.VARIABLE: cpu_products.WITHOUT_AMX}
-
-
-@contextlib.contextmanager
-def _ended_with_this_process(worker: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill ``worker`` when the block ends, or the process: a thread in the background is not asked when that happens."""
-
-    def end() -> None:
-        if worker.poll() is None:
-            worker.kill()
-            worker.wait()
-
-    atexit.register(end)
-    try:
-        yield
-    finally:
-        atexit.unregister(end)
-        end()

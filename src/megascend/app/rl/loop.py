@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -103,7 +102,7 @@ def train_rl(
         try:
             return run(config, start, overwrite, resume, engines)
         finally:
-            gc.unfreeze()
+            start.close()
 
 
 def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | None, engines: EngineFactory) -> RlResult:
