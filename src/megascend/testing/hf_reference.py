@@ -4,20 +4,24 @@
 
 JOB names a checkpoint, samples (token ids, prompt lengths, and what the loss needs) and optimizer settings. RESULT holds
 the losses and gradient norms of every step and the first logits of every sample; with ``weights`` the trained weights too, by the
-names of a checkpoint. All of it is computed in ``dtype``, default ``float32``. Policy and preference losses are written
-out here from their papers. With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its
-definition (Fedus et al. 2021, eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
+names of a checkpoint. All of it is computed in ``dtype``, default ``float32``; in ``bfloat16`` the model and its gradients of a
+sample, with weights, gradients' sums and AdamW in fp32. Policy and preference losses are written out here from their papers.
+With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its definition (Fedus et al. 2021,
+eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 
@@ -28,22 +32,52 @@ def main(job_path: str, result_path: str) -> None:
     dtype = getattr(torch, job.get("dtype", "float32"))
     # Grouped products of experts are not there in 64 bits.
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        job["checkpoint"], dtype=dtype, attn_implementation="eager", local_files_only=True, **eager
+    stored = torch.float32 if dtype == torch.bfloat16 else dtype
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        job["checkpoint"], dtype=stored, attn_implementation="eager", local_files_only=True, **eager
     )
     model.train()
+    if stored != dtype:
+        model = Rounded(model, dtype)
     samples = job["samples"]
     result: dict[str, Tensor] = {}
-    with torch.no_grad():
+    precise = InDouble if dtype == torch.float64 else contextlib.nullcontext
+    with torch.no_grad(), precise():
         for index, sample in enumerate(samples):
             tokens = torch.tensor(sample["token_ids"])
             result[f"logits.{index}"] = model(tokens[None, :-1]).logits[0].contiguous()
     if job["steps"]:
-        losses, norms = train(model, samples, job)
-        result["losses"], result["grad_norms"] = torch.tensor(losses, dtype=dtype), torch.tensor(norms, dtype=dtype)
+        with precise():
+            losses, norms = train(model, samples, job)
+        result["losses"], result["grad_norms"] = torch.tensor(losses, dtype=stored), torch.tensor(norms, dtype=stored)
     if job.get("weights"):
         result |= {f"weights.{name}": tensor.contiguous() for name, tensor in checkpoint_weights(model).items()}
     save_file(result, result_path)
+
+
+class Rounded:
+    """A model whose weights are rounded to ``dtype`` at each call; what it computes follows from them."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.model, self.rounded_to = model, dtype
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        weights = {name: parameter.to(self.rounded_to) for name, parameter in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, weights, args, options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class InDouble(TorchFunctionMode):
+    """What models ask to be computed in fp32, whatever their parameters are (norms, routers), is computed in fp64 too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def checkpoint_weights(model: Any) -> dict[str, Tensor]:
@@ -55,8 +89,17 @@ def checkpoint_weights(model: Any) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, own).items()}
 
 
-def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms (before clipping) of ``job["steps"]`` steps on the same samples."""
+def train(
+    model: Any,
+    samples: list[dict[str, Any]],
+    job: dict[str, Any],
+    before: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None,
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms (before clipping) of ``job["steps"]`` steps on the same samples.
+
+    Args:
+        before: called before each step with its number and the optimizer.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() <= 1]
@@ -67,7 +110,8 @@ def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tup
         eps=1e-8,
     )
     losses, norms = [], []
-    for _ in range(job["steps"]):
+    for step in range(job["steps"]):
+        before(step, optimizer)
         optimizer.zero_grad()
         loss = batch_loss(model, samples, job["loss"], job.get("reduction", "mean"))
         total = loss
@@ -86,7 +130,7 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: 
     margins: dict[Any, dict[bool, Tensor]] = {}
     for sample in samples:
         tokens = torch.tensor(sample["token_ids"])
-        logprobs = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs = model(tokens[None, :-1]).logits[0].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
         if "weights" in sample:
             weights = torch.tensor(sample["weights"], dtype=torch.float32)

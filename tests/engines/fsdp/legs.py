@@ -27,9 +27,9 @@ def run_leg(
 
     Returns:
         ``losses``, ``norms``; ``saved``, ``loaded``, ``weights``: the weights there, by Hugging Face's names, and at the end; on
-        rank 0.
+        rank 0. ``before``: those before each step, of a run without an adapter.
     """
-    found: dict[str, Any] = {"losses": [], "norms": [], "saved": {}, "loaded": {}}
+    found: dict[str, Any] = {"losses": [], "norms": [], "before": [], "saved": {}, "loaded": {}}
     with make() as backend:
         if load is not None:
             found["progress"] = backend.load(load)
@@ -41,6 +41,8 @@ def run_leg(
             if save is not None and step == save[0]:
                 backend.save(save[1], progress={"at": step}, wait=True)
                 found["saved"] = weights_of(backend, adapter)
+            if adapter is None:
+                found["before"].append(weights_of(backend, adapter))
             found["losses"].append(backend.forward_backward(samples, adapter=adapter).loss)
             found["norms"].append(backend.optimizer_step().grad_norm)
         found["weights"] = weights_of(backend, adapter)

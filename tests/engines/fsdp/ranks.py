@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from legs import run_leg
+from legs import run_leg, weights_of
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
@@ -64,13 +64,16 @@ class Found(dict[str, Any]):
 def trajectory(
     checkpoint: str, world_size: int, steps: int = STEPS, weights: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Losses and norms of rank 0, equal on all; trained weights, where asked for; what each rank read and imported."""
+    """Losses and norms of rank 0, equal on all; where asked for, weights after all steps, and before each; what each rank read
+    and imported."""
 
     def on_rank() -> Found:
         backend = make(checkpoint, **options)
         samples = backend.shard(causal_samples(token_lists()))
-        found = Found(losses=[], norms=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
+        found = Found(losses=[], norms=[], before=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
         for _ in range(steps):
+            if weights:
+                found["before"].append(weights_of(backend, None))
             found["told"] = []
             backend.on_micro_batch = lambda done, count: found["told"].append((done, count))
             with all_reduces(backend.groups.device_group("world")) as reductions:
@@ -80,7 +83,7 @@ def trajectory(
             found["losses"].append(result.loss)
             found["norms"].append(backend.optimizer_step().grad_norm)
         if weights:
-            found["weights"] = {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
+            found["weights"] = weights_of(backend, None)
         backend.close()
         found["foreign"] = sorted(name for name in sys.modules if name.startswith(FOREIGN))
         found["patched"] = torch.cuda.get_rng_state.__module__

@@ -1,0 +1,50 @@
+"""Steps of an engine held against Hugging Face's, each from the weights that the engine had before it.
+
+Mixtures of experts amplify rounding: Adam makes up to the learning rate of a gradient that is about 0, probabilities of routers
+move by 1e-4, and a choice that is nearly a tie goes the other way, at a step that depends on the processor. Two right
+trajectories have nothing in common then; their steps have.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megascend.testing import parity
+from megascend.testing.reference import run_reference
+
+HF_STEPS = Path(__file__).with_name("hf_steps.py")
+
+STEP_WEIGHTS = 5e-6
+"""Bound for weights after one step. Rounding is 2e-7; a step without weight decay would be off by 5e-5."""
+
+
+def apart_by_step(
+    losses: list[float], norms: list[float], weights: list[dict[str, Tensor]], checkpoint: Path, folder: Path
+) -> tuple[float, float, float]:
+    """How far losses, norms and the weights after each step are from Hugging Face's with torch AdamW, which has the engine's
+    weights before each step and its own moments since the first one.
+
+    Args:
+        weights: before each step and after the last one, by the names of a checkpoint.
+        folder: for files.
+    """
+    at, job, result = folder / "at", folder / "by-step.json", folder / "by-step"
+    save_file({f"{n}.{name}": part.contiguous() for n, of in enumerate(weights) for name, part in of.items()}, at)
+    settings = {"lr": parity.LR, "weight_decay": parity.WEIGHT_DECAY, "max_grad_norm": parity.MAX_GRAD_NORM}
+    samples = [{"token_ids": ids, "prompt_length": parity.PROMPT} for ids in parity.token_lists()]
+    script = Path(parity.__file__).with_name("hf_reference.py")
+    files = {"checkpoint": str(checkpoint), "at": str(at), "hf_reference": str(script)}
+    run = {"samples": samples, "loss": "cross_entropy", "aux_loss": 0.0, "steps": len(losses)}
+    job.write_text(json.dumps(settings | files | run))
+    done = run_reference(HF_STEPS, job, result)
+    assert done.returncode == 0, done.stderr[-4000:]
+    theirs = {name: values.tolist() for name, values in load_file(result).items()}
+    loss, norm = (
+        max(abs(a - b) for a, b in zip(mine, theirs[name], strict=True))
+        for mine, name in ((losses, "losses"), (norms, "grad_norms"))
+    )
+    return loss, norm, max(theirs["weights"])
