@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from megascend.testing import run_distributed
+from megascend.testing import hf_reference, run_distributed
 from megascend.testing.reference import run_reference
 
 SPOIL = """
@@ -78,3 +79,13 @@ def test_a_forked_process_has_programs_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert run_reference(parent).stdout == ours
     monkeypatch.setenv("MEGASCEND_A_TEST", "1")
     assert run_reference("import os; print(os.environ['MEGASCEND_A_TEST'])").stdout == "1\n"
+
+
+def test_what_models_ask_to_be_fp32_is_fp64_in_the_reference_of_fp64() -> None:
+    """Norms and routers ask for it in each of these ways."""
+    x = torch.rand(3, dtype=torch.float64)
+    with hf_reference.InDouble():
+        found = [x.float(), x.to(torch.float32), x.to(dtype=torch.float32), torch.softmax(x, -1, dtype=torch.float32)]
+    assert all(each.dtype == torch.float64 for each in found)
+    assert torch.equal(found[0], x)
+    assert x.float().dtype == torch.float32
