@@ -227,6 +227,19 @@ class TestBackend:
         assert len(started) == 1
         assert workers() == []
 
+    def test_a_worker_that_is_not_asked_is_ended(self, parity_folder, folder):
+        """Mistral's configuration has a sliding window where the file says nothing of one."""
+        model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
+        (model / "config.json").write_text(json.dumps({"model_type": "mistral", "max_position_embeddings": 512}))
+        ahead = SelfCheckAhead(
+            RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}}), 0
+        )
+        ahead.stand_by()
+        assert len(workers()) == 1
+        ahead.begin()
+        assert ahead.thread is None
+        assert workers() == []
+
     def test_no_worker_stands_by_where_it_may_not_be_asked(self, parity_folder, folder):
         model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
         raw = json.loads((model / "config.json").read_text())

@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
@@ -41,16 +42,41 @@ class SelfCheckAhead:
     def begin(self) -> None:
         """Ask for the verdict, in the background; :attr:`thread` works on it and does not keep the process from ending.
 
-        Not where there is nothing to ask for; nor with a sliding window, of which only the model's Megatron configuration says
-        whether it is in force; nor if the model cannot be read, which is told where it is needed.
+        Where there is nothing to ask for, a worker that stood by is ended.
         """
         if not self._concerns:
             return
+        question = self._question()
+        if question is None:
+            self.close()
+            return
+        from megascend.selfcheck.check import examine  # which imports torch
+
+        worker, self._worker = self._worker, None
+
+        def work() -> None:
+            try:
+                with contextlib.suppress(MegascendError):  # told where it is needed
+                    examine(*question, window_in_force=False, worker=worker)
+                with contextlib.suppress(OSError):
+                    self._asked_before.touch()
+            finally:
+                if worker is not None:
+                    worker.close()
+
+        self.thread = threading.Thread(target=work, name="megascend-self-check-ahead", daemon=True)
+        self.thread.start()
+
+    def _question(self) -> tuple[dict[str, Any], dict[str, Any], int] | None:
+        """The model's configuration, the same with all defaults, and tokens of the longest sample.
+
+        None with a sliding window, of which only the model's Megatron configuration says whether it is in force; or if the model
+        cannot be read, which is told where it is needed.
+        """
         from transformers import AutoConfig
 
         from megascend.huggingface.architectures import make_known_to_transformers
         from megascend.huggingface.info import inspect_checkpoint
-        from megascend.selfcheck.check import examine
 
         config = self._config
         try:
@@ -60,24 +86,10 @@ class SelfCheckAhead:
             raw = json.loads((config.model / "config.json").read_text())
             limits = [config.batching.max_length, inspect_checkpoint(config.model).shape.max_position]
         except Exception:  # noqa: BLE001  a configuration may be anything
-            return
+            return None
         if getattr(found, "sliding_window", None) is not None:
-            return
-        longest = min((limit for limit in limits if limit is not None), default=sys.maxsize)
-        worker, self._worker = self._worker, None
-
-        def work() -> None:
-            try:
-                with contextlib.suppress(MegascendError):  # likewise
-                    examine(raw, full, longest, window_in_force=False, worker=worker)
-                with contextlib.suppress(OSError):
-                    self._asked_before.touch()
-            finally:
-                if worker is not None:
-                    worker.close()
-
-        self.thread = threading.Thread(target=work, name="megascend-self-check-ahead", daemon=True)
-        self.thread.start()
+            return None
+        return raw, full, min((limit for limit in limits if limit is not None), default=sys.maxsize)
 
     def close(self) -> None:
         """End a worker that has nothing to do."""

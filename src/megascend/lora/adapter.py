@@ -94,7 +94,7 @@ class Adapter:
         """Allocate what a step needs, which must not run out of memory half way.
 
         What it needs for a moment goes back to the allocator, where the step will find it: AdamW that is not fused has two
-        vectors as large as the adapter at a time, the norm one, and both a few numbers.
+        vectors as large as the adapter at a time, and both it and the norm a few numbers.
         """
         self.moments()
         for_a_moment = [torch.empty_like(self.grads) for _ in range(2)]

@@ -45,6 +45,11 @@ def life_of(checkpoint, settings, **options):
     return figures, report
 
 
+def without_and_with(figures, settings=None):
+    """What ``figures`` makes of no setting, and of ``settings`` (default: CudaGraphs()), in a process of its own."""
+    return run_distributed(lambda: (figures(None), figures(settings or CudaGraphs())), 1, init=False)[0]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
@@ -122,10 +127,7 @@ def test_a_model_is_replayed_operation_by_operation(parity_folder):
         backend.close()
         return found, report
 
-    def both():
-        return figures(None), figures(CudaGraphs())
-
-    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    (expected, _), (found, report) = without_and_with(figures)
     apart = differences(found, expected)
     print(report, max(apart.items(), key=lambda entry: entry[1]))
     assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
@@ -150,10 +152,7 @@ def test_a_checkpoint_is_loaded_to_where_captured_work_reads(parity_folder, tmp_
         backend.close()
         return found, report
 
-    def both():
-        return figures(None), figures(CudaGraphs())
-
-    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    (expected, _), (found, report) = without_and_with(figures)
     assert found == pytest.approx(expected, rel=1e-5)
     assert found[12:] == pytest.approx(found[6:10], rel=1e-6), "what followed the save follows the load"
     assert found[12] != pytest.approx(found[10], rel=1e-3)
@@ -186,10 +185,7 @@ def test_a_capture_that_fails_leaves_no_gradient_behind(parity_folder):
         backend.close()
         return found, report
 
-    def both():
-        return figures(None), figures(CudaGraphs())
-
-    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    (expected, _), (found, report) = without_and_with(figures)
     assert max(differences(found, expected).values()) <= BOUND
     assert report.captured == 0
     assert len(report.eager) == 3, "two losses, and forward"
@@ -224,10 +220,7 @@ def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
         backend.close()
         return torch.tensor(found, dtype=torch.float64), report
 
-    def both():
-        return figures(None), figures(CudaGraphs())
-
-    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    (expected, _), (found, report) = without_and_with(figures)
     print(report, float((found - expected).abs().max()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert report.eager == {}
@@ -320,10 +313,7 @@ def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
         backend.close()
         return torch.tensor(found, dtype=torch.float64), report
 
-    def both():
-        return figures(None), figures(CudaGraphs(max_tokens=512))
-
-    (expected, _), (found, report) = run_distributed(both, 1, init=False)[0]
+    (expected, _), (found, report) = without_and_with(figures, CudaGraphs(max_tokens=512))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert report.dropped == 4, "of 128 and 256 tokens, two losses each"
     assert report.captures == 2
