@@ -28,20 +28,29 @@ def work(
         report: called on every rank with what has ended.
     """
     lines = Lines(backend, queue, max_pending, generate)
-    while True:
-        idle, ready = lines.idle, lines.ready
+    while _turn(backend, lines, inbox, report):
+        pass
 
-        def gathered():
-            assert inbox is not None
-            return inbox.take(wait=idle, ready=ready)  # noqa: B023  called before the next turn
 
-        commands = backend.from_rank_0(gathered)
-        if commands is None:
-            return
-        outcomes = lines.add(commands)
-        if not lines.idle:
-            outcomes += lines.run_once()
-        if outcomes:
-            report(outcomes)
-        if inbox is not None:
-            inbox.answered(lines.answered)
+def _turn(backend: Backend, lines: Lines, inbox: Inbox | None, report: Callable[[list[Outcome]], None]) -> bool:
+    """Take what there is, run one unit and report it; False when the inbox is closed.
+
+    What was taken and what came of it end with the turn: no batch is held while the next one is waited for.
+    """
+    idle, ready = lines.idle, lines.ready
+
+    def gathered():
+        assert inbox is not None
+        return inbox.take(wait=idle, ready=ready)
+
+    commands = backend.from_rank_0(gathered)
+    if commands is None:
+        return False
+    outcomes = lines.add(commands)
+    if not lines.idle:
+        outcomes += lines.run_once()
+    if outcomes:
+        report(outcomes)
+    if inbox is not None:
+        inbox.answered(lines.answered)
+    return True
