@@ -10,8 +10,8 @@ One process trains the whole model with AdamW and saves it in turn
     async    ``save()``: training stands still for the copy off the device; steps go on while it is written
 
 Optimizer steps are timed with the device idle before and after, with nothing else going on and while a checkpoint is being
-written. The disk is measured in the same directory by writing and reading one plain file, fsync
-included; before anything is read, the file's pages are dropped from the page cache. The table is printed last.
+written. The disk is measured in the same directory by writing and reading one plain file, and by writing as much to 8 files
+at once, fsync included; before anything is read, the file's pages are dropped from the page cache. The table is printed last.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ SMALL = {**TINY, "vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2
 SMALL |= {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64}
 SIZES = {"1.7b": QWEN3_1_7B, "small": SMALL, "tiny": TINY}
 BLOCK = 2**24
-PLAIN = 4 * 2**30
+THREADS = 8
+PLAIN = 8 * 2**30
 """Bytes of the plain file, unless the checkpoint is smaller; its times are reported for the checkpoint's size."""
 
 
@@ -53,6 +55,28 @@ def write_file(path: Path, size: int) -> None:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_files(folder: Path, size: int) -> float:
+    """Seconds to have ``size`` random bytes on the disk, by threads, a file each."""
+    content = os.urandom(min(BLOCK, size))
+
+    def share(number: int) -> None:
+        with (folder / f"plain-{number}").open("wb") as file:
+            for _ in range(max(1, round(size / len(content) / THREADS))):
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(share, range(THREADS)))
+    seconds = time.perf_counter() - start
+    written = [folder / f"plain-{number}" for number in range(THREADS)]
+    seconds *= size / sum(path.stat().st_size for path in written)
+    for path in written:
+        path.unlink()
+    return seconds
 
 
 def read_file(path: Path) -> None:
@@ -134,6 +158,7 @@ class Bench:
         figures["disk_write_s"] = tell(
             "disk write", timed(lambda: write_file(folder / "plain", plain))[0] * size / plain
         )
+        figures["disk_writes_s"] = tell(f"disk write, {THREADS} files", write_files(folder, plain) * size / plain)
         drop_pages(folder / "plain")
         figures["disk_read_s"] = tell("disk read", timed(lambda: read_file(folder / "plain"))[0] * size / plain)
         return figures
@@ -160,6 +185,7 @@ def table(figures: dict[str, Any]) -> str:
         f"async: complete after       {speed(min(figures['async_complete_s']))}",
         f"load, digests verified      {speed(figures['load_s'])}",
         f"disk: plain file written    {speed(figures['disk_write_s'])}",
+        f"disk: {THREADS} files at once       {speed(figures['disk_writes_s'])}",
         f"disk: plain file read       {speed(figures['disk_read_s'])}",
         f"step, nothing beside        {figures['step_s'] * 1e3:8.1f} ms",
         f"step, while writing         {beside * 1e3:8.1f} ms"

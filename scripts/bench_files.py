@@ -35,14 +35,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench_checkpoint import drop_pages, size_of
+from bench_checkpoint import BLOCK, THREADS, drop_pages, size_of, write_files
 from bench_train import QWEN3_1_7B, TINY, Work, build_bridge_model, environment, versions, write_checkpoint
 
 QWEN3_4B = {
     **QWEN3_1_7B, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
 }  # fmt: skip
-THREADS = 8
-BLOCK = 2**24
 WAYS = {
     "load": ("reads", "MegatronBackend", "mcore-bridge", "transformers", "reads"),
     "export": ("writes", "export", "writes"),
@@ -79,28 +77,6 @@ def opened(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return os.open(path, os.O_RDONLY)
-
-
-def writes(folder: Path, size: int) -> float:
-    """Seconds to have ``size`` random bytes on the disk, by threads, a file each."""
-    content = os.urandom(min(BLOCK, size))
-
-    def share(number: int) -> None:
-        with (folder / f"plain-{number}").open("wb") as file:
-            for _ in range(max(1, round(size / len(content) / THREADS))):
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(share, range(THREADS)))
-    seconds = time.perf_counter() - start
-    written = [folder / f"plain-{number}" for number in range(THREADS)]
-    seconds *= size / sum(path.stat().st_size for path in written)
-    for path in written:
-        path.unlink()
-    return seconds
 
 
 def megatron_backend(work: Work, model: Path) -> Any:
@@ -204,7 +180,7 @@ def execute(way: str, work: Work, model: Path) -> float:
     if way == "reads":
         return reads(model)
     if way == "writes":
-        return writes(model.parent, size_of_weights(model))
+        return write_files(model.parent, size_of_weights(model))
     if way == "model":
         write_checkpoint(work, model)
         for path in model.iterdir():

@@ -1,4 +1,5 @@
-"""Files and directories that appear whole: written beside, and renamed; made by one process of several; known by a digest."""
+"""Files and directories that appear whole: written beside, and renamed; made by one process of several; known by a digest;
+on their way to the disk before they are complete."""
 
 from __future__ import annotations
 
@@ -80,6 +81,30 @@ def digest(file: Path, new: Callable[[], Hash]) -> str:
         while block := stream.read(2**22):
             state.update(block)
     return state.hexdigest()
+
+
+# --- on their way to the disk ---
+
+
+def _sync_file_range() -> Callable[..., int] | None:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin to write these pages back, and do not wait
+_sync = _sync_file_range()
+
+
+def begin_writing_back(descriptor: int, offset: int, count: int) -> None:
+    """Have the disk begin with ``count`` bytes of an open file, without waiting for it.
+
+    File systems that cannot be told so begin later. Errors show where the file is synchronised.
+    """
+    if _sync is not None:
+        with contextlib.suppress(OSError):
+            _sync(descriptor, offset, count, _WRITE)
 
 
 # --- written beside, and renamed ---

@@ -102,7 +102,12 @@ def digest(file: Path) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read.
     """
-    return {"bytes": file.stat().st_size, "xxh3": digest_of(file, xxhash.xxh3_128)}
+    return entry(file.stat().st_size, digest_of(file, xxhash.xxh3_128))
+
+
+def entry(size: int, xxh3: str) -> dict[str, Any]:
+    """What :attr:`Manifest.files` has of a file of ``size`` bytes and this digest."""
+    return {"bytes": size, "xxh3": xxh3}
 
 
 def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import queue
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
+
+from megascend.files import begin_writing_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +18,6 @@ PIECES = 6
 """In memory at one time."""
 THREADS = 2
 """A file is written by one thread at a time: its file system locks it. A second one sends pieces to the disk meanwhile."""
-
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin to write these pages back, and do not wait
 
 
 class PipelinedWriter:
@@ -89,21 +86,4 @@ class PipelinedWriter:
                 written += os.pwrite(descriptor, view[written:], offset + written)
         finally:
             self._free.put(piece)
-        _begin_writing_back(descriptor, offset, count)
-
-
-def _sync_file_range() -> Callable[..., int] | None:
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-_sync = _sync_file_range()
-
-
-def _begin_writing_back(descriptor: int, offset: int, count: int) -> None:
-    """Have the disk begin; file systems that cannot be told so begin later. Errors show where the file is synchronised."""
-    if _sync is not None:
-        with contextlib.suppress(OSError):
-            _sync(descriptor, offset, count, _WRITE)
+        begin_writing_back(descriptor, offset, count)

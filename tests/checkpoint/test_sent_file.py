@@ -1,0 +1,108 @@
+"""Files that are digested and sent to the disk while they are written, held against xxhash, torch and zipfile."""
+
+import io
+import os
+import random
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from megascend.checkpoint import manifest, sent_file
+from megascend.checkpoint.saver import Writer
+from megascend.checkpoint.sent_file import SentFile
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("piece", [64, 16 * 2**20])
+def test_content_size_and_digest_are_of_all_that_was_written(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(sent_file, "PIECE", piece)
+    draw = random.Random(piece)
+    parts = [draw.randbytes(draw.choice((0, 1, 63, 64, 65, 500, 9000, 70_000))) for _ in range(60)]
+    with SentFile(tmp_path / "file") as file:
+        for number, part in enumerate(parts, 1):
+            assert file.write(part) == len(part)
+            assert file.tell() == file.size == sum(map(len, parts[:number]))
+            assert file.digest == xxhash.xxh3_128_hexdigest(b"".join(parts[:number]))
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+
+
+def test_the_disk_hears_of_every_byte_once_in_order_when_it_is_in_the_file(tmp_path, monkeypatch):
+    sent = []
+
+    def begin(descriptor, offset, count):
+        assert os.fstat(descriptor).st_size == offset + count
+        sent.append((offset, count))
+
+    monkeypatch.setattr(sent_file, "PIECE", 100)
+    monkeypatch.setattr(sent_file, "begin_writing_back", begin)
+    with SentFile(tmp_path / "file") as file:
+        for size in (30, 30, 30, 30, 5, 250, 1):
+            file.write(bytes(size))
+    assert sent == [(0, 120), (120, 105), (225, 100)]  # the rest, 51 bytes, when the file is synchronised
+
+
+def test_elements_wider_than_a_byte_are_counted_in_bytes(tmp_path):
+    with SentFile(tmp_path / "file") as file:
+        assert file.write(torch.arange(5, dtype=torch.int64).numpy()) == 40
+        assert file.size == 40
+
+
+def test_it_is_not_gone_back_in(tmp_path):
+    with SentFile(tmp_path / "file") as file:
+        file.write(b"abc")
+        with pytest.raises(io.UnsupportedOperation, match="cannot be gone back in"):
+            file.seek(0)
+        with pytest.raises(io.UnsupportedOperation, match="cannot be shortened"):
+            file.truncate(1)
+        assert file.tell() == 3
+
+
+def test_a_full_disk_is_told():
+    with SentFile(Path("/dev/full")) as file, pytest.raises(OSError, match="No space left"):
+        file.write(bytes(2**20))
+    file = SentFile(Path("/dev/full"))
+    file.write(b"less than a buffer")
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+
+
+def written(directory, state):
+    writer = Writer(directory)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    return writer.digests
+
+
+def test_torchs_files_have_the_digests_of_their_content_and_torch_reads_them(tmp_path):
+    state = {"weight": torch.randn(300, 70), "half": torch.randn(9).bfloat16(), "step": 3}
+    digests = written(tmp_path, state)
+    assert digests == {name: manifest.digest(tmp_path / name) for name in ("__0_0.distcp",)}
+    read = {"weight": torch.zeros(300, 70), "half": torch.zeros(9).bfloat16(), "step": 0}
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(read["weight"], state["weight"])
+    assert torch.equal(read["half"], state["half"])
+    assert read["step"] == 3
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_tensors_have_no_checksum_beside_and_torchs_setting_stays_as_it_was(tmp_path, before):
+    set_crc32_options(before)
+    try:
+        written(tmp_path, {"weight": torch.ones(5000)})
+        assert get_crc32_options() is before
+        with pytest.raises(CheckpointException, match="pickle"):
+            written(tmp_path / "unpicklable", {"object": lambda: None})
+        assert get_crc32_options() is before
+    finally:
+        set_crc32_options(True)
+    with zipfile.ZipFile(tmp_path / "__0_0.distcp") as records:
+        data = next(entry for entry in records.infolist() if entry.filename.endswith("/data/0"))
+        assert data.file_size == 20_000
+        with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
+            records.read(data)
