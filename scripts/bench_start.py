@@ -152,6 +152,7 @@ def main() -> int:
         data = f"data: {{path: {folder / 'chat.jsonl'}, global_batch_size: 4}}"
         config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {given.platform}\n{data}\n")
         env.pop("PYTHONDONTWRITEBYTECODE", None)
+        env["TRITON_CACHE_DIR"] = str(folder / "triton")  # the first run's kernels are new, whatever ran here before
         ready(model, given.platform, env)
         show(figures, ready(model, given.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
         ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (torchrun(), "other")}

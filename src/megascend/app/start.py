@@ -13,6 +13,7 @@ from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
 
 if TYPE_CHECKING:
+    from megascend.app.kernels_ahead import KernelsAhead
     from megascend.app.self_check_ahead import SelfCheckAhead
     from megascend.backend import Backend
     from megascend.bootstrap import Runtime
@@ -26,6 +27,7 @@ class Start:
         event_log: of the run.
         phases: where the time goes.
         self_check: what is done of it ahead, once the process is made ready.
+        kernels: likewise.
     """
 
     def __init__(self, config: TrainerConfig, overwrite: bool, resume: str | Path | None) -> None:
@@ -36,6 +38,7 @@ class Start:
         """
         self.phases = StartPhases()
         self.self_check: SelfCheckAhead | None = None
+        self.kernels: KernelsAhead | None = None
         self.phases.ended("Python")
         self.launch = Launch.from_environment()
         check_start(config.output, overwrite, resume, self.launch)
@@ -43,10 +46,13 @@ class Start:
 
     def process(self, config: TrainerConfig) -> Runtime:
         """Make the process ready, before anything imports Megatron; transformers is there afterwards."""
+        from megascend.app.kernels_ahead import KernelsAhead
         from megascend.app.self_check_ahead import SelfCheckAhead
 
         self.self_check = SelfCheckAhead(config, self.launch.rank)
         self.self_check.stand_by()
+        self.kernels = KernelsAhead(config, self.launch)
+        self.kernels.begin()
 
         from megascend.app.run import bootstrap  # which imports torch
 
@@ -96,8 +102,12 @@ class Start:
         gc.unfreeze()  # the caller's own objects are among those that have been frozen
         if self.self_check is not None:
             self.self_check.close()
+        if self.kernels is not None:
+            self.kernels.close()
 
     def first_step(self) -> None:
         """The first step is done: its time and that of everything before it go to the log."""
         self.phases.ended("first step")
+        if self.kernels is not None:
+            self.kernels.close()
         self.event_log.event("first_step", **self.phases.record())

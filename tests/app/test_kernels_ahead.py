@@ -1,0 +1,192 @@
+"""What is compiled ahead of a run on CUDA: the job, from the model's files and the settings; and the life of its process."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megascend.app import kernels_ahead
+from megascend.app.kernels_ahead import KernelsAhead, job_of
+from megascend.config import RunConfig
+from megascend.distributed.launch import Launch
+from megascend.kernels import compile_ahead
+from megascend.kernels.compile_ahead import Attention, Job, capability
+from megascend.testing.tiny_models import write_tiny_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where Triton's cache is; its version is asked for, and it need not be here."""
+    version = kernels_ahead.metadata.version
+    monkeypatch.setattr(kernels_ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    (tmp_path / "triton").mkdir()
+    return tmp_path / "triton"
+
+
+def config(folder: Path, arch: str = "qwen3", settings: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
+    model = write_tiny_checkpoint(folder / f"{arch}-{len(overrides)}", arch, **overrides)
+    given = {"model": str(model), "output": str(folder / "out"), "data": {"path": str(folder / "x.jsonl")}}
+    return RunConfig.model_validate(given | (settings or {}))
+
+
+def test_sizes_are_those_of_the_model(tmp_path, triton):
+    run = config(tmp_path)
+    raw = json.loads((run.model / "config.json").read_text())
+    job = job_of(run)
+    groups = raw["num_key_value_heads"]
+    assert job == Job(
+        dtype="bfloat16",
+        device=0,
+        packed=(True, False),
+        attention=Attention(groups, raw["num_attention_heads"] // groups, raw["head_dim"], raw["head_dim"], True, True),
+        gated=raw["intermediate_size"],
+        vocabulary=raw["vocab_size"],
+        done=job.done,
+    )
+    assert Path(job.done).parent == triton
+    assert Job.parse(job.to_text()) == job
+
+
+def test_settings_decide_too(tmp_path):
+    whole = job_of(config(tmp_path))
+    assert whole.attention is not None
+    assert whole.gated is not None
+    lora = job_of(config(tmp_path, settings={"lora": {"rank": 4}, "precision": "fp32"}))
+    assert lora.attention == replace(whole.attention, trained=False)
+    assert lora.dtype == "float32"
+    assert job_of(config(tmp_path, settings={"batching": {"packing": False}})).packed == (False,)
+    divided = job_of(config(tmp_path, settings={"parallel": {"tensor": 2}}))
+    assert divided.attention == replace(whole.attention, groups=whole.attention.groups // 2)
+    assert (divided.gated, divided.vocabulary) == (whole.gated // 2, -(-whole.vocabulary // 2))
+    assert len({whole.done, lora.done, divided.done}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "overrides", "attention", "gated"),
+    [
+        ("llama", {}, {}, True, True),
+        ("qwen3", {"parallel": {"context": 2}}, {}, False, True),
+        ("qwen3", {}, {"head_dim": 24}, False, True),
+        ("qwen3", {}, {"hidden_act": "gelu"}, True, False),
+        ("qwen3_moe", {}, {}, True, False),
+    ],
+)
+def test_what_other_kernels_compute_is_left_out(tmp_path, arch, settings, overrides, attention, gated):
+    job = job_of(config(tmp_path, arch, settings, **overrides))
+    assert (job.attention is not None, job.gated is not None) == (attention, gated)
+    if arch == "llama":
+        assert job.attention is not None
+        assert not job.attention.norms
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Processes that were started; this one stands in for CUDA's driver, which ``CDLL(None)`` finds, and theirs do not."""
+    found: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(kernels_ahead, "DRIVER", None)
+    monkeypatch.setattr(
+        kernels_ahead.subprocess, "Popen", lambda *given, **options: found.append(popen(*given, **options)) or found[-1]
+    )
+    return found
+
+
+def ended(process: subprocess.Popen[bytes], within_s: float = 60) -> int | None:
+    process.wait(within_s)
+    return process.returncode
+
+
+def test_a_process_that_cannot_do_it_is_a_line_of_the_debug_log(tmp_path, started, caplog):
+    caplog.set_level(logging.DEBUG, kernels_ahead.__name__)
+    ahead = KernelsAhead(config(tmp_path), Launch())
+    ahead.begin()
+    assert ended(started[0]) == 1  # it finds no driver of CUDA's
+    ahead.close()
+    assert "kernels could not be compiled ahead (exit code 1)" in caplog.text
+    assert "libcuda.so.1" in caplog.text
+    ahead.close()
+    assert len(caplog.records) == 1
+
+
+def test_one_that_is_at_work_is_ended(tmp_path, started, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/sleep")
+    monkeypatch.setattr(Job, "to_text", lambda job: "100")
+    popen = kernels_ahead.subprocess.Popen
+    monkeypatch.setattr(
+        kernels_ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options)
+    )
+    ahead = KernelsAhead(config(tmp_path), Launch())
+    ahead.begin()
+    assert started[0].poll() is None
+    ahead.close()
+    assert started[0].returncode == -9
+
+
+def test_nothing_is_started_where_it_is_of_no_use(tmp_path, started, triton, monkeypatch):
+    def begin(launch: Launch = Launch(), **settings: Any) -> None:  # noqa: B008  frozen
+        ahead = KernelsAhead(config(tmp_path, settings=settings), launch)
+        ahead.begin()
+        ahead.close()
+
+    begin(platform="cpu")
+    begin(engine="fsdp")
+    begin(Launch(rank=1, local_rank=1, world_size=2, local_size=2))
+    Path(job_of(config(tmp_path)).done).touch()
+    begin()
+    monkeypatch.setattr(kernels_ahead, "DRIVER", "libnosuchdriver.so.1")
+    begin(precision="fp32")
+    assert started == []
+    monkeypatch.setattr(kernels_ahead, "DRIVER", None)
+    begin(precision="fp32")
+    assert len(started) == 1
+
+
+class Driver:
+    """CUDA's, of one device; what it is asked is of cuda.h."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+
+    def cuInit(self, flags: int) -> int:
+        assert flags == 0
+        return 0
+
+    def cuDeviceGet(self, handle: Any, number: int) -> int:
+        handle._obj.value = 7
+        return 0 if number == 0 else 101
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, handle: ctypes.c_int) -> int:
+        assert handle.value == 7
+        value._obj.value = {75: 9, 76: 0}[attribute]
+        return self.code
+
+
+def test_the_drivers_answers(monkeypatch):
+    drivers = iter([Driver(), Driver(), Driver(3)])
+    monkeypatch.setattr(
+        compile_ahead,
+        "ctypes",
+        SimpleNamespace(CDLL=lambda name: next(drivers), c_int=ctypes.c_int, byref=ctypes.byref),
+    )
+    assert capability(0) == 90
+    with pytest.raises(OSError, match="device 1: error 101"):
+        capability(1)
+    with pytest.raises(OSError, match="device 0: error 3"):
+        capability(0)
+
+
+def test_the_start_imports_none_of_it():
+    heavy = ("torch", "triton", "transformers")
+    program = f"import sys, megascend.app.kernels_ahead; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,75 @@
+"""Kernels compiled ahead, in a process without a device's context, are those of a run's first step. Needs a CUDA GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascend.app.kernels_ahead import job_of
+from megascend.config import RunConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
+
+LINE = {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two, three, four."}]}
+LORA = {"lora": {"rank": 4}}
+
+
+def run(*command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+
+def compiled(folder: Path) -> dict[str, str]:
+    """What Triton keeps: code for devices by kernels' names, and stubs that launch it."""
+    found = [path for pattern in ("*.cubin", "*.so") for path in folder.rglob(pattern)]
+    return {str(path.relative_to(folder)): path.name for path in found}
+
+
+@pytest.mark.parametrize("settings", [{}, LORA, {"batching": {"packing": False}}], ids=["whole", "adapter", "padded"])
+def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path, monkeypatch, settings):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
+    run("megascend", "new-model", str(tmp_path / "model"), "--hidden", "32", "--layers", "2")
+    (tmp_path / "chat.jsonl").write_text(16 * (json.dumps(LINE) + "\n"))
+    given = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "out"),
+        "steps": 1,
+        "platform": "cuda",
+        "data": {"path": str(tmp_path / "chat.jsonl"), "global_batch_size": 4},
+        **settings,
+    }
+    job = job_of(RunConfig.model_validate(given))
+    run("megascend.kernels.compile_ahead", job.to_text())
+    assert Path(job.done).is_file()
+    ahead = compiled(tmp_path / "triton")
+    assert len(ahead) >= 10  # two kernels each of attention, SwiGLU and softmax, their stubs, and that of the driver
+
+    (tmp_path / "run.yaml").write_text(json.dumps(given))
+    run("megascend", "train", str(tmp_path / "run.yaml"))
+    after = compiled(tmp_path / "triton")
+    assert set(ahead) <= set(after)
+    assert {name: after[name] for name in set(after) - set(ahead)} == {}
+
+
+def test_no_context_is_made_on_the_device(tmp_path):
+    """Where a device is for one process alone, the run's own would find it taken."""
+    program = (
+        "import ctypes, sys\nfrom megascend.kernels import compile_ahead as ahead\n"
+        "job = ahead.Job('bfloat16', 0, (True,), ahead.Attention(2, 2, 16, 16, True, True), 64, 512, '')\n"
+        "assert ahead.compile_all(job, ahead.capability(0)) == 6\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "cuda, active, flags = ctypes.CDLL(ahead.DRIVER), ctypes.c_int(-1), ctypes.c_uint()\n"
+        "assert cuda.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0\n"
+        "assert active.value == 0, active\n"
+    )
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
