@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +13,16 @@ from megascend.backend import Backend
 from megascend.bootstrap import engines
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
 from megascend.deprecation import MINDSPEED, renamed_argument
+from megascend.distributed.launch import Launch
 from megascend.engines.context import engine_context
 from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.scalar_head import HeadKind
+from megascend.selfcheck import standing_by
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime
     from megascend.engines.megatron.graphed_steps import GraphReport
+    from megascend.selfcheck.process import Worker
     from megascend.topology.topology import Topology
 
 
@@ -165,7 +170,8 @@ class MegatronBackend(Backend):
             require_none_alive()  # before anything is patched under a backend that is in use
             return MegatronGroups()
 
-        with engine_context(
+        checking = _checking(Path(model), batches.max_length, self_check)
+        context_of_engine = engine_context(
             "megatron",
             model,
             precision=precision,
@@ -176,7 +182,8 @@ class MegatronBackend(Backend):
             timeout_s=timeout_s,
             prepare=prepare,
             head=head,
-        ) as context:
+        )
+        with checking as checker, context_of_engine as context:
             from megascend.engines.megatron.engine import MegatronEngine
 
             engine = MegatronEngine(
@@ -195,6 +202,7 @@ class MegatronBackend(Backend):
                 provider_options=provider_options or {},
                 seed=seed,
                 self_check=self_check,
+                checker=checker,
             )
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
@@ -280,6 +288,20 @@ class SingleBackend(Backend):
                 seed=seed,
             )
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
+
+
+@contextmanager
+def _checking(model_dir: Path, max_length: int | None, self_check: bool) -> Iterator[Worker | None]:
+    """On rank 0, a process for the self-check, which gets ready while this one imports Megatron; it is ended with the block."""
+    worker = None
+    if self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
+        worker = standing_by.worker_for(model_dir, max_length)
+    if worker is None:
+        yield None
+        return
+    with worker:
+        yield worker
+    standing_by.asked(model_dir, max_length)
 
 
 def _with_number(batching: Batching | None) -> Batching:

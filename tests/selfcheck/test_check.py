@@ -15,12 +15,11 @@ import psutil
 import pytest
 
 from megascend import Batching, Parallel
-from megascend.app import self_check_ahead
 from megascend.app.loop import train
 from megascend.app.self_check_ahead import SelfCheckAhead
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
-from megascend.selfcheck import check, places, process
+from megascend.selfcheck import check, places, process, standing_by
 from megascend.selfcheck.process import Report, TrialResult
 from megascend.selfcheck.verdict import PROVEN, Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
@@ -216,9 +215,18 @@ class TestBackend:
         following.stand_by()
         assert workers() == []
 
+    def test_a_backend_that_imports_megatron_has_one_stand_by_meanwhile_the_first_time(self, parity_folder, folder):
+        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
+        environment = os.environ | {"MEGASCEND_CACHE": str(folder / "new")}
+        for verdict in (["agrees", False, [False]], ["agrees", True, []]):
+            command = [sys.executable, "-c", STANDING_BY, str(model)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert json.loads(done.stdout.splitlines()[-1]) == verdict
+
     def test_a_run_that_is_refused_leaves_no_worker(self, parity_folder, folder, monkeypatch):
         started = []
-        monkeypatch.setattr(self_check_ahead, "Worker", lambda: started.append(process.Worker()) or started[-1])
+        monkeypatch.setattr(standing_by, "Worker", lambda: started.append(process.Worker()) or started[-1])
         model, data = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "chat.jsonl"
         data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
         run = {"model": model, "output": folder.parent / "run", "data": {"path": data}, "platform": "cpu"}
@@ -254,6 +262,21 @@ class TestBackend:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         with backend_of(model, batching=Batching(max_length=13)) as backend:
             assert backend.self_check.lengths == [3, 8, 13]
+
+
+STANDING_BY = """
+import json, sys
+import psutil
+import megascend
+from megascend.selfcheck import standing_by
+started, worker = [], standing_by.Worker
+standing_by.Worker = lambda: started.append("megatron.core" in sys.modules) or worker()
+backend = megascend.MegatronBackend(sys.argv[1], platform="cpu", precision="fp32")
+assert psutil.Process().children() == []
+print(json.dumps([backend.self_check.status, backend.self_check.cached, started]))
+backend.close()
+"""
+"""Prints the verdict, whether it was kept, and of each process that stood by whether Megatron had been imported before."""
 
 
 def workers() -> list[psutil.Process]:

@@ -2,42 +2,39 @@
 
 Its verdict is kept on the disk, where the backend looks for it, or waits until it is there. So this is a matter of time alone:
 what is asked for ahead in vain is not used. Where no run has asked for a verdict on these settings, the process that makes it
-imports what it needs from the start of this one on.
+imports what it needs from the start of this one on (:mod:`megascend.selfcheck.standing_by`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sys
 import threading
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
 from megascend.errors import MegascendError
-from megascend.selfcheck.places import cache_folder, versions
-from megascend.selfcheck.process import Worker
+from megascend.selfcheck import standing_by
+
+if TYPE_CHECKING:
+    from megascend.selfcheck.process import Worker
 
 
 class SelfCheckAhead:
     """On rank 0, what may be done of a run's self-check before the backend asks for its verdict. Used from one thread."""
 
     def __init__(self, config: TrainerConfig, rank: int) -> None:
-        self._config, self._worker = config, None
+        self._config = config
+        self._worker: Worker | None = None
         self._concerns = rank == 0 and bool(config.self_check) and needs(config.engine).megatron
         self.thread: threading.Thread | None = None
 
     def stand_by(self) -> None:
         """Start the worker, unless a run has asked for the verdict before."""
-        if not self._concerns:
-            return
-        with contextlib.suppress(OSError, ValueError):  # told where they are needed
-            raw = json.loads((self._config.model / "config.json").read_text())
-            if raw.get("sliding_window") is None and not self._asked_before.exists():
-                self._worker = Worker()
+        if self._concerns:
+            self._worker = standing_by.worker_for(self._config.model, self._config.batching.max_length)
 
     def begin(self) -> None:
         """Ask for the verdict, in the background; :attr:`thread` works on it and does not keep the process from ending.
@@ -58,8 +55,7 @@ class SelfCheckAhead:
             try:
                 with contextlib.suppress(MegascendError):  # told where it is needed
                     examine(*question, window_in_force=False, worker=worker)
-                with contextlib.suppress(OSError):
-                    self._asked_before.touch()
+                standing_by.asked(self._config.model, self._config.batching.max_length)
             finally:
                 if worker is not None:
                     worker.close()
@@ -96,14 +92,3 @@ class SelfCheckAhead:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-
-    @property
-    def _asked_before(self) -> Path:
-        """A file that is there once a run has asked: its name is of what can be known without importing anything."""
-        content = [
-            (self._config.model / "config.json").read_text(),
-            self._config.batching.max_length,
-            versions(),
-        ]
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-        return cache_folder() / f"{digest}.asked"

@@ -31,7 +31,12 @@ POLL_S = 0.5
 
 
 def require_agreement(
-    model_dir: Path, full: Mapping[str, Any], longest: int, window_in_force: bool, groups: ProcessGroups
+    model_dir: Path,
+    full: Mapping[str, Any],
+    longest: int,
+    window_in_force: bool,
+    groups: ProcessGroups,
+    worker: Worker | None = None,
 ) -> Verdict:
     """Check the model on rank 0, or find that it was checked earlier, and tell all ranks. Collective.
 
@@ -40,6 +45,7 @@ def require_agreement(
         full: its configuration with all defaults.
         longest: tokens of the longest sample that is allowed.
         window_in_force: Megatron attends within the model's sliding window.
+        worker: on rank 0, a process that stands by for it.
 
     Returns:
         The verdict, the same on every rank. Warnings go out on rank 0.
@@ -49,7 +55,7 @@ def require_agreement(
     """
     raw = json.loads((model_dir / "config.json").read_text())
     with groups.monitor.phase("self-check"):
-        verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force), groups)
+        verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force, worker), groups)
     if verdict.status == "differs":
         raise objection(verdict, full, sides())
     tell(verdict, full, groups.rank)

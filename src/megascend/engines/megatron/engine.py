@@ -59,6 +59,7 @@ from megascend.topology.weight_routes import Receivers
 if TYPE_CHECKING:
     from megascend.engines.megatron.graphed_steps import GraphedSteps
     from megascend.lora.manager import AdapterManager
+    from megascend.selfcheck.process import Worker
 
 LARGE_LAYER = 2**29
 """Parameters of a layer that is collected in host memory for an export; smaller ones on the device."""
@@ -97,6 +98,7 @@ class MegatronEngine:
         provider_options: Mapping[str, Any],
         seed: int,
         self_check: bool,
+        checker: Worker | None = None,
     ) -> None:
         self.runtime, self.topology, self.groups, self.info = runtime, topology, groups, info
         self.batching, self.device, self.adam = batching, groups.device, adam
@@ -127,7 +129,7 @@ class MegatronEngine:
         check_window(self.config, self.max_length)
         groups.limit_timeouts()  # mcore-bridge has made a group of its own
         began = time.monotonic()
-        self.self_check = self._check(model_dir, self_check)
+        self.self_check = self._check(model_dir, self_check, checker)
         self.self_check_s = time.monotonic() - began
         runtime.configure_model(self.config, provider_options)
         self.bare_chunks = build_chunks(self.config, self.device, info.scalar_head)
@@ -183,14 +185,14 @@ class MegatronEngine:
         if self.config.attention_dropout == 0:
             attention_dropout.leave_streams_alone(self.bare_chunks)
 
-    def _check(self, model_dir: Path, self_check: bool) -> Verdict:
+    def _check(self, model_dir: Path, self_check: bool, checker: Worker | None) -> Verdict:
         """Hold a slice of the model against transformers, before anything large is built; or only say what is unproven."""
         full = json.loads(self.config.hf_config.to_json_string(use_diff=False))  # type: ignore[reportOptionalMemberAccess]
         if not self_check:
             tell(Verdict("off"), full, self.groups.rank)
             return Verdict("off")
         window_in_force = self.config.window_size is not None
-        return require_agreement(model_dir, full, self.max_length, window_in_force, self.groups)
+        return require_agreement(model_dir, full, self.max_length, window_in_force, self.groups, checker)
 
     def _adapter_manager(self, adapters: Adapters, schedule: Schedule, seed: int) -> AdapterManager:
         from megascend.lora.manager import AdapterManager
