@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,10 +146,24 @@ def test_nothing_is_started_where_it_is_of_no_use(tmp_path, started, triton, mon
     begin()
     monkeypatch.setattr(kernels_ahead, "DRIVER", "libnosuchdriver.so.1")
     begin(precision="fp32")
-    assert started == []
     monkeypatch.setattr(kernels_ahead, "DRIVER", None)
+    with monkeypatch.context() as broken:
+        broken.setattr(kernels_ahead.metadata, "version", missing)
+        begin(precision="fp32")
+    for text in ("", "[]", '{"text_config": 3}', "{}"):
+        run = config(tmp_path)
+        folder = tmp_path / f"model{len(text)}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(text)
+        KernelsAhead(run.model_copy(update={"model": folder}), Launch()).begin()
+    KernelsAhead(run.model_copy(update={"model": tmp_path / "nowhere"}), Launch()).begin()
+    assert started == []
     begin(precision="fp32")
     assert len(started) == 1
+
+
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)
 
 
 class Driver:

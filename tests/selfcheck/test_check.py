@@ -248,6 +248,18 @@ class TestBackend:
         assert ahead.thread is None
         assert workers() == []
 
+    def test_no_worker_stands_by_for_what_cannot_be_read_or_is_not_installed(self, parity_folder, folder, monkeypatch):
+        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
+        broken = folder.parent / "broken"
+        broken.mkdir()
+        for text in ("", "[]", "3"):
+            (broken / "config.json").write_text(text)
+            assert standing_by.worker_for(broken, None) is None
+        assert standing_by.worker_for(folder.parent / "nowhere", None) is None
+        monkeypatch.setattr(places, "PACKAGES", (*places.PACKAGES, "a-package-that-is-not-installed"))
+        assert standing_by.worker_for(model, None) is None
+        assert workers() == []
+
     def test_no_worker_stands_by_where_it_may_not_be_asked(self, parity_folder, folder):
         model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
         raw = json.loads((model / "config.json").read_text())

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ class KernelsAhead:
         config = self._config
         if self._launch.local_rank != 0 or not needs(config.engine).megatron or config.platform not in ("auto", "cuda"):
             return
-        # What is missing here is told where it is needed.
-        with contextlib.suppress(OSError, MegascendError, metadata.PackageNotFoundError):
+        # What is missing or wrong is told where it is needed; a model's configuration may be anything.
+        with contextlib.suppress(OSError, MegascendError, PackageNotFoundError, ValueError, TypeError, AttributeError):
             ctypes.CDLL(DRIVER)
             job = job_of(config)
             if not Path(job.done).exists():
@@ -90,9 +91,9 @@ def job_of(config: TrainerConfig) -> Job:
         OSError, MegascendError: the model cannot be read.
         PackageNotFoundError: there is no Triton.
     """
+    info, tensor = inspect_checkpoint(config.model), config.parallel.tensor
     raw: Mapping[str, Any] = json.loads((config.model / "config.json").read_text())
     text: Mapping[str, Any] = raw.get("text_config") or raw
-    info, tensor = inspect_checkpoint(config.model), config.parallel.tensor
     shape = info.shape
     width = info.attention_width // shape.num_heads
     rope: Mapping[str, Any] = text.get("rope_parameters") or {}
