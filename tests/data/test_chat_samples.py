@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megascend.batch.sample import Sample
-from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_tokenizer
+from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_characters, byte_tokenizer
 from megascend.data.document import Document
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, Limits, build_samples, token_weights
@@ -178,6 +180,37 @@ def test_a_completion_is_learned_and_its_prompt_is_not() -> None:
     assert parts_of(sample) == expected(("1 + 1 =", 0), (" 2é<|im_end|>", 1))
     [sample], _ = encode(Document("f:1", prompt="ab", completion="c"), train_on_prompt=True)
     assert parts_of(sample) == expected(("a", 0), ("bc<|im_end|>", 1))
+
+
+def test_a_completion_of_messages_is_learned_and_all_of_its_prompt_if_prompts_are() -> None:
+    turns = chat("user: a", "assistant: b", "user: c", "assistant: d").messages
+    before = (
+        "user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    document = Document("f:1", messages=turns, prompt_messages=3)
+    [sample], _ = encode(document)
+    assert parts_of(sample) == expected(("<|im_start|>" + before, 0), ("d<|im_end|>", 1), ("\n", 0))
+    [sample], _ = encode(document, train_on_prompt=True)
+    assert parts_of(sample) == expected(("<|im_start|>", 0), (before + "d<|im_end|>\n", 1))
+
+
+def test_a_token_that_prompt_and_completion_share_is_told() -> None:
+    """By a tokenizer like GPT-2's, with a token for " y"."""
+    vocabulary = {**{character: byte for byte, character in enumerate(byte_characters())}, "\u0120y": 256}
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u0120", "y")]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    said = []
+    for prompt, completion in (("a: ", "yes"), ("a:", " yes")):
+        findings = Findings()
+        [sample] = Encoder(tokenizer, Limits(256), findings).encode(
+            Document("f:1", prompt=prompt, completion=completion)
+        )
+        assert sample.target_ids.tolist()[1:] == [256, ord("e"), ord("s")]
+        said.append((sample.weights.tolist()[1:], findings.lines()))
+    assert said[1] == ([1, 1, 1], [])
+    assert said[0][0] == [0, 1, 1]
+    assert "the beginning of the completion is not learned" in said[0][1][0]
 
 
 def test_a_pair_is_two_samples_whose_answers_are_learned() -> None:

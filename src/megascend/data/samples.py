@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 TooLong = Literal["error", "truncate", "skip"]
 WeightedSpan = tuple[int, int, float]
 
+SHARED_TOKEN = (
+    "the beginning of the completion is not learned, as it shares a token with the end of the prompt; put the space between "
+    "them at the beginning of the completion, not at the end of the prompt"
+)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -106,7 +111,7 @@ class Encoder:
             tokens, weights = self._conversation(document, document.messages, document.loss_weights)
             what = "conversation"
         else:
-            tokens, weights = self._completion(document.prompt or "", document.completion or "")
+            tokens, weights = self._completion(document.prompt or "", document.completion or "", document.source)
             what = "prompt with its completion"
         return self._within_limit(tokens, weights, what, document.source)
 
@@ -114,7 +119,7 @@ class Encoder:
         both = []
         for side in (document.chosen, document.rejected):
             if isinstance(side, str):
-                tokens, weights = self._completion(document.prompt or "", side)
+                tokens, weights = self._completion(document.prompt or "", side, document.source)
             else:
                 shared = common_messages(document.chosen, document.rejected)
                 learned = tuple(
@@ -154,7 +159,9 @@ class Encoder:
         if whole and loss_weights is None:
             rendered = self._template.render(messages, tools, options)
         else:
-            weights = loss_weights or [1.0] * len(messages)
+            weights = list(loss_weights or [1.0] * len(messages))
+            if not whole:
+                weights[: document.prompt_messages] = [0.0] * document.prompt_messages
             apart = (
                 len({weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}) > 1
             )
@@ -167,9 +174,11 @@ class Encoder:
         tokens, offsets = self._ids(rendered, special=False, offsets=True)
         return tokens, token_weights(offsets, spans, elsewhere=float(whole))
 
-    def _completion(self, prompt: str, completion: str) -> tuple[list[int], list[float]]:
+    def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
         """Token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""
         tokens, offsets = self._ids(prompt + completion, offsets=True)
+        if not self._train_on_prompt and any(first < len(prompt) < last for first, last in offsets):
+            self._findings.remark(SHARED_TOKEN, source)
         end = len(prompt) + len(completion)
         # Special tokens that the tokenizer adds by itself stand at (0, 0), the closing one with the completion.
         weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(self._train_on_prompt))
