@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from importlib import metadata
 from pathlib import Path
 
 from megascend.selfcheck.places import cache_folder, versions
@@ -19,12 +20,12 @@ def worker_for(model_dir: Path, max_length: int | None) -> Worker | None:
     """A process for the verdict on a model, or None where none is likely to be asked for it.
 
     None too if the model has a sliding window, of which only its Megatron configuration says whether it is in force; and if it
-    cannot be read, which is told where it is needed.
+    cannot be read, or one of the packages is not installed, which is told where it is needed.
 
     Args:
         max_length: of ``batching``.
     """
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, metadata.PackageNotFoundError):
         raw = json.loads((model_dir / "config.json").read_text())
         if raw.get("sliding_window") is None and not _mark(model_dir, max_length).exists():
             return Worker()
