@@ -10,7 +10,7 @@ from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_characters, byte_tokenizer
 from megascend.data.document import Document
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits, build_samples, token_weights
+from megascend.data.samples import Encoder, Limits, build_samples, lies_within_a_token, token_weights
 from megascend.errors import DataError
 
 # Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
@@ -20,6 +20,11 @@ THINKING = (
     "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+SPACE_BEFORE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+SPACE_WITHIN = SPACE_BEFORE.replace("'assistant: '", "'assistant:'")
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
@@ -148,6 +153,13 @@ def test_a_token_across_the_border_belongs_to_the_prompt() -> None:
     assert token_weights(offsets, [(3, 6, 0.0)], elsewhere=1.0) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
 
 
+def test_places_within_tokens() -> None:
+    offsets = [(0, 0), (0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (0, 0)]
+    assert [place for place in range(11) if lies_within_a_token(offsets, [place])] == [1, 3, 4, 7, 8]
+    assert lies_within_a_token(offsets, [2, 8])
+    assert not lies_within_a_token(offsets, [])
+
+
 def encode(document: Document, limits: Limits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
     """Samples of a document, and what was said about it."""
     findings = Findings()
@@ -211,6 +223,12 @@ def test_a_token_that_prompt_and_completion_share_is_told() -> None:
     assert said[1] == ([1, 1, 1], [])
     assert said[0][0] == [0, 1, 1]
     assert "the beginning of the completion is not learned" in said[0][1][0]
+    turns = chat("user: a", "assistant: yes").messages
+    for template, weights, lines in ((SPACE_BEFORE, [0, 1, 1], 2), (SPACE_WITHIN, [1, 1, 1], 1)):
+        tokenizer.chat_template, findings = template, Findings()
+        [sample] = Encoder(tokenizer, Limits(256), findings).encode(Document("f:1", messages=turns))
+        assert sample.weights.tolist()[-3:] == weights
+        assert len(findings.lines()) == lines  # that turns have no end is one
 
 
 def test_a_pair_is_two_samples_whose_answers_are_learned() -> None:
