@@ -119,6 +119,51 @@ def test_a_process_that_cannot_do_it_is_a_line_of_the_debug_log(tmp_path, starte
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"{", b"[]", b"\xff{}", b'{"partial_rotary_factor": "all"}', b'{"rope_parameters": [1]}'],
+    ids=["no JSON", "a list", "no text", "a word", "a list of RoPE"],
+)
+def test_a_configuration_that_is_none_is_told_where_it_is_needed(tmp_path, started, text):
+    run = config(tmp_path)
+    given = (run.model / "config.json").read_bytes()
+    (run.model / "config.json").write_bytes(given.rstrip()[:-1] + b", " + text[1:] if text[:2] == b'{"' else text)
+    ahead = KernelsAhead(run, Launch())
+    ahead.begin()
+    ahead.close()
+    assert started == []
+
+
+def test_a_machine_without_room_for_temporary_files_starts_its_run(tmp_path, started, monkeypatch):
+    def full() -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(kernels_ahead.tempfile, "TemporaryFile", full)
+    ahead = KernelsAhead(config(tmp_path), Launch())
+    ahead.begin()
+    ahead.close()
+    assert started == []
+
+
+def test_modules_of_the_users_are_not_those_of_the_process(tmp_path, started, monkeypatch):
+    (tmp_path / "tokenize.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
+    given: dict[str, Any] = {}
+    popen = kernels_ahead.subprocess.Popen
+    monkeypatch.setattr(
+        kernels_ahead.subprocess, "Popen", lambda command, **options: given.update(options) or popen(command, **options)
+    )
+    run = config(tmp_path)
+    assert Path(job_of(run).done).parent == tmp_path / "triton"
+    ahead = KernelsAhead(run, Launch())
+    ahead.begin()
+    assert ended(started[0]) == 1
+    ahead.close()
+    assert given["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_one_that_is_at_work_is_ended(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")

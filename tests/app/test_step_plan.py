@@ -62,3 +62,8 @@ def test_a_rank_without_samples_is_told(tmp_path: Path):
 def test_pairs_stay_together(tmp_path: Path):
     found = planned(samples_of(tmp_path, pairs=True), 64, batch=2)
     assert (found.micro_batches, found.tokens, found.samples) == (1, 50, 2)
+
+
+def test_a_pair_that_a_batch_holds_twice_is_two_pairs(tmp_path: Path):
+    found = planned(samples_of(tmp_path, pairs=True), 64, batch=4)
+    assert (found.micro_batches, found.tokens, found.samples) == (2, 50, 2)

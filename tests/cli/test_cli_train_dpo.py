@@ -107,6 +107,20 @@ def test_pairs_are_learned_and_the_loss_is_that_of_transformers(single: Path, sm
     assert measured[6] == pytest.approx(float(scored.stdout.split()[-1]), abs=1e-3)
 
 
+def test_a_batch_that_holds_a_pair_twice(megascend, folder: Path) -> None:
+    """Of two epochs, or of more pairs than there are: the mean over them counts it twice."""
+    settings = ["epochs=null", "steps=1", "validation=null", "checkpoint.every=0", "export=false"]
+    found = []
+    for size in (4, 8):
+        overrides = [f"output=twice-{size}", f"data.global_batch_size={size}", *settings]
+        done = megascend("train", "run.yaml", *(part for each in overrides for part in ("--set", each)), cwd=folder)
+        assert done.returncode == 0, done.stderr
+        found.append(metrics(folder / f"twice-{size}")[0])
+    once, twice = found
+    assert twice["grad_norm"] == pytest.approx(once["grad_norm"], rel=1e-4)
+    assert twice["tokens"] == 2 * once["tokens"]
+
+
 @pytest.mark.nightly
 def test_two_processes_learn_the_same_and_a_resumed_run_has_the_same_reference(
     megascend, single: Path, folder: Path

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megascend.batch.sample import Sample
-from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_tokenizer
+from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_characters, byte_tokenizer
 from megascend.data.document import Document
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits, build_samples, token_weights
+from megascend.data.samples import Encoder, Limits, build_samples, lies_within_a_token, token_weights
 from megascend.errors import DataError
 
 # Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
@@ -18,6 +20,11 @@ THINKING = (
     "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+SPACE_BEFORE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+SPACE_WITHIN = SPACE_BEFORE.replace("'assistant: '", "'assistant:'")
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
@@ -146,6 +153,13 @@ def test_a_token_across_the_border_belongs_to_the_prompt() -> None:
     assert token_weights(offsets, [(3, 6, 0.0)], elsewhere=1.0) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
 
 
+def test_places_within_tokens() -> None:
+    offsets = [(0, 0), (0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (0, 0)]
+    assert [place for place in range(11) if lies_within_a_token(offsets, [place])] == [1, 3, 4, 7, 8]
+    assert lies_within_a_token(offsets, [2, 8])
+    assert not lies_within_a_token(offsets, [])
+
+
 def encode(document: Document, limits: Limits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
     """Samples of a document, and what was said about it."""
     findings = Findings()
@@ -178,6 +192,43 @@ def test_a_completion_is_learned_and_its_prompt_is_not() -> None:
     assert parts_of(sample) == expected(("1 + 1 =", 0), (" 2é<|im_end|>", 1))
     [sample], _ = encode(Document("f:1", prompt="ab", completion="c"), train_on_prompt=True)
     assert parts_of(sample) == expected(("a", 0), ("bc<|im_end|>", 1))
+
+
+def test_a_completion_of_messages_is_learned_and_all_of_its_prompt_if_prompts_are() -> None:
+    turns = chat("user: a", "assistant: b", "user: c", "assistant: d").messages
+    before = (
+        "user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    document = Document("f:1", messages=turns, prompt_messages=3)
+    [sample], _ = encode(document)
+    assert parts_of(sample) == expected(("<|im_start|>" + before, 0), ("d<|im_end|>", 1), ("\n", 0))
+    [sample], _ = encode(document, train_on_prompt=True)
+    assert parts_of(sample) == expected(("<|im_start|>", 0), (before + "d<|im_end|>\n", 1))
+
+
+def test_a_token_that_prompt_and_completion_share_is_told() -> None:
+    """By a tokenizer like GPT-2's, with a token for " y"."""
+    vocabulary = {**{character: byte for byte, character in enumerate(byte_characters())}, "\u0120y": 256}
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u0120", "y")]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    said = []
+    for prompt, completion in (("a: ", "yes"), ("a:", " yes")):
+        findings = Findings()
+        [sample] = Encoder(tokenizer, Limits(256), findings).encode(
+            Document("f:1", prompt=prompt, completion=completion)
+        )
+        assert sample.target_ids.tolist()[1:] == [256, ord("e"), ord("s")]
+        said.append((sample.weights.tolist()[1:], findings.lines()))
+    assert said[1] == ([1, 1, 1], [])
+    assert said[0][0] == [0, 1, 1]
+    assert "the beginning of the completion is not learned" in said[0][1][0]
+    turns = chat("user: a", "assistant: yes").messages
+    for template, weights, lines in ((SPACE_BEFORE, [0, 1, 1], 2), (SPACE_WITHIN, [1, 1, 1], 1)):
+        tokenizer.chat_template, findings = template, Findings()
+        [sample] = Encoder(tokenizer, Limits(256), findings).encode(Document("f:1", messages=turns))
+        assert sample.weights.tolist()[-3:] == weights
+        assert len(findings.lines()) == lines  # that turns have no end is one
 
 
 def test_a_pair_is_two_samples_whose_answers_are_learned() -> None:

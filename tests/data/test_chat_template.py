@@ -209,6 +209,21 @@ def test_blocks_that_come_in_several_pieces_belong_to_their_message() -> None:
     assert learned(sample, tokenizer) == ["drei", "<|im_end|>"]
 
 
+def test_a_turn_without_words_takes_no_block_of_another_turns() -> None:
+    """Its own is empty; thoughts and answer of the other make as many blocks as there are turns."""
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% if m.reasoning_content %}{{ '<think>' }}{% generation %}{{ m.reasoning_content }}{% endgeneration %}{{ '</think>' }}"
+        "{% endif %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    )
+    nothing = {"role": "assistant", "content": "", "loss": False}
+    messages = [CHAT[0], nothing, CHAT[2], CHAT[3] | {"reasoning_content": "hm"}]
+    sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    assert learned(sample, tokenizer) == ["hm", "drei"]
+
+
 def test_text_parts_reach_templates_that_take_them_and_others_as_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two?"}]
     document = parse_record({"messages": [{"role": "user", "content": parts}, CHAT[3]]}, "f:1")

@@ -61,7 +61,33 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt and completion": ({"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "1 + 1 =", "completion": " 2"}),
     "prompt and completion of messages": (
         {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
-        {"messages": (*CHAT, *CHAT), "loss_weights": (0.0, 0.0, 0.0, 1.0)},
+        {"messages": (*CHAT, *CHAT), "prompt_messages": 3},
+    ),
+    "completion that is JSON": (
+        {"prompt": "[1, 2]", "completion": '[{"name": "f", "arguments": {}}]'},
+        {"prompt": "[1, 2]", "completion": '[{"name": "f", "arguments": {}}]'},
+    ),
+    "pair of texts that are JSON": (
+        {"prompt": "x", "chosen": "[1]", "rejected": "[]"},
+        {"prompt": "x", "chosen": "[1]", "rejected": "[]"},
+    ),
+    "pair of conversations after a prompt that is JSON": (
+        {"prompt": "[3, 1]", "chosen": [ANSWER], "rejected": [ANSWER | {"content": "no"}]},
+        {
+            "chosen": ({"role": "user", "content": "[3, 1]"}, ANSWER),
+            "rejected": ({"role": "user", "content": "[3, 1]"}, ANSWER | {"content": "no"}),
+        },
+    ),
+    "pair that goes on with a tool's message": (
+        {
+            "prompt": [USER, ANSWER],
+            "chosen": [{"role": "tool", "content": "t"}, ANSWER],
+            "rejected": [{"role": "tool", "content": "t"}, ANSWER | {"content": "no"}],
+        },
+        {
+            "chosen": (*CHAT, {"role": "tool", "content": "t"}, ANSWER),
+            "rejected": (*CHAT, {"role": "tool", "content": "t"}, ANSWER | {"content": "no"}),
+        },
     ),
     "Alpaca": ({"instruction": "one?", "input": "", "output": "two"}, {"messages": CHAT}),
     "Alpaca with everything": (
@@ -77,6 +103,14 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"chosen": CHAT, "rejected": (USER, WORSE)},
     ),
     "pair of answers": (
+        {"prompt": "one? ", "chosen": list(CHAT), "rejected": [USER, WORSE]},
+        {"chosen": CHAT, "rejected": (USER, WORSE)},
+    ),
+    "pair with a prompt that both hold, as a list": (
+        {"prompt": [USER], "chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, USER, WORSE]},
+        {"chosen": (SYSTEM, *CHAT), "rejected": (SYSTEM, USER, WORSE)},
+    ),
+    "pair of answers after a text": (
         {"prompt": "one?", "chosen": [ANSWER], "rejected": [WORSE]},
         {"chosen": CHAT, "rejected": (USER, WORSE)},
     ),
@@ -188,6 +222,14 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "a pair of answers without a prompt": (
         {"chosen": [ANSWER], "rejected": [WORSE]},
         "chosen begins with the assistant's message",
+    ),
+    "a pair whose prompt is another one": (
+        {"prompt": "four?", "chosen": list(CHAT), "rejected": [USER, WORSE]},
+        "chosen begins with the user's message, and what 'prompt' says is not in it",
+    ),
+    "a pair whose system prompt is apart": (
+        {"prompt": [SYSTEM], "chosen": list(CHAT), "rejected": [USER, WORSE]},
+        "chosen begins with the user's message, and what 'prompt' says is not in it",
     ),
     "a pair that ends with the user": ({"chosen": [USER], "rejected": [*CHAT]}, "chosen must end with the assistant's"),
     "a pair of two kinds": ({"prompt": "x", "chosen": "y", "rejected": [ANSWER]}, "both strings or both lists"),

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -274,6 +275,17 @@ class TestBackend:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         with backend_of(model, batching=Batching(max_length=13)) as backend:
             assert backend.self_check.lengths == [3, 8, 13]
+
+
+def test_no_process_stands_by_where_a_package_is_missing(tmp_path, monkeypatch):
+    """The backend says which, and how to install it."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(places.metadata, "version", version)
+    assert standing_by.worker_for(tmp_path, None) is None
 
 
 STANDING_BY = """

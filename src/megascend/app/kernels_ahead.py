@@ -8,7 +8,6 @@ first step compiles them.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import hashlib
 import json
@@ -20,14 +19,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
-from megascend.errors import MegascendError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.kernels.compile_ahead import DRIVER, Attention, Job
 
@@ -46,27 +43,31 @@ class KernelsAhead:
     def __init__(self, config: TrainerConfig, launch: Launch) -> None:
         self._config, self._launch = config, launch
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
+        self._errors: IO[bytes] | None = None
 
     def begin(self) -> None:
         """Start the process, where there is a device of CUDA's and something to compile."""
         config = self._config
         if self._launch.local_rank != 0 or not needs(config.engine).megatron or config.platform not in ("auto", "cuda"):
             return
-        # What is missing or wrong is told where it is needed; a model's configuration may be anything.
-        with contextlib.suppress(OSError, MegascendError, PackageNotFoundError, ValueError, TypeError, AttributeError):
+        try:
             ctypes.CDLL(DRIVER)
             job = job_of(config)
-            if not Path(job.done).exists():
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "megascend.kernels.compile_ahead", job.to_text()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._errors,
-                    env=os.environ
-                    | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
-                )
-                atexit.register(self.close)
+            if Path(job.done).exists():
+                return
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megascend.kernels.compile_ahead", job.to_text()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env=_environment(),
+                cwd="/",  # not where the user's own modules are: -m looks there first
+            )
+        except Exception as error:  # noqa: BLE001  a configuration may be anything; what is wrong is told where it is needed
+            logger.debug("nothing is compiled ahead: %s: %s", type(error).__name__, error)
+            return
+        atexit.register(self.close)
 
     def close(self) -> None:
         """End the process, whatever it does: Triton's cache takes files whole. If it has failed, the debug log says why."""
@@ -76,12 +77,13 @@ class KernelsAhead:
             if code is None:
                 self._process.kill()
                 self._process.wait()
-            elif code:
+            elif code and self._errors is not None:
                 self._errors.seek(0)
                 end = " ".join(self._errors.read().decode(errors="replace").split())[-600:]
                 logger.debug("kernels could not be compiled ahead (exit code %d): %s", code, end)
             self._process = None
-        self._errors.close()
+        if self._errors is not None:
+            self._errors.close()
 
 
 def job_of(config: TrainerConfig) -> Job:
@@ -89,6 +91,7 @@ def job_of(config: TrainerConfig) -> Job:
 
     Raises:
         OSError, MegascendError: the model cannot be read.
+        ValueError, TypeError, AttributeError: its configuration is not what one is.
         PackageNotFoundError: there is no Triton.
     """
     info, tensor = inspect_checkpoint(config.model), config.parallel.tensor
@@ -133,10 +136,20 @@ def job_of(config: TrainerConfig) -> Job:
 
 
 def _triton_cache() -> Path:
-    """Where Triton keeps what it has compiled."""
+    """Where Triton keeps what it has compiled; absolute."""
     if chosen := os.environ.get("TRITON_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+        return Path(chosen).absolute()
+    return Path(os.environ.get("TRITON_HOME") or Path.home()).absolute() / ".triton" / "cache"
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with its search path, for one that works in another directory."""
+    path = [str(Path(entry).absolute()) for entry in sys.path if entry]
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        "TRITON_CACHE_DIR": str(_triton_cache()),
+    }
 
 
 def _power_of_two(value: int) -> bool:

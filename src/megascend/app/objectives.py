@@ -36,7 +36,7 @@ class Objective(Protocol):
         ...
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
-        """The numbers of the samples of some units, each with the pair that it is of."""
+        """The numbers of the samples of some units, each with the number of its pair among those."""
         ...
 
     def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
@@ -121,15 +121,19 @@ class Preferences:
                 self._reference |= part
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
-        return [(2 * unit + side, unit) for unit in units for side in (0, 1)]
+        return [(2 * unit + side, place) for place, unit in enumerate(units) for side in (0, 1)]
 
     def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
-        """Samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum."""
+        """Samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum.
+
+        A batch that spans two epochs may hold a pair twice, so pairs are numbered by their place in it.
+        """
         found = self._pairs(samples, units)
-        for sample in found:
+        for index, sample in enumerate(found):
             total = self._reference[self._key(samples, sample)]
             weight = float(sample.weights.double().sum())
             sample.ref_logprobs = torch.full((len(sample),), total / weight, dtype=torch.float32)
+            sample.pair = index // 2
         return found
 
     def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:

@@ -235,7 +235,8 @@ class ChatTemplate:
         self, marked: list[Span], messages: Messages, turns: list[int], tools: Tools, options: Mapping[str, Any] | None
     ) -> list[tuple[int, list[Span]]]:
         """The template's generation blocks, by message."""
-        if len(marked) == len(turns):
+        # A turn without words may have no block, and another one two.
+        if len(marked) == len(turns) and all(tail(messages[index]) for index in turns):
             return [(index, [span]) for index, span in zip(turns, marked, strict=True)]
         return self._counted_turns(marked, messages, turns, tools, options)
 

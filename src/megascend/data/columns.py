@@ -13,11 +13,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
-from megascend.data.messages import decoded, from_sharegpt, parse_messages, parse_tools
+from megascend.data.messages import conversation_or_text, decoded, from_sharegpt, parse_messages, parse_tools
 from megascend.errors import DataError
 
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -98,7 +99,7 @@ def _parse_chat(values: Mapping[str, Any], source: str) -> Document:
 
 
 def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
-    prompt, completion = decoded(values["prompt"]), decoded(values["completion"])
+    prompt, completion = (conversation_or_text(values[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(f"{source}: 'prompt' and 'completion' must be both strings or both lists of messages")
     if not isinstance(prompt, list):
@@ -109,10 +110,7 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
             **_chat(values, source),
         )
     document = _conversation([*prompt, *completion], f"{source}: prompt + completion", values, source)
-    messages = document.messages or ()
-    given = document.loss_weights or tuple(float(message["role"] == "assistant") for message in messages)
-    weights = tuple(0.0 if index < len(prompt) else weight for index, weight in enumerate(given))
-    return Document(source, messages=messages, loss_weights=weights, **_chat(values, source))
+    return replace(document, prompt_messages=len(prompt))
 
 
 def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
@@ -151,21 +149,40 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
 
 
 def _side(side: list[Any], prompt: Any, where: str) -> Messages:
-    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself."""
+    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself.
+
+    Raises:
+        DataError: it is no conversation that ends with the assistant, has no beginning, or has another one than ``prompt``.
+    """
     first = side[0] if side else None
-    whole = isinstance(first, dict) and first.get("role") != "assistant"
+    role = first.get("role") if isinstance(first, dict) else "assistant"
+    whole = role not in ("assistant", "tool")
+    prompt = from_sharegpt(prompt, where)
     before: list[Any] = []
     if not whole:
-        prompt = from_sharegpt(prompt, where)
         before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         if not prompt:
-            raise DataError(f"{where} begins with the assistant's message, and there is no 'prompt'")
+            raise DataError(f"{where} begins with the {role}'s message, and there is no 'prompt'")
     messages, weights = parse_messages([*before, *side], where)
+    if whole and prompt and not _holds(messages, prompt, where):
+        raise DataError(
+            f"{where} begins with the {role}'s message, and what 'prompt' says is not in it: begin with the assistant's message, "
+            "or leave the prompt out (data.columns)"
+        )
     if weights is not None:
         raise DataError(f"{where}: 'loss' and 'weight' have no meaning in preference pairs: leave them out")
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{where} must end with the assistant's message")
     return messages
+
+
+def _holds(messages: Messages, prompt: Any, where: str) -> bool:
+    """True if a conversation has the messages of ``prompt``, or the text, or a message whose text is a part of it."""
+    if isinstance(prompt, list):
+        wanted, _ = parse_messages(prompt, f"{where}: prompt")
+        return all(message in messages for message in wanted)
+    contents = [str(message.get("content", "")).strip() for message in messages[:-1]]
+    return any(text and (text in str(prompt) or str(prompt).strip() in text) for text in contents)
 
 
 def _conversation(messages: Any, where: str, values: Mapping[str, Any], source: str) -> Document:

@@ -23,6 +23,7 @@ class Document:
             plain text, ``prompt`` is what stands before either.
         chosen, rejected: of a preference pair, both plain text or both whole conversations.
         loss_weights: of each message, or None for 1 on the assistant's and 0 on all others.
+        prompt_messages: how many of ``messages`` are a prompt: of those nothing is learned, unless prompts are learned, too.
         tools: what the conversation may call, for the chat template.
         template_options: further variables of the chat template, ``{"enable_thinking": False}`` for example.
     """
@@ -35,6 +36,7 @@ class Document:
     chosen: Messages | str | None = None
     rejected: Messages | str | None = None
     loss_weights: tuple[float, ...] | None = None
+    prompt_messages: int = 0
     tools: tuple[dict[str, Any], ...] | None = None
     template_options: dict[str, Any] | None = None
 

@@ -169,7 +169,7 @@ def from_sharegpt(found: Any, where: str) -> Any:
     Raises:
         DataError: a role is unknown.
     """
-    found = decoded(found)
+    found = conversation_or_text(found)
     if not isinstance(found, list) or not any(isinstance(message, dict) and "from" in message for message in found):
         return found
     messages = []
@@ -197,6 +197,15 @@ def decoded(value: Any) -> Any:
         except (ValueError, RecursionError):
             return value
     return value
+
+
+def conversation_or_text(value: Any) -> Any:
+    """As :func:`decoded` for lists of messages. Another list is a text that happens to be JSON, an answer with tool calls say."""
+    found = decoded(value)
+    is_conversation = isinstance(found, list) and all(
+        isinstance(message, dict) and ("role" in message or "from" in message) for message in found
+    )
+    return found if found and is_conversation else value
 
 
 def without_nulls(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 TooLong = Literal["error", "truncate", "skip"]
 WeightedSpan = tuple[int, int, float]
+
+SHARED_TOKEN = (
+    "the beginning of the completion is not learned, as it shares a token with the end of the prompt; put the space between "
+    "them at the beginning of the completion, not at the end of the prompt"
+)
+SHARED_WITH_TEMPLATE = (
+    "the beginning of some of the assistant's turns is not learned, as it shares a token with what the chat template writes "
+    "before it; use a template whose generation prompt does not end with a space (data.chat_template)"
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class Encoder:
             tokens, weights = self._conversation(document, document.messages, document.loss_weights)
             what = "conversation"
         else:
-            tokens, weights = self._completion(document.prompt or "", document.completion or "")
+            tokens, weights = self._completion(document.prompt or "", document.completion or "", document.source)
             what = "prompt with its completion"
         return self._within_limit(tokens, weights, what, document.source)
 
@@ -114,7 +124,7 @@ class Encoder:
         both = []
         for side in (document.chosen, document.rejected):
             if isinstance(side, str):
-                tokens, weights = self._completion(document.prompt or "", side)
+                tokens, weights = self._completion(document.prompt or "", side, document.source)
             else:
                 shared = common_messages(document.chosen, document.rejected)
                 learned = tuple(
@@ -154,7 +164,9 @@ class Encoder:
         if whole and loss_weights is None:
             rendered = self._template.render(messages, tools, options)
         else:
-            weights = loss_weights or [1.0] * len(messages)
+            weights = list(loss_weights or [1.0] * len(messages))
+            if not whole:
+                weights[: document.prompt_messages] = [0.0] * document.prompt_messages
             apart = (
                 len({weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}) > 1
             )
@@ -165,11 +177,15 @@ class Encoder:
                 self._template.check_endings(rendered, ends, document.source, self._findings)
         self._template.check_written(messages, tools, options, rendered, document.source, self._findings)
         tokens, offsets = self._ids(rendered, special=False, offsets=True)
+        if not whole and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):
+            self._findings.remark(SHARED_WITH_TEMPLATE, document.source)
         return tokens, token_weights(offsets, spans, elsewhere=float(whole))
 
-    def _completion(self, prompt: str, completion: str) -> tuple[list[int], list[float]]:
+    def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
         """Token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""
         tokens, offsets = self._ids(prompt + completion, offsets=True)
+        if not self._train_on_prompt and lies_within_a_token(offsets, [len(prompt)]):
+            self._findings.remark(SHARED_TOKEN, source)
         end = len(prompt) + len(completion)
         # Special tokens that the tokenizer adds by itself stand at (0, 0), the closing one with the completion.
         weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(self._train_on_prompt))
@@ -273,6 +289,14 @@ def token_weights(offsets: Sequence[Span], spans: Sequence[WeightedSpan], elsewh
         inside = bool(remaining) and first >= remaining[0][0]
         weights.append(remaining[0][2] if inside else elsewhere)
     return weights
+
+
+def lies_within_a_token(offsets: Sequence[Span], places: Sequence[int]) -> bool:
+    """True if some token begins before one of ``places`` and ends behind it."""
+    tokens = [(first, last) for first, last in offsets if first < last]  # without special ones, which stand at (0, 0)
+    firsts = [first for first, _ in tokens]
+    before = [bisect_left(firsts, place) - 1 for place in places]
+    return any(index >= 0 and tokens[index][1] > place for index, place in zip(before, places, strict=True))
 
 
 def common_messages(one: Any, other: Any) -> int:
