@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import runpy
@@ -39,6 +40,14 @@ if QUICK_START not in sys.path:
 runpy.run_path(str(Path(QUICK_START) / "sitecustomize.py"))
 
 sys.path.append(str(Path(__file__).with_name("weightwire")))  # members of groups, for tests in other folders too
+
+
+# Hypothesis times every example, and how fast it draws them; another process may need the processor meanwhile.
+with contextlib.suppress(ModuleNotFoundError):  # in an environment of tests/integrations
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 
 # Before any product of bf16 matrices in this process, or in those that it starts; not all of them call the bootstrap.

@@ -39,7 +39,8 @@ from megascend.testing.parity import case_checkpoint, causal_samples, token_list
 from megascend.testing.tiny_models import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
-LIMIT_S = 10.0
+LIMIT_S = 60.0
+"""What a mistake may take on all ranks; half of their groups' timeout, which nobody has waited out."""
 WORLDS = {
     "single": (1, Parallel()),
     "TP2": (2, Parallel(tensor=2)),
@@ -56,13 +57,18 @@ def checkpoint(parity_folder) -> Path:
 def build(model: Path, parallel: Parallel | None = None, **options: Any):
     from megascend.backends import MegatronBackend
 
-    settings = {"precision": "fp32", "timeout_s": 8, "batching": Batching(micro_batch_tokens=64), "self_check": False}
-    settings |= options  # the self-check has tests of its own, and these a time limit
+    settings = {
+        "precision": "fp32",
+        "timeout_s": 2 * LIMIT_S,
+        "batching": Batching(micro_batch_tokens=64),
+        "self_check": False,
+    }
+    settings |= options  # the self-check has tests of its own
     return MegatronBackend(model=model, parallel=parallel, **settings)
 
 
 def errors(world_size: int, attempt: Callable[[], Any]) -> list[tuple[type, str]]:
-    """Class and message of what ``attempt`` raises on every rank; all within the time limit."""
+    """Class and message of what ``attempt`` raises on every rank; all within :data:`LIMIT_S`."""
 
     def on_rank() -> tuple[type, str]:
         try:
@@ -71,10 +77,7 @@ def errors(world_size: int, attempt: Callable[[], Any]) -> list[tuple[type, str]
             return type(error), str(error)
         return type(None), ""
 
-    start = time.monotonic()
-    found = run_distributed(on_rank, world_size, init=False, timeout_s=30)
-    assert time.monotonic() - start < LIMIT_S
-    return found
+    return run_distributed(on_rank, world_size, init=False, timeout_s=LIMIT_S)
 
 
 def assert_all(found: list[tuple[type, str]], kind: type, *words: str) -> None:
@@ -141,7 +144,7 @@ def test_a_topology_for_another_world_is_refused(megatron_imported):
     from megascend.topology.topology import plan
 
     def attempt():
-        initialize(plan(Parallel(), 4), megatron_imported.platform, timeout_s=5)
+        initialize(plan(Parallel(), 4), megatron_imported.platform, timeout_s=2 * LIMIT_S)
 
     found = errors(2, attempt)
     assert [kind for kind, _ in found] == [TopologyError] * 2
@@ -475,7 +478,6 @@ def test_an_export_that_runs_out_of_disk_leaves_the_earlier_one(checkpoint, tmp_
 
 def test_a_rank_that_dies_before_it_comes_is_named_in_time(checkpoint):
     """Rank 1 never arrives; rank 0 says so within its timeout."""
-    start = time.monotonic()
 
     def on_rank():
         if int(os.environ["RANK"]) == 1:
@@ -484,28 +486,28 @@ def test_a_rank_that_dies_before_it_comes_is_named_in_time(checkpoint):
             build(checkpoint, timeout_s=2)
         return str(raised.value)
 
-    message = run_distributed(on_rank, 2, init=False, timeout_s=30)[0]
+    message = run_distributed(on_rank, 2, init=False, timeout_s=LIMIT_S)[0]
     assert re.search(r"rank 0: 1 of 2 ranks did not arrive at start-up within 2 s: rank 1\b.*raise timeout_s", message)
-    assert time.monotonic() - start < LIMIT_S
 
 
-def test_a_rank_that_stops_between_steps_is_named_in_time(checkpoint):
-    start = time.monotonic()
+def test_a_rank_that_stops_between_steps_is_named_in_time(checkpoint, tmp_path):
+    named = tmp_path / "named"
 
     def on_rank():
-        backend = build(checkpoint, timeout_s=2)
+        backend = build(checkpoint, timeout_s=6)
         backend.forward_backward(good(backend.rank))
         if backend.rank == 1:
-            time.sleep(6)
+            while not named.exists():
+                time.sleep(0.05)
             return None
         with pytest.raises(MegascendError) as raised:
             backend.forward_backward(good(backend.rank))
+        named.touch()
         return type(raised.value), str(raised.value)
 
-    kind, message = run_distributed(on_rank, 2, init=False, timeout_s=30)[0]
+    kind, message = run_distributed(on_rank, 2, init=False, timeout_s=LIMIT_S)[0]
     assert kind is CollectiveTimeoutError
     assert "rank 1" in message
-    assert time.monotonic() - start < 2 * LIMIT_S
 
 
 # --- the environment ---

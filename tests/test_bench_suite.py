@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -135,7 +136,7 @@ def test_a_line_that_fails_is_told_and_the_others_run(
         script(tmp_path, "silent", "pass"),
         script(tmp_path, "good", write.format('{"x": 2.0}')),
     ]
-    monkeypatch.setattr(bench, "TINY_DEADLINE_S", 2.0)
+    monkeypatch.setattr(bench, "TINY_DEADLINE_S", 10.0)
     monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
     monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 1", {"torch": "0"}))
     monkeypatch.setattr(bench, "select", lambda only: [line for line in suite if only in (None, line.name)])
@@ -143,8 +144,8 @@ def test_a_line_that_fails_is_told_and_the_others_run(
 
     assert bench.main(["--tiny", "--json", str(report), "--store"]) == 1
     said = capsys.readouterr().out
-    assert "broken: 0 s, FAILED: exit code 1\n    what it said\n    no such thing" in said
-    assert "FAILED: not done after its deadline of 2 s" in said
+    assert re.search(r"broken: \d+ s, FAILED: exit code 1\n    what it said\n    no such thing", said)
+    assert "FAILED: not done after its deadline of 10 s" in said
     assert "FAILED: its figures cannot be read: KeyError('x')" in said
     assert "FAILED: exit code 0, but no figures" in said
     assert "failed: broken, slow, strange, silent" in said
@@ -172,7 +173,7 @@ def parent(folder: Path, child: Path) -> lines.Line:
     return script(folder, "parent", body + f"os.rename({str(child)!r} + '.new', {str(child)!r})\ntime.sleep(600)")
 
 
-def ended(pid: int, within_s: float = 20.0) -> bool:
+def ended(pid: int, within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while running_process(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -181,8 +182,11 @@ def ended(pid: int, within_s: float = 20.0) -> bool:
 
 def test_nothing_of_a_line_is_left_after_its_deadline(tmp_path: Path) -> None:
     line = parent(tmp_path, tmp_path / "pid")
-    outcome = running.run([line.script], tmp_path / "result.json", tmp_path / "log", 2.0)
-    assert outcome.figures is None
+    for deadline_s in (2.0, 60.0):  # on a busy machine it may not have started the other one within the first
+        outcome = running.run([line.script], tmp_path / "result.json", tmp_path / "log", deadline_s)
+        assert outcome.figures is None
+        if (tmp_path / "pid").is_file():
+            break
     assert ended(int((tmp_path / "pid").read_text()))
 
 

@@ -34,7 +34,7 @@ EXPECTED = {
     "good": ("ok", ""),
     "bad": ("failed", ""),
     "raises": ("failed", "exit code 1"),
-    "hangs": ("failed", "not done after 6 s"),
+    "hangs": ("failed", "not done after 10 s"),
     "silent": ("failed", "it measured nothing"),
     "nothing_here": ("left out", ""),
     "dies": ("failed", "exit code -9"),
@@ -51,7 +51,9 @@ def command(section: Section) -> list[str]:
 
 
 def test_every_section_has_a_verdict_and_none_stops_another(tmp_path: Path) -> None:
-    sections = [Section(name, name, 6) for name in BODIES] + [Section("larger", "larger", 6, least_cards=4)]
+    sections = [Section(name, name, 10 if name == "hangs" else 120) for name in BODIES] + [
+        Section("larger", "larger", 6, least_cards=4)
+    ]
     started: list[str] = []
     results = list(
         run_sections(sections, Settings(tmp_path, 2), about_to=lambda each: started.append(each.name), command=command)
@@ -79,11 +81,14 @@ def test_whatever_a_program_started_ends_with_it(
     starts = "import subprocess, sys\n"
     starts += f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session={own_session})\n"
     starts += "print(child.pid, flush=True)\nchild.wait()\n"
-    ended = processes.run([sys.executable, "-c", starts], tmp_path / "log", 5)
-    assert ended.code is None
-    assert ended.problem(5) == "not done after 5 s"
+    for deadline_s in (5, 60):  # on a busy machine it may not have started its child within the first
+        ended = processes.run([sys.executable, "-c", starts], tmp_path / "log", deadline_s)
+        assert ended.code is None
+        assert ended.problem(deadline_s) == f"not done after {deadline_s} s"
+        if ended.tail:
+            break
     command = Path(f"/proc/{ended.tail.split()[0]}/cmdline")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while command.is_file() and command.read_bytes():
         assert time.monotonic() < until, "its child still runs"
         time.sleep(0.1)

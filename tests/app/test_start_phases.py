@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import psutil
-import pytest
 
 from megascend.app.start_phases import StartPhases
 
@@ -18,9 +17,12 @@ def test_phases_add_up_from_the_start_of_the_process() -> None:
     began = time.process_time()
     while time.process_time() - began < 0.06:
         pass
+    born = psutil.Process().create_time()
+    before = time.time() - born, time.process_time()
     phases.ended("computing")
-    assert sum(phases.seconds.values()) == pytest.approx(time.time() - psutil.Process().create_time(), abs=0.1)
-    assert sum(phases.processor_s.values()) == pytest.approx(time.process_time(), abs=0.05)
+    after = time.time() - born, time.process_time()
+    assert before[0] - 0.1 < sum(phases.seconds.values()) < after[0] + 0.1
+    assert before[1] - 0.05 < sum(phases.processor_s.values()) < after[1] + 0.05
     assert phases.processor_s["waiting"] < 0.05 < phases.seconds["waiting"]
     assert phases.processor_s["computing"] >= 0.06
     assert phases.record() == {

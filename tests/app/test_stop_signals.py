@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ from megascend.app.stop_signals import STOPPING, StopSignals
 
 
 def send(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)  # to this thread; one to the process may come to another, and a moment later
     time.sleep(0)  # Python runs handlers between two instructions
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -40,6 +42,45 @@ def slow_disk(seconds):
     return fsync
 
 
+def held_disk():
+    """No ``fsync`` of a thread that writes comes back before the event that is returned is set."""
+    fsync, moves_on = os.fsync, threading.Event()
+
+    def held(descriptor):
+        if threading.current_thread() is not threading.main_thread():
+            assert moves_on.wait(120)
+        fsync(descriptor)
+
+    os.fsync = held
+    return moves_on
+
+
+class DiskOfWhoWaits:
+    """Nothing is written before the main thread waits for it; it then waits for ``PAUSE_S`` at least.
+
+    Attributes:
+        stuck: nor then.
+    """
+
+    PAUSE_S = 0.2
+
+    def __init__(self, monitor):
+        self.stuck = False
+        self._moves_on, self._phase = held_disk(), monitor.phase
+        monitor.phase = self._watched
+
+    @contextlib.contextmanager
+    def _watched(self, name, *details):
+        waits = bool(details) and details[0].startswith("waiting for ") and not self.stuck
+        with self._phase(name, *details):
+            if waits:
+                time.sleep(self.PAUSE_S)
+                self._moves_on.set()
+            yield
+        if waits:
+            self._moves_on.clear()
+
+
 def on_two_ranks(body, checkpoint, **options):
     def work():
         with make_backend(checkpoint, **options) as backend:
@@ -49,12 +90,12 @@ def on_two_ranks(body, checkpoint, **options):
 
 
 def test_saves_loads_and_steps_in_every_order(checkpoint, tmp_path):
-    """On a slow disk, one after the other without waiting: each checkpoint has the state in which it was taken."""
+    """On a disk that waits, one after the other without waiting: each checkpoint has the state in which it was taken."""
 
     def body(backend):
         train(backend)
         backend.save(tmp_path / "one", wait=True)  # the first takes memory and makes its group
-        slow_disk(0.1)
+        disk = DiskOfWhoWaits(backend.groups.monitor)
         states = {}
 
         # Two saves in a row, the second after steps during the first
@@ -70,7 +111,7 @@ def test_saves_loads_and_steps_in_every_order(checkpoint, tmp_path):
         three = backend.save(tmp_path / "three")
         assert two.done
         assert (one.step, two.step, three.step) == (1, 4, 4)
-        assert one.stall_s < two.stall_s > 0.1  # the second has waited for the first
+        assert two.stall_s > disk.PAUSE_S  # the second has waited for the first
 
         # A load, of the very checkpoint that is being written
         train(backend)
@@ -89,8 +130,10 @@ def test_saves_loads_and_steps_in_every_order(checkpoint, tmp_path):
 
         # Deadlines
         five = backend.save(tmp_path / "five")
+        disk.stuck = True
         with pytest.raises(TimeoutError, match=r"five is not complete after 0\.05 s"):
             five.wait(timeout_s=0.05)
+        disk.stuck = False
         five.wait()
         states["five"] = states["one"]
         for name, expected in states.items():
@@ -223,10 +266,14 @@ def test_one_rank_that_loses_timeout_stops_the_next_call_on_all(checkpoint, tmp_
     """Each rank waits by a clock of its own."""
 
     def body(backend):
-        slow_disk(1)
+        moves_on = held_disk()
         slow = backend.save(tmp_path / "slow")
+        wait = slow._wait
         if backend.rank == 1:
             slow._timeout_s = 0.01
+            slow._wait = lambda seconds: (wait(seconds), moves_on.set())[0]
+        else:
+            moves_on.set()
         with pytest.raises(CheckpointError, match=r"slow is not complete 0\.01 s after it was waited for"):
             backend.save(tmp_path / "next")
         slow._timeout_s = 30
@@ -285,7 +332,7 @@ def test_an_error_in_the_block_does_not_wait_for_ever(checkpoint, tmp_path, monk
     def work():
         started = None
         try:
-            with make_backend(checkpoint, timeout_s=4) as backend:
+            with make_backend(checkpoint, timeout_s=8) as backend:
                 train(backend)
                 backend.save(tmp_path / "last", wait=True)
                 slow_disk(3600)
@@ -312,14 +359,15 @@ def test_an_error_in_the_block_does_not_wait_for_ever(checkpoint, tmp_path, monk
 def test_a_forked_child_that_exits_does_not_wait_for_a_thread_that_it_has_not(checkpoint, tmp_path):
     def work():
         with make_backend(checkpoint) as backend:
-            slow_disk(0.5)
+            moves_on = held_disk()
             pending = backend.save(tmp_path / "last")
             child = os.fork()
             if child == 0:
-                signal.alarm(10)
+                signal.alarm(60)
                 backend._saver._at_exit()
                 os._exit(0)
             assert not pending.done
+            moves_on.set()
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert run_distributed(work, 1, init=False, timeout_s=180) == [0]

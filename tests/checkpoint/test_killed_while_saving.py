@@ -302,7 +302,7 @@ def test_one_process_killed_again_and_again(checkpoint, tmp_path):
     finished_equally(checkpoint, tmp_path, 1)
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
@@ -314,7 +314,7 @@ def test_a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever(checkpoint
     """The writer of a process that was stopped never comes back, and connections to it stay open."""
 
     def work():
-        backend = make_backend(checkpoint, timeout_s=2)
+        backend = make_backend(checkpoint, timeout_s=5)
         backend.save(tmp_path / "last", wait=True)
         train(backend)
         pending = backend.save(tmp_path / "last")
@@ -331,7 +331,7 @@ def test_a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever(checkpoint
         else r"rank 0 exited with code 76|PeerLostError: rank 0: .*save"
     )
     with faults.inject(fault), pytest.raises(DistributedTestError, match=ended) as caught:
-        run_distributed(work, 2, init=False, timeout_s=40, expect_lost={1})
+        run_distributed(work, 2, init=False, timeout_s=120, expect_lost={1})
     if "exited with code 76" in str(caught.value):
         assert "waiting for last of step 2" in str(caught.value)
     assert "ank 1 is gone: its process is stopped" in str(caught.value)

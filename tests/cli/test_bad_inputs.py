@@ -19,7 +19,7 @@ from bad_inputs import BAD_INPUTS, Bad
 from forked_programs import COMMAND, environment, run_forked
 from megascend.cli.main import app
 
-LIMIT_S = 10
+LIMIT_S = 30
 """Of processor time."""
 AS_COMMANDS = (
     "data: text, not JSON",

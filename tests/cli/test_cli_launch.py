@@ -103,7 +103,7 @@ def test_a_signal_while_ranks_start_ends_the_launcher_and_them(tmp_path: Path) -
             time.sleep(0.01)
         launcher.terminate()
         assert launcher.wait(timeout=60) == 143
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
 
 

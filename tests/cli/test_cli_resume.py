@@ -127,7 +127,7 @@ def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) 
     with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
         wait_for_step(process, output, 3, log)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 75, log.read_text()[-4000:]
+        assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
     last = stopped_after(output, "SIGTERM")
     assert f"stopped by SIGTERM after step {last}; resume with --resume auto" in log.read_text()
 
@@ -153,7 +153,7 @@ def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterr
     with started(train_command("--set", f"output={output}", torchrun=[]), folder, log) as process:
         wait_for_step(process, output, 3, log)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does; torchrun sends its workers another one
-        assert process.wait(60) == 1, log.read_text()[-4000:]  # torchrun's own
+        assert process.wait(DEADLINE_S) == 1, log.read_text()[-4000:]  # torchrun's own
     last = stopped_after(output, "SIGINT")
 
     saved = (last // 4 + 2) * 4
@@ -191,7 +191,7 @@ def interrupted(folder: Path, output: Path, log: Path) -> int:
     with started(train_command("--set", f"output={output}"), folder, log) as process:
         wait_for_step(process, output, 2, log)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) == 75, log.read_text()[-4000:]
+        assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
     return stopped_after(output, "SIGINT")
 
 
@@ -207,7 +207,7 @@ def test_ctrl_c_twice_on_one_process(folder) -> None:
         wait_for_step(process, output, last + 2, log)
         os.killpg(process.pid, signal.SIGINT)
         os.killpg(process.pid, signal.SIGINT)
-        code = process.wait(60)
+        code = process.wait(DEADLINE_S)
         # Two that come before Python has looked are one.
         assert code in (75, 130), log.read_text()[-4000:]
     report = read_run(output)
@@ -229,7 +229,7 @@ def test_a_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) == 130, log.read_text()[-4000:]
+        assert process.wait(DEADLINE_S) == 130, log.read_text()[-4000:]
     assert "interrupted" in log.read_text()
     assert read_run(output).attempts[-1].outcome in ("no end", "interrupted", "lost")
 

@@ -53,7 +53,7 @@ def test_a_rank_of_an_earlier_start_is_not_taken_for_one_of_this() -> None:
 
 
 def test_ranks_that_never_came_are_named() -> None:
-    found = start(dist.HashStore(), (0, 2), 4, timeout_s=0.5)
+    found = start(dist.HashStore(), (0, 2), 4, timeout_s=2.0)
     assert all("2 of 4 ranks did not arrive at start-up" in str(error) for error in found.values())
     assert all("ranks 1, 3" in str(error) for error in found.values())
 

@@ -149,15 +149,15 @@ def test_missing_ranks_are_named_within_the_timeout(runtime: Runtime) -> None:
         if os.environ["RANK"] in ("1", "3"):
             return "", 0.0
         with pytest.raises(CollectiveTimeoutError) as caught:
-            open_groups(runtime, 4, timeout_s=1.5)
+            open_groups(runtime, 4, timeout_s=4.0)
         assert not dist.is_initialized()
         return str(caught.value), time.monotonic() - start
 
     results = run_distributed(late, 4, init=False, timeout_s=120)
     for rank in (0, 2):
         message, seconds = results[rank]
-        assert f"rank {rank}: 2 of 4 ranks did not arrive at start-up within 1.5 s: ranks 1, 3." in message
-        assert 1.4 < seconds < 60
+        assert f"rank {rank}: 2 of 4 ranks did not arrive at start-up within 4 s: ranks 1, 3." in message
+        assert 3.9 < seconds < 60
 
 
 def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:

@@ -140,15 +140,17 @@ def test_training_metrics_checkpoints_and_export_need_no_objects_on_hccl(npu, pa
     assert any(not torch.equal(trained[name], tensor) for name, tensor in original.items())
 
 
-TIMEOUT = 4.0
+TIMEOUT = 6.0
 VICTIM = 2
 
 
-def gather_without(how):
-    """What each rank saw: its error's message, and the seconds until it came."""
+def gather_without(how, folder):
+    """What each rank saw: its error's message, and the seconds until it came. ``folder`` has the names of those that have."""
     if int(os.environ["RANK"]) == VICTIM and (participant := os.fork()):
         # The harness ends all ranks as soon as one of its own dies; so a child takes part, and dies, in its place.
-        time.sleep(2.5 * TIMEOUT)
+        until = time.monotonic() + 150
+        while len(os.listdir(folder)) < 3 and time.monotonic() < until:
+            time.sleep(0.05)
         os.kill(participant, signal.SIGKILL)
         os.waitpid(participant, 0)
         return None
@@ -156,18 +158,19 @@ def gather_without(how):
     gather_objects("first", "dp_cp", groups)
     if groups.rank == VICTIM:
         if how == "missing":  # alive, but somewhere else
-            time.sleep(4 * TIMEOUT)
+            time.sleep(600)
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(how, signal.SIGKILL))
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError) as caught:
         gather_objects("second", "dp_cp", groups)
+    (folder / os.environ["RANK"]).touch()
     return str(caught.value), time.monotonic() - start
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "missing"])
-def test_every_other_rank_ends_in_time_and_names_the_one(how, npu):
+def test_every_other_rank_ends_in_time_and_names_the_one(how, npu, tmp_path):
     npu.configure_topology(plan(Parallel(), 1))
-    results = run_distributed(gather_without, 4, how, init=False, timeout_s=180)
+    results = run_distributed(gather_without, 4, how, tmp_path, init=False, timeout_s=180)
     for rank in (0, 1, 3):
         message, seconds = results[rank]
         assert seconds < TIMEOUT + 45

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from wire_members import KEPT, next_group, publish, run_meeting, run_members, wait_for
+from wire_members import KEPT, next_group, publish, run_meeting, run_members, wait_for, wait_until
 
 from megascend.testing import Lost, run_distributed, write_tiny_checkpoint
 from weightwire.digest import digest
@@ -134,19 +133,20 @@ def test_an_update_from_a_trainer_of_two_ranks_to_an_engine(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("how", "error"), [("dies", PeerLostError), ("is silent", DeadlineError)], ids=["dies", "is silent"]
 )
-def test_a_lost_sender_is_an_error_in_time(how: str, error: type[Exception]) -> None:
+def test_a_lost_sender_is_an_error_in_time(how: str, error: type[Exception], tmp_path: Path) -> None:
     def on_member(group: Any) -> list[Any]:
         medium, device = transport("hccl", group)
         if group.rank == 0:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(5)
+            wait_until((tmp_path / "named").exists)
             return []
         work = medium.receive(torch.zeros(1000, dtype=torch.uint8, device=device))
         try:
             work.wait(2.0)
         except TransportError as caught:
             explained = group.explain(caught, "receiving bucket 1")
+        (tmp_path / "named").touch()
         medium.abort()
         medium.close()
         return [

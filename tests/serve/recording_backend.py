@@ -28,6 +28,8 @@ from megascend.serve.worker import work
 
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob")}
 VOCABULARY = 100
+HELD_S = 300.0
+"""What a test holds back stays so for so long, in seconds, and no longer if the test forgets it."""
 PROJECTIONS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "lm_head")
 
 
@@ -67,7 +69,7 @@ class RecordingBackend:
                 raise DataError(f"target_ids {int(sample.target_ids.max())}")
 
     def forward_backward(self, samples: Sequence[Any], loss: Any, logprobs: bool = False) -> Result:
-        self.held.wait(20)
+        self.held.wait(HELD_S)
         names = list(dict.fromkeys(sample.adapter for sample in samples))
         self.calls.append(("forward_backward", *((name, _targets(samples, name)) for name in names)))
         losses = {}
@@ -86,7 +88,7 @@ class RecordingBackend:
     ) -> Iterator[Mapping[int, SampleResult]]:
         """Every response goes on counting from the last token of its prompt."""
         self.sampled.append([request.prompt[-1] for request in requests if request.prompt])
-        self.sampling.wait(20)
+        self.sampling.wait(HELD_S)
         found = {}
         for number, request in enumerate(requests):
             if not request.prompt:

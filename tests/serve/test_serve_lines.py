@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megascend.config import Adam, Lora
 from megascend.errors import ConfigError, OutOfDeviceMemoryError
 from megascend.lora.queue import AdapterQueue
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.serve import inbox as inbox_module
 from megascend.serve.commands import (
     Cancel,
     Command,
@@ -200,7 +202,8 @@ def test_models_that_come_again_at_once_are_waited_for() -> None:
     assert [command.number for command in inbox.take(wait=False, ready=10) or ()] == [4]
 
 
-def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time() -> None:
+def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -> None:
+    monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: 7.0))  # it comes again at once
     inbox = Inbox(window_s=0.05, max_tokens=100)
     for number in (1, 2):
         inbox.answered(["a"])

@@ -108,7 +108,7 @@ def run(doubles: list[Double], work: Work) -> None:
             if double.fails == "refuses":
                 double.stop()
         servers = [
-            VllmServer(f"http://127.0.0.1:{each.port}", answer_s=1.0 if each.fails == "hangs" else 60.0)
+            VllmServer(f"http://127.0.0.1:{each.port}", answer_s=4.0 if each.fails == "hangs" else 60.0)
             for each in doubles
         ]
         clock = Clock()
@@ -176,7 +176,7 @@ def test_a_server_that_fails_at_loading_is_no_better(failure) -> None:
 
 
 def test_one_that_is_still_ill_when_its_time_is_over_is_found_out_by_its_health(monkeypatch) -> None:
-    monkeypatch.setattr(vllm_server, "HEALTH_S", 0.2)
+    monkeypatch.setattr(vllm_server, "HEALTH_S", 2.0)
     bad, good = Double(1, "hangs"), Double(2)
 
     async def work(pool: Pool, clock: Clock) -> None:

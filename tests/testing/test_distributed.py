@@ -107,8 +107,8 @@ def test_hanging_ranks_are_named_with_their_stacks_and_killed(tmp_path: Path) ->
             sleep_for_ever()
 
     start = time.monotonic()
-    with pytest.raises(DistributedTestError, match=r"ranks 2 of 3 did not finish within 2 s") as caught:
-        run_distributed(hang_on_two, 3, timeout_s=2)
+    with pytest.raises(DistributedTestError, match=r"ranks 2 of 3 did not finish within 6 s") as caught:
+        run_distributed(hang_on_two, 3, timeout_s=6)
     assert time.monotonic() - start < 100  # of ranks that sleep for 1000
     assert "in sleep_for_ever" in str(caught.value)
     assert "pytest" not in str(caught.value).split("in hang_on_two")[1]
@@ -122,7 +122,7 @@ def test_a_rank_stuck_in_a_collective_shows_where() -> None:
             dist.all_reduce(torch.ones(()))
 
     with pytest.raises(DistributedTestError, match=r"ranks 0 of 2") as caught:
-        run_distributed(one_skips, 2, timeout_s=2)
+        run_distributed(one_skips, 2, timeout_s=6)
     assert "all_reduce" in str(caught.value)
 
 
@@ -156,7 +156,7 @@ def test_processes_started_by_a_rank_die_with_it(tmp_path: Path) -> None:
         (tmp_path / "pid-child").write_text(str(child.pid))
 
     run_distributed(start_child, 1, timeout_s=30)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while not all(gone(pid) for pid in pids(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(gone(pid) for pid in pids(tmp_path))
@@ -170,10 +170,10 @@ from megascend.testing import run_distributed
 def hang():
     Path({str(tmp_path)!r}, "pid-" + os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(1000)
-run_distributed(hang, 2, timeout_s=100)
+run_distributed(hang, 2, timeout_s=1000)
 """
     parent = subprocess.Popen([sys.executable, "-c", program])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len([path for path in tmp_path.glob("pid-*") if path.read_text()]) < 2:
         assert time.monotonic() < deadline, "the ranks did not start"
         assert parent.poll() is None, "the parent ended by itself"

@@ -40,7 +40,7 @@ def test_it_ends_with_the_block(tmp_path: Path) -> None:
         child = child_of(tmp_path / "pid")
         assert child.is_running()
     assert process.returncode == -9
-    assert psutil.wait_procs([child], 30)[1] == []
+    assert psutil.wait_procs([child], 60)[1] == []
 
 
 def test_it_ends_when_the_tests_process_is_killed(tmp_path: Path) -> None:
@@ -49,13 +49,16 @@ def test_it_ends_when_the_tests_process_is_killed(tmp_path: Path) -> None:
     child = child_of(tmp_path / "pid")
     test.kill()
     test.wait()
-    assert psutil.wait_procs([child], 30)[1] == []
+    assert psutil.wait_procs([child], 60)[1] == []
 
 
 def test_a_deadline_ends_it_too(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        run([sys.executable, "-c", LAUNCHER, tmp_path / "pid"], 5)
-    pid, until = int((tmp_path / "pid").read_text()), time.monotonic() + 30
+    for deadline_s in (5, 60):  # on a busy machine it may not have started its child within the first
+        with pytest.raises(subprocess.TimeoutExpired):
+            run([sys.executable, "-c", LAUNCHER, tmp_path / "pid"], deadline_s)
+        if (tmp_path / "pid").exists():
+            break
+    pid, until = int((tmp_path / "pid").read_text()), time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until, "it is still there"
         time.sleep(0.02)

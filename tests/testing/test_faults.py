@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megascend.diagnostics.hang_monitor import HangMonitor
@@ -108,13 +110,30 @@ print("megascend.testing.faults" in sys.modules)
     assert done.stdout == "False\n"
 
 
+def wait_until_lost(note: Path, action: faults.Action) -> None:
+    """Wait until the process whose number is in ``note`` has ended, or stopped; one that hangs, until it has begun."""
+    until = time.monotonic() + 60
+    while not (note.exists() and note.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(int(note.read_text()))
+        while action != "hang" and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize(("action", "status"), [("die", -signal.SIGKILL), ("stop", None), ("hang", None)])
-def test_ranks_that_are_lost(action: faults.Action, status: int | None) -> None:
+def test_ranks_that_are_lost(action: faults.Action, status: int | None, tmp_path: Path) -> None:
     def work() -> str:
         rank = int(os.environ["RANK"])
         monitor = HangMonitor(rank, 1, 10.0)
+        if rank == 1:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+        else:
+            wait_until_lost(tmp_path / "pid", action)
         with monitor.phase("work"):
-            time.sleep(0.5)
+            pass
         return f"rank {rank} is through"
 
     with faults.inject(Fault(action, 1, "work")):
@@ -128,7 +147,7 @@ def test_ranks_that_are_lost(action: faults.Action, status: int | None) -> None:
 def test_a_rank_that_was_to_be_lost_and_is_not() -> None:
     with pytest.raises(DistributedTestError, match="rank 1 was expected to be lost, but rank 1 returned"):
         run_distributed(
-            lambda: time.sleep(2 * (os.environ["RANK"] == "0")), 2, init=False, expect_lost={1}, timeout_s=30
+            lambda: time.sleep(60 * (os.environ["RANK"] == "0")), 2, init=False, expect_lost={1}, timeout_s=30
         )
 
 

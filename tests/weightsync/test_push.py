@@ -141,7 +141,7 @@ def pushes_that_fail(
 
         def on_rank():
             backend = make_backend(checkpoint, parallel, timeout_s=30)
-            with megascend.WeightSync(backend, served, bucket_bytes=50_000, timeout_s=3.0) as sync:
+            with megascend.WeightSync(backend, served, bucket_bytes=50_000, timeout_s=6.0) as sync:
                 undo = fault(sync, served) if backend.rank == 0 else None
                 with pytest.raises(MegascendError) as caught:
                     sync.push(4)
@@ -347,7 +347,7 @@ def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folde
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 
         def dying():
-            with megascend.WeightSync(make_backend(checkpoint), served, timeout_s=1.0) as sync:
+            with megascend.WeightSync(make_backend(checkpoint), served, timeout_s=3.0) as sync:
                 sync._delivery.verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
                 sync.push(4)
 
@@ -356,7 +356,7 @@ def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folde
 
         def next_one():
             with megascend.WeightSync(make_backend(checkpoint), served) as sync:
-                until = time.monotonic() + 30
+                until = time.monotonic() + 60
                 while True:
                     with contextlib.suppress(WeightSyncError):
                         return sync.push(4).version

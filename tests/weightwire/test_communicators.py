@@ -78,7 +78,7 @@ def test_one_is_not_left_behind_when_the_others_do_not_answer() -> None:
         second = next_group(group)
         if group.rank == 0:
             with pytest.raises(DeadlineError, match="not all members have said"):
-                library.kept.connect(Setup(second, MANIFEST, torch.device("cpu"), 0.5))
+                library.kept.connect(Setup(second, MANIFEST, torch.device("cpu"), 1.5))
             group.store("over", 20.0).set("over", "1")
         else:
             group.store("over", 20.0).wait(["over"])  # the other one is to see a silent member, not one that is gone

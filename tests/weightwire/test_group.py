@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from wire_members import run_meeting, run_members
+from wire_members import run_meeting, run_members, wait_until
 
 from weightwire import liveness
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
@@ -56,20 +56,23 @@ def test_it_does_not_matter_who_comes_last(last):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_missing_member_is_named(first):
+def test_the_missing_member_is_named(first, tmp_path):
     """By the member whose deadline passes first, and by the one that it tells, in the same words and with the same class."""
 
     def on_member(meet):
         rank = int(os.environ["RANK"])
         if rank == 2:
-            time.sleep(4)
+            wait_until(lambda: len(list(tmp_path.glob("failed-*"))) == 2)
         elif rank != first:
+            wait_until((tmp_path / f"begun-{first}").exists)
             time.sleep(0.5)
+        (tmp_path / f"begun-{rank}").touch()
         with pytest.raises(WireError) as caught:
             meet()
+        (tmp_path / f"failed-{rank}").touch()
         return type(caught.value).__name__, str(caught.value)
 
-    *others, late = run_meeting(on_member, 3, join_timeout_s=1.5)
+    *others, late = run_meeting(on_member, 3, join_timeout_s=5.0)
     for (kind, text), member in zip(others, ("the sender (trainer,", "receiver 1 (engine-1,"), strict=True):
         assert kind == "DeadlineError"
         assert text.startswith(member)
@@ -85,24 +88,25 @@ def test_a_name_is_used_once_and_a_place_has_one_member():
     name = listener.new_group(["trainer", "engine"])
     assert name != listener.new_group(["trainer", "engine"])
     with pytest.raises(DeadlineError, match=r"receiver 1 \(engine\)"):
-        join(listener.host, listener.port, name, 0, 0.1)
+        join(listener.host, listener.port, name, 0, 1.0)
     with pytest.raises(GroupError, match="is taken"):
-        join(listener.host, listener.port, name, 0, 0.1)
+        join(listener.host, listener.port, name, 0, 60.0)
     with pytest.raises(GroupError, match="no group"):
-        join(listener.host, listener.port, "update-1-of-yesterday", 1, 0.1)
+        join(listener.host, listener.port, "update-1-of-yesterday", 1, 60.0)
     with pytest.raises(GroupError, match="no 2"):
-        join(listener.host, listener.port, name, 2, 0.1)
+        join(listener.host, listener.port, name, 2, 60.0)
 
 
-def test_an_ended_group_cannot_be_joined():
+def test_an_ended_group_cannot_be_joined(tmp_path):
     def on_member(group):
         host, port, name = group.host, group.port, group.name
         if group.rank == 0:
-            time.sleep(1.0)
+            wait_until((tmp_path / "refused").exists)
             return None
         group.close()
         with pytest.raises(GroupError, match="is taken"):
-            join(host, port, name, 1, 1.0)
+            join(host, port, name, 1, 60.0)
+        (tmp_path / "refused").touch()
         return True
 
     assert run_members(on_member, 2)[1]
@@ -155,20 +159,23 @@ def test_a_killed_member_is_named_by_all_others(dying):
     assert dying == 0 or "has done" not in results[0][1].partition("gone")[0]
 
 
-def test_a_silent_member_is_named_with_how_far_it_is():
+def test_a_silent_member_is_named_with_how_far_it_is(tmp_path):
     def on_member(group):
-        medium = transport(group, timeout_s=1.5)
+        medium = transport(group, timeout_s=5.0)
         if group.rank == 1:
             medium.receive(bucket(0)).wait(20)
             group.progress(1)
-            time.sleep(6)
+            (tmp_path / "silent").touch()
+            wait_until((tmp_path / "named").exists)
             return None
         big = torch.zeros(64 * 2**20, dtype=torch.uint8)
         medium.send(bucket(0)).wait(20)
+        wait_until((tmp_path / "silent").exists)
         try:
             medium.send(big).wait(1.5)
         except WireError as error:
             explained = group.explain(error, "sending bucket 2 of 2")
+        (tmp_path / "named").touch()
         medium.close()
         return type(explained).__name__, str(explained)
 
@@ -184,7 +191,7 @@ def test_a_member_that_fails_tells_why():
             group.fail("no memory for 3 buckets")
             group.close()
             return None
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             try:
                 group.check()

@@ -318,10 +318,10 @@ def test_a_commit_is_undone_when_another_worker_failed(served):
 def test_an_update_that_nobody_goes_on_with_is_dropped(served):
     receiver, engine = served
     trainer = Trainer([receiver])
-    trainer.lease_s = 0.3
+    trainer.lease_s = 2.0
     trainer.push(2, NEW)
     until_dropped(receiver)
-    assert "nobody continued it for 0.3 s" in receiver.status()["update"]["problem"]
+    assert "nobody continued it for 2 s" in receiver.status()["update"]["problem"]
     assert same(engine.weights, OLD)
     works_again(receiver, engine, 2)
 
@@ -343,7 +343,7 @@ def test_a_drop_ends_the_wait_for_a_trainer(served):
     (offer,) = Trainer([receiver]).offers(manifest_of(NEW, 2))
     receiver.open(offer)
     receiver.drop(offer.update)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(offer.update in thread.name for thread in threading.enumerate()):
         assert time.monotonic() < until, "the receiver still waits"
         time.sleep(0.02)
@@ -353,7 +353,7 @@ def test_a_drop_ends_the_wait_for_a_trainer(served):
 def test_an_engine_that_does_not_come_is_named():
     receiver = Receiver("engine-a")
     trainer = Trainer([receiver, Receiver("engine-b")])
-    trainer.timeout_s = 0.5
+    trainer.timeout_s = 3.0
     manifest = manifest_of(NEW, 1)
     trainer.receivers = [receiver, _Deaf("engine-b")]
     with pytest.raises(DeadlineError, match=r"have not come .*: receiver 2 \(engine-b\)$"):
@@ -394,7 +394,7 @@ def test_many_updates_leave_nothing_behind():
     before = held()
     for version in range(3, 33):
         update(version)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < until, (held(), before)
         time.sleep(0.1)

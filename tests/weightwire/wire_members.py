@@ -65,11 +65,16 @@ def publish(place: Path, content: Any) -> None:
 
 
 def wait_for(place: Path) -> Any:
-    until = time.monotonic() + 60
-    while not place.exists():
-        assert time.monotonic() < until, f"{place} did not appear"
-        time.sleep(0.005)
+    wait_until(place.exists)
     return json.loads(place.read_text())
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for what another process does; the time is a deadline."""
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.005)
 
 
 def next_group(group: Group) -> Group:

@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 POLL_S = 0.005
 GRACE_S = 0.3  # after the first failure: time for failures that explain each other to arrive
-STACK_S = 1.0  # after the deadline: time for hanging ranks to write their stacks
+EXIT_S = 30.0  # for ranks that are on their way out: a busy machine may take a while over it
+STACK_S = 10.0  # after the deadline: time for hanging ranks to write their stacks
+PF_EXITING = 0x4  # linux/sched.h
 OUTPUT_TAIL = 4000  # characters of a rank's output shown in an error
 
 
@@ -81,7 +83,7 @@ def run_distributed(
             staying = [rank for rank in ranks if rank.files.rank not in expect_lost]
             lost = [rank for rank in ranks if rank.files.rank in expect_lost]
             _wait(staying, lost, time.monotonic() + timeout_s, timeout_s)
-            _let_exit(lost, GRACE_S)  # one that is being killed may take a moment
+            _let_exit(lost, GRACE_S)
             os.close(release_write)
             release_write = -1
             results: list[Any] = [
@@ -264,12 +266,13 @@ def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
     hanging = [rank for rank in ranks if rank.outcome is None]
     for rank in hanging:
         os.kill(rank.pid, signal.SIGUSR1)  # not reaped yet, so the id is still this rank's
-    until = time.monotonic() + STACK_S
-    while time.monotonic() < until and not all(
-        rank.files.stack.exists() and rank.files.stack.stat().st_size for rank in hanging
-    ):
-        time.sleep(POLL_S)
-    time.sleep(0.05)  # let the writers reach the end of their stacks
+    until, before = time.monotonic() + STACK_S, []
+    while time.monotonic() < until:
+        written = [rank.files.stack.stat().st_size if rank.files.stack.exists() else 0 for rank in hanging]
+        if all(written) and written == before:  # the writers have reached the end of their stacks
+            break
+        before = written
+        time.sleep(0.1)
     numbers = ", ".join(str(rank.files.rank) for rank in hanging)
     reports = "\n\n".join(rank.report() for rank in hanging)
     return DistributedTestError(
@@ -278,9 +281,21 @@ def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
 
 
 def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
-    """Give finished ranks a moment to exit by themselves."""
-    until = time.monotonic() + timeout_s
-    while any(rank.status is None for rank in ranks) and time.monotonic() < until:
+    """Give finished ranks a moment to exit by themselves; one that has begun to, or is being killed, gets all it needs."""
+    begun = time.monotonic()
+    while staying := [rank.pid for rank in ranks if rank.status is None]:
+        left = begun + timeout_s - time.monotonic()
+        if left < -EXIT_S or (left < 0 and not any(map(_exits, staying))):
+            return
         for rank in ranks:
             rank.look()
         time.sleep(POLL_S)
+
+
+def _exits(pid: int) -> bool:
+    """Whether a process has ended but for what the kernel still does about it, as far as can be seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return bool(int(stat.rpartition(")")[2].split()[6]) & PF_EXITING)

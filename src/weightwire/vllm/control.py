@@ -330,8 +330,9 @@ class Control:
             self._require(owner)
             self._paused_until = self._clock() + _lease(lease_s)
             await self._engine.pause_generation(mode="keep", clear_cache=True)
-            if self._lapse is None or self._lapse.done():
-                self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
+            if self._lapse is not None:
+                self._lapse.cancel()  # it may be asleep until the end of a longer pause
+            self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
 
     async def resume(self, owner: str) -> None:
         """End a pause, if there is one."""

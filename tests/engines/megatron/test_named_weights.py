@@ -322,18 +322,20 @@ def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
     assert all(grad_modes)
 
 
-def test_a_reader_that_neither_goes_on_nor_stops_is_named_in_time(parity_folder):
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
+def test_a_reader_that_neither_goes_on_nor_stops_is_named_in_time(parity_folder, tmp_path):
+    checkpoint, named = case_checkpoint(parity_folder, "qwen3"), tmp_path / "named"
 
     def on_rank():
-        backend = make_backend(checkpoint, Parallel(pipeline=2), timeout_s=3)
+        backend = make_backend(checkpoint, Parallel(pipeline=2), timeout_s=6)
         weights = stream(backend)
         if backend.rank == 0:
             next(weights)
-            time.sleep(8)
+            while not named.exists():
+                time.sleep(0.05)
             return None
         with pytest.raises(CollectiveTimeoutError) as raised:
             copied(weights)
+        named.touch()
         return str(raised.value)
 
     message = run_distributed(on_rank, 2, init=False, timeout_s=180, expect_lost=())[1]

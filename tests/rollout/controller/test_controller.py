@@ -97,7 +97,7 @@ def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how
         getattr(world.two, how).add(what)
         kind = EngineError if how == "fails" else EngineTimeoutError
         with pytest.raises(kind, match="engine 'two'"):
-            await world.update(claim, "a", timeout_s=0.05)
+            await world.update(claim, "a", timeout_s=0.5)
         assert [engine.open for engine in world.engines] == [None, None]
         assert [engine.paused for engine in world.engines] == [False, False]
         assert world.two.in_force == ""
@@ -106,7 +106,7 @@ def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how
         await world.update(claim, "b")
         assert [engine.in_force for engine in world.engines] == ["b", "b"]
 
-    with_world(test, engine_timeout_s=0.05 if how == "hangs" else 60)
+    with_world(test, engine_timeout_s=0.5 if how == "hangs" else 60)
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
@@ -118,7 +118,7 @@ def test_a_pause_that_fails_on_one_engine_leaves_none_paused(how: str) -> None:
             await world.controller.pause(claim.id, lease_s=30)
         assert [engine.paused for engine in world.engines] == [False, False]
 
-    with_world(test, engine_timeout_s=0.05 if how == "hangs" else 60)
+    with_world(test, engine_timeout_s=0.5 if how == "hangs" else 60)
 
 
 def test_a_pause_lapses_without_anybody_calling() -> None:

@@ -28,7 +28,7 @@ FEWER = settings(EXAMPLES, max_examples=60)
 def served() -> Iterator[Served]:
     """One controller, whose every call a test may try to spoil; nobody else calls it."""
     with Served(
-        limits=HttpLimits(max_body_bytes=20_000, max_head_bytes=4096, head_timeout_s=5, body_timeout_s=5)
+        limits=HttpLimits(max_body_bytes=20_000, max_head_bytes=4096, head_timeout_s=30, body_timeout_s=30)
     ) as served:
         yield served
         until(served.idle)

@@ -138,11 +138,12 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_everything_continued(tmp_path: Path, which: signal.Signals) -> None:
-    with _job(tmp_path) as job, job.client(timeout_s=0.3) as client:
+    with _job(tmp_path) as job, job.client() as client:
         with client.claim("trainer", lease_s=600) as claim:
             claim.pause(lease_s=600)
             claim.begin_update(an_offer("a", 1))
             assert job.engine.paused
+            client._client._timeout_s = 0.3  # nobody answers any more
             status, told = job.kill(which)
         assert (status, job.engine.paused) == (128 + which, False)
         assert job.engine.calls == ["pause 600", "begin a", "drop a", "resume"]

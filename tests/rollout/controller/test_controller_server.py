@@ -155,13 +155,15 @@ def test_waiting_costs_no_processor_time() -> None:
             waiting = [asyncio.ensure_future(anext(client.results([name]))) for name in names]
             while served.server._http._known < 40:
                 await asyncio.sleep(0.01)
-            before = time.process_time()
-            await asyncio.sleep(1.0)
-            spent = time.process_time() - before
+            spent: list[float] = []
+            while len(spent) < 5 and min(spent, default=1.0) >= 0.1:  # other threads of this process may be leaving
+                before = time.process_time()
+                await asyncio.sleep(1.0)
+                spent.append(time.process_time() - before)
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            return spent
+            return min(spent)
 
         assert asyncio.run(wait()) < 0.1  # of this process, both sides, in the second that they waited
 
@@ -264,7 +266,7 @@ def test_sizes_are_bounded() -> None:
 
 
 def test_a_claim_on_too_many_names_and_too_many_calls_are_refused() -> None:
-    with Served(max_replies=3, controller=Limits(max_tasks=2)) as served, served.client(timeout_s=0.3) as client:
+    with Served(max_replies=3, controller=Limits(max_tasks=2)) as served, served.client(timeout_s=2.0) as client:
         client.expect(["a", "b"], deadline_s=60)
         with pytest.raises(ControllerBusyError, match="2 rollouts are in flight"):
             client.expect(["c"], deadline_s=60)
@@ -297,7 +299,7 @@ def test_callers_that_send_nothing_do_not_keep_others_out() -> None:
 
 
 def test_callers_that_stop_halfway_or_do_not_read_are_cut_off() -> None:
-    limits = HttpLimits(head_timeout_s=0.2, body_timeout_s=0.2, send_timeout_s=0.2)
+    limits = HttpLimits(head_timeout_s=1.5, body_timeout_s=1.5, send_timeout_s=1.5)
     with Served(limits=limits) as served, served.client() as client:
         with served.connect() as no_head, served.connect() as no_body, socket.socket() as no_reading:
             no_head.sendall(b"POST /v1/status HTTP/1.1\r\n")
@@ -315,7 +317,7 @@ def test_callers_that_stop_halfway_or_do_not_read_are_cut_off() -> None:
 
 
 def test_more_requests_at_once_than_may_be_are_told_to_come_back() -> None:
-    with Served(limits=HttpLimits(max_known=2)) as served, served.client(timeout_s=0.3) as client:
+    with Served(limits=HttpLimits(max_known=2)) as served, served.client(timeout_s=2.0) as client:
         client.expect(["a"], deadline_s=60)
         body = [served.call("/v1/rollouts/wait", rollouts=["a"], timeout_s=60.0) for _ in range(2)]
         waiting = [served.connect(), served.connect()]
@@ -354,7 +356,7 @@ def test_only_who_has_the_key_is_answered() -> None:
 
 def test_an_answer_of_somebody_else_is_not_believed() -> None:
     """Something has taken the port, and answers as the controller would, but for the key."""
-    with Served() as served, ControllerClient(served.where, served.key, caller="x", timeout_s=0.5) as client:
+    with Served() as served, ControllerClient(served.where, served.key, caller="x", timeout_s=2.0) as client:
         client.status()
 
         async def forget_to_sign() -> None:
@@ -374,7 +376,7 @@ def test_nobody_there_and_a_controller_that_closes() -> None:
             pytest.raises(ControllerLostError, match=f"127.0.0.1:{port}.*in time"),
         ):
             client.status()
-    with Served() as served, served.client(timeout_s=0.5) as client:
+    with Served() as served, served.client(timeout_s=2.0) as client:
         client.expect(["a"], deadline_s=60)
         results = client.results(["a"])
         waiting = LoopThread("waiting")
