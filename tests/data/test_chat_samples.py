@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megascend.batch.sample import Sample
@@ -229,6 +229,31 @@ def test_a_token_that_prompt_and_completion_share_is_told() -> None:
         [sample] = Encoder(tokenizer, Limits(256), findings).encode(Document("f:1", messages=turns))
         assert sample.weights.tolist()[-3:] == weights
         assert len(findings.lines()) == lines  # that turns have no end is one
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        processors.ByteLevel(trim_offsets=True),
+        processors.Sequence([processors.ByteLevel(trim_offsets=True)]),
+    ],
+    ids=["alone", "one of several"],
+)
+def test_spaces_belong_to_where_they_stand_whatever_a_tokenizer_says(processor) -> None:
+    """Tokenizers like GPT-NeoX's leave spaces out of a token's characters: one of spaces alone has none."""
+    trimming = byte_tokenizer(256)
+    trimming.backend_tokenizer.post_processor = processor
+    documents = [
+        chat("user: a ", "assistant:  b\nc \n", "user:  ", "assistant: d "),
+        Document("f:1", prompt="a: ", completion=" b\n\n"),
+        Document("f:2", prompt="a:\n", completion="b "),
+    ]
+    for document in documents:
+        [sample] = Encoder(trimming, Limits(256), Findings()).encode(document)
+        [right] = Encoder(byte_tokenizer(256), Limits(256), Findings()).encode(document)
+        assert parts_of(sample) == parts_of(right)
+    given = trimming("a: b", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    assert given[2] == (3, 3), "the caller's tokenizer is as it was"
 
 
 def test_a_pair_is_two_samples_whose_answers_are_learned() -> None:

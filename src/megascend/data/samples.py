@@ -12,6 +12,7 @@ from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate, Span
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
+from megascend.data.offsets import with_whole_offsets
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Encoder:
             on_too_long: what becomes of a conversation, a completion or a pair above the limit; texts are cut into pieces.
             template_options: further variables of the chat template.
         """
-        self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
+        self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options)
 
