@@ -42,6 +42,8 @@ FINE = (
             # Functions, modules and packages that have just been made here.
             "_CallablePackage.__call__.__doc__",
             "sys.modules[__name__].__class__",
+            # Of a tokenizer that has just been copied here.
+            "own.backend_tokenizer.post_processor",
             # The specification of a module that is being imported, and the module's loader, which is put back.
             "spec.loader",
             "module.__spec__.loader",

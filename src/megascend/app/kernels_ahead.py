@@ -19,22 +19,27 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import IO, Any
 
+from megascend import kernels
 from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
+from megascend.errors import MegascendError
+from megascend.files import digest
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.kernels.compile_ahead import DRIVER, Attention, Job
+from megascend.kernels.head_sizes import rotary_fits, width_fits
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SILU = ("silu", "swish")
-MAX_WIDTH = 256
-"""Of a head, for the kernel of q, k and v."""
 PACKAGES = ("torch", "triton")
+UNREADABLE = (OSError, MegascendError, ValueError, TypeError, AttributeError, PackageNotFoundError)
+"""What a machine without CUDA's driver or Triton raises, and a model that cannot be read, which is told where it is needed."""
 
 
 class KernelsAhead:
@@ -53,8 +58,12 @@ class KernelsAhead:
         try:
             ctypes.CDLL(DRIVER)
             job = job_of(config)
-            if Path(job.done).exists():
-                return
+        except UNREADABLE as error:
+            logger.debug("nothing is compiled ahead: %s: %s", type(error).__name__, error)
+            return
+        if Path(job.done).exists():
+            return
+        try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megascend.kernels.compile_ahead", job.to_text()],
@@ -64,13 +73,13 @@ class KernelsAhead:
                 env=_environment(),
                 cwd="/",  # not where the user's own modules are: -m looks there first
             )
-        except Exception as error:  # noqa: BLE001  a configuration may be anything; what is wrong is told where it is needed
-            logger.debug("nothing is compiled ahead: %s: %s", type(error).__name__, error)
+        except OSError as error:
+            logger.warning("no process for compiling kernels ahead (%s): the first step takes seconds longer", error)
             return
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the process, whatever it does: Triton's cache takes files whole. If it has failed, the debug log says why."""
+        """End the process, whatever it does: Triton's cache takes files whole. If it has failed, the log says why."""
         if self._process is not None:
             atexit.unregister(self.close)
             code = self._process.poll()
@@ -80,7 +89,11 @@ class KernelsAhead:
             elif code and self._errors is not None:
                 self._errors.seek(0)
                 end = " ".join(self._errors.read().decode(errors="replace").split())[-600:]
-                logger.debug("kernels could not be compiled ahead (exit code %d): %s", code, end)
+                logger.warning(
+                    "kernels could not be compiled ahead, so the first step takes seconds longer (exit code %d): %s",
+                    code,
+                    end,
+                )
             self._process = None
         if self._errors is not None:
             self._errors.close()
@@ -105,9 +118,8 @@ def job_of(config: TrainerConfig) -> Job:
         not text.get("kv_lora_rank")
         and config.parallel.context == 1
         and shape.num_query_groups % tensor == 0
-        and all(_power_of_two(size) for size in (width, rotary, width - rotary or 1))
-        and rotary >= 2
-        and width <= MAX_WIDTH
+        and width_fits(width)
+        and rotary_fits(width, rotary)
     )
     norms = any(
         name.endswith("self_attn.q_norm.weight") and dims.shape == (width,) for name, dims in info.tensors.items()
@@ -130,9 +142,10 @@ def job_of(config: TrainerConfig) -> Job:
         vocabulary=-(-shape.vocab_size // tensor),
         done="",
     )
-    content = [job.to_text(), [metadata.version(name) for name in PACKAGES]]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-    return replace(job, done=str(_triton_cache() / f"megascend-{digest}.done"))
+    code = [digest(file, hashlib.sha256) for file in sorted(Path(kernels.__file__).parent.glob("*.py"))]
+    content = [job.to_text(), [metadata.version(name) for name in PACKAGES], code]
+    name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+    return replace(job, done=str(_triton_cache() / f"megascend-{name}.done"))
 
 
 def _triton_cache() -> Path:
@@ -150,7 +163,3 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "TRITON_CACHE_DIR": str(_triton_cache()),
     }
-
-
-def _power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megascend.changes import patch
 from megascend.errors import PlatformError
+from megascend.kernels.head_sizes import rotary_fits, width_fits
 from megascend.kernels.qkv_rope_plain import QkvRope
 
-MAX_WIDTH = 256
 WHY = "QK-norm, rotary embedding and the split of q, k and v in one kernel"
 
 
@@ -98,7 +98,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
     if getattr(config, "fine_grained_activation_offloading", False):
         return "activations that are moved to the host"
     width = attention.hidden_size_per_attention_head
-    if width > MAX_WIDTH or not _power_of_two(width):
+    if not width_fits(width):
         return f"heads of {width}"
     norms: tuple[Any, Any] = (attention.q_layernorm, attention.k_layernorm)
     if all(_is_none(norm) for norm in norms):
@@ -194,9 +194,7 @@ class FusedQkv:
             and angles.dtype == torch.float32
             and angles.is_contiguous()
             and not angles.requires_grad
-            and 2 <= rotary <= width
-            and _power_of_two(rotary)
-            and (rotary == width or _power_of_two(width - rotary))
+            and rotary_fits(width, rotary)
         )
 
 
@@ -229,7 +227,3 @@ def _has_other_hooks(norm: Any) -> bool:
     return bool(
         norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks or norm._forward_pre_hooks_with_kwargs
     )
-
-
-def _power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
