@@ -9,6 +9,7 @@ from typing import Any
 
 from megascend.acceptance.records import Measurement, Results, Verdict, failed
 from megascend.acceptance.settings import Settings
+from megascend.distributed.launch import child_environment
 
 VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "noted", "skip": "left out", "fail": "failed"}
 
@@ -16,7 +17,9 @@ VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "noted", "skip": "left out",
 def run(settings: Settings, results: Results) -> None:
     """One measurement for each check."""
     command = [sys.executable, "-m", "megascend.cli.main", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=child_environment()
+    )
     try:
         checks = json.loads(done.stdout)["checks"]
     except (json.JSONDecodeError, KeyError):

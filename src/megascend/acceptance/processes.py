@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from megascend.distributed.launch import child_environment
+
 TERMINATE_S = 40.0
 """Between being asked to end and being killed. torchrun gives its ranks 30 s, and then kills them itself."""
 TAIL_LINES = 60
@@ -44,7 +46,7 @@ def run(command: Sequence[str], log: Path, deadline_s: float, environment: Mappi
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=dict(os.environ | (environment or {})),
+            env=child_environment() | dict(environment or {}),
             start_new_session=True,
         )
         try:

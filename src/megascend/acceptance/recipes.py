@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from megascend.acceptance.layouts import largest_power_of_two
 from megascend.acceptance.records import Measurement, Results, failed, noted
 from megascend.acceptance.settings import Settings
+from megascend.distributed.launch import child_environment
 
 SCRIPT = Path("scripts") / "npu_smoke.sh"
 RECIPES = ("tp_npu", "tp_moe_npu", "tp_moe_cp_npu", "multi_lora_npu")
@@ -32,7 +32,7 @@ def run(settings: Settings, results: Results) -> None:
     own["MEGASCEND_SMOKE_DEADLINE"] = str(RECIPE_S * (2 if settings.simulated else 1))
     with subprocess.Popen(
         command,
-        env=os.environ | own,
+        env=child_environment() | own,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

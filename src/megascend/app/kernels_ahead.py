@@ -26,7 +26,7 @@ from typing import IO, Any
 from megascend import kernels
 from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
-from megascend.distributed.launch import Launch
+from megascend.distributed.launch import Launch, child_environment
 from megascend.errors import MegascendError
 from megascend.files import digest
 from megascend.huggingface.info import inspect_checkpoint
@@ -158,7 +158,7 @@ def _triton_cache() -> Path:
 def _environment() -> dict[str, str]:
     """This process's, with its search path, for one that works in another directory."""
     path = [str(Path(entry).absolute()) for entry in sys.path if entry]
-    return os.environ | {
+    return child_environment() | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path),
         "TRITON_CACHE_DIR": str(_triton_cache()),

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from megascend.distributed.launch import child_environment
+
 Status = Literal["ok", "warn", "fail", "skip"]
 GIB = 1024**3
 LOOKING_AT = "megascend doctor looks at: "
@@ -74,7 +76,7 @@ def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        env=child_environment() | {"PYTHONPATH": path} | environment,
     )
 
 

@@ -1,6 +1,6 @@
 """How this process was started: its rank, the world size, and the store where the ranks meet.
 
-The one place that reads the launcher's environment variables.
+The one place that reads the launcher's environment variables, and that keeps them from child processes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,33 @@ from megascend.errors import CollectiveTimeoutError, ProcessGroupError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "MEGASCEND_STORE"),
+)
+"""Set for each rank by torchrun, or by ``run_distributed``."""
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
+"""Of torchrun's other variables, its options among them (PET), and of the ranks that MPI starts."""
+
+
+def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a child process that is not a rank: this one without what a launcher tells its ranks.
+
+    A child that inherits RANK or MASTER_PORT takes itself for a rank of this run: torch in it waits for a store that nobody
+    serves, or answers in the place of the parent.
+
+    Args:
+        environment: default: this process's.
+    """
+    environment = os.environ if environment is None else environment
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-LAUNCHERS_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MEGASCEND_STORE",
-)
+from megascend.distributed.launch import child_environment
 
 
 def plain_environment() -> dict[str, str]:
@@ -24,11 +16,8 @@ def plain_environment() -> dict[str, str]:
 
     simulated = {str(path) for path in own_paths()} if ACTIVE_VARIABLE in os.environ else set()
     path = [str(Path(entry).absolute()) for entry in sys.path if entry and entry not in simulated]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (ACTIVE_VARIABLE, *LAUNCHERS_VARIABLES) and not name.startswith("TORCHELASTIC_")
-    }
+    environment = child_environment()
+    environment.pop(ACTIVE_VARIABLE, None)
     return environment | {
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": "1",

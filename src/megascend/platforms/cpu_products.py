@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megascend import files
+from megascend.distributed.launch import child_environment
 from megascend.errors import PlatformError
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -104,7 +105,9 @@ def _trials(environment: MutableMapping[str, str]) -> tuple[str, str]:
 def _trial(environment: MutableMapping[str, str]) -> str:
     command = [sys.executable, "-c", TRIAL]
     try:
-        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command, env=child_environment(environment), capture_output=True, text=True, timeout=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         raise PlatformError(f"a trial of bf16 products has not ended within {TIMEOUT_S:.0f} s") from None
     if done.returncode == 0:

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from megascend.distributed.launch import child_environment
+
 GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -24,7 +26,7 @@ class GuardedProcess:
     Args:
         command: the program and its arguments.
         output: where it writes to; default: where this process does.
-        environment: all of its variables; default: this process's.
+        environment: all of its variables; default: this process's, without what makes it a rank.
         descriptors: that it inherits.
 
     Attributes:
@@ -46,7 +48,7 @@ class GuardedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
-                env=environment,
+                env=child_environment() if environment is None else environment,
                 pass_fds=(watched, *descriptors),
                 start_new_session=True,
             )
