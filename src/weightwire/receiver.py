@@ -36,7 +36,8 @@ from weightwire.offer import Offer, Seal
 from weightwire.plan import Bucket, offsets, plan_buckets
 from weightwire.sender import RECEIVED
 from weightwire.transports import Setup, Work, make_transport
-from weightwire.transports.base import device_types
+from weightwire.transports.base import device_types, transports_for
+from weightwire.transports.choice import Location
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,10 @@ class Receiver:
         """An adapter was removed from the engine by another way: any version of it is new."""
         with self._lock:
             self._versions.pop(target, None)
+
+    def location(self) -> Location:
+        """Describe the memory in which received weights wait."""
+        return Location.of(self._device)
 
     def status(self) -> dict[str, Any]:
         """Plain data: name, serving, versions by target, and the update there is, with its state, buckets and problem."""
@@ -295,7 +300,8 @@ class Receiver:
         if self._device.type not in device_types(offer.transport):
             raise TransportError(
                 f"{self.name}: transport {offer.transport!r} moves memory of {', '.join(device_types(offer.transport))}, and "
-                f"weights wait on {self._device} here"
+                f"weights wait on {self._device} here; for {self._device.type} there are: "
+                f"{', '.join(transports_for(self._device.type))}"
             )
         if self._most_bytes is not None and manifest.nbytes > self._most_bytes:
             raise ManifestError(

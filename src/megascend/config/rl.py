@@ -65,7 +65,11 @@ class Sync(Section):
     """How weights reach the engines."""
 
     every: Size = Field(1, description="steps from one update to the next")
-    transport: str = Field("gloo", description="what the weights travel over, by its registered name")
+    transport: str = Field(
+        "auto",
+        description="what the weights travel over, by its registered name; auto: nccl between GPUs, cuda_ipc on one GPU, hccl "
+        "between NPUs, gloo to engines on the CPU",
+    )
     bucket_bytes: Size = Field(64 * 2**20, description="bytes that travel at a time")
     timeout_s: Size | None = Field(
         None, description="seconds of each wait in an update; default: 120, or less where timeout_s of the run is short"

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError, WeightSyncError
-from megascend.weightsync.engine_calls import LoopThread, Run, UpdatableEngine, at_once
-from weightwire.errors import WireError
+from megascend.weightsync.engine_calls import LoopThread, Run, UpdatableEngine, at_once, locations
+from weightwire.errors import TransportError, WireError
 from weightwire.group import EXPLAIN_S, Listener
-from weightwire.manifest import AdapterInfo, Manifest, TensorSpec
+from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
 from weightwire.offer import Offer, Seal
 from weightwire.sender import Sender, spec_of
+from weightwire.transports.base import device_types
+from weightwire.transports.choice import AUTO, Location, check, choose
 
 MARGIN_S = EXPLAIN_S + 2.0
 """What this process may take longer than a deadline until it has told others of a failure, in seconds."""
@@ -38,6 +40,7 @@ class Update:
         version: that they get.
         sender: made when all receivers had come.
         seal: what was sent; None before that.
+        transport: that the bytes travel over; empty before :meth:`Delivery.begin`.
         nbytes, buckets: that were sent to each receiver.
     """
 
@@ -46,6 +49,7 @@ class Update:
     version: int = 0
     sender: Sender | None = None
     seal: Seal | None = None
+    transport: str = ""
     nbytes: int = 0
     buckets: int = 0
 
@@ -65,10 +69,11 @@ class Delivery:
     """Listens for engines' receivers, and updates the engines.
 
     Args:
-        transport: a name of :func:`weightwire.transports.transport_names`.
-        device: where buckets are.
+        transport: a name of :func:`weightwire.transports.transport_names`, or ``auto``: what fits this process and the engines
+            of an update best (:func:`weightwire.transports.choice.choose`).
+        device: where the weights are. Buckets are there too if the transport takes them from there, else on the CPU.
         host: address under which engines reach this process.
-        bucket_bytes: size of a bucket; two are in memory.
+        bucket_bytes: size of a bucket; two are in memory. None: :func:`weightwire.manifest.default_bucket_bytes`.
         digest: a name of :data:`weightwire.digest.ALGORITHMS`.
         timeout_s: deadline of every single wait, in seconds.
         overlap: fill one bucket while the other travels.
@@ -85,7 +90,7 @@ class Delivery:
         transport: str,
         device: torch.device,
         host: str,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         digest: str,
         timeout_s: float,
         overlap: bool = True,
@@ -140,7 +145,7 @@ class Delivery:
         """Offer the update to all engines, and wait for their receivers; ``update.sender`` is then ready.
 
         Raises:
-            ConfigError: there are no engines, or two of one name.
+            ConfigError: there are no engines, or two of one name; or the transport does not fit, or none does.
             WeightSyncError: some did not begin; the message names them.
         """
         update.engines, update.version = list(engines), version
@@ -149,15 +154,21 @@ class Delivery:
         names = [engine.name for engine in update.engines]
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engines have one name twice: {', '.join(names)}")
-        manifest = Manifest(version, specs, self._bucket_bytes, self._digest, adapter)
-        counts = self._require_all(*self._all(update, lambda engine: engine.receivers(), self._timeout_s), "push", "")
-        members = [
-            name if counts[name] == 1 else f"{name} worker {worker}" for name in names for worker in range(counts[name])
-        ]
+        found = self._require_all(*self._all(update, locations, self._timeout_s), "push", "")
+        counts = {name: len(found[name]) for name in names}
+        members = {
+            name if counts[name] == 1 else f"{name} worker {worker}": location
+            for name in names
+            for worker, location in enumerate(found[name])
+        }
+        update.transport = self._fitting_transport(members)
+        device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
+        bucket_bytes = self._bucket_bytes or default_bucket_bytes(device.type)
+        manifest = Manifest(version, specs, bucket_bytes, self._digest, adapter)
         update.name = self._listener.new_group([f"trainer {self._owner}", *members])
         offers, first = {}, 1
         for name in names:
-            offers[name] = self._offer(update.name, first, counts[name], manifest)
+            offers[name] = self._offer(update, first, counts[name], manifest)
             first += counts[name]
         begun = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
         self._require_all(*begun, f"version {version} was not begun", "; the old weights are in force on all engines")
@@ -165,8 +176,8 @@ class Delivery:
             self._listener,
             update.name,
             manifest,
-            transport=self._transport,
-            device=self._device,
+            transport=update.transport,
+            device=device,
             timeout_s=self._timeout_s,
             options=self._options,
             overlap=self._overlap,
@@ -210,15 +221,26 @@ class Delivery:
             self._loop.close()
         self._listener.close()
 
-    def _offer(self, name: str, first: int, workers: int, manifest: Manifest) -> Offer:
+    def _fitting_transport(self, members: Mapping[str, Location | None]) -> str:
+        """Return the transport of an update, chosen if none is set, or compared with where its members are."""
+        here = Location.of(self._device)
+        try:
+            if self._transport == AUTO:
+                return choose(here, {name: at or Location("cpu") for name, at in members.items()})
+            check(self._transport, here, {name: at for name, at in members.items() if at is not None})
+        except TransportError as error:
+            raise ConfigError(f"push: {error}") from error
+        return self._transport
+
+    def _offer(self, update: Update, first: int, workers: int, manifest: Manifest) -> Offer:
         return Offer(
-            update=name,
+            update=update.name,
             owner=self._owner,
             host=self._listener.host,
             port=self._listener.port,
             first=first,
             workers=workers,
-            transport=self._transport,
+            transport=update.transport,
             timeout_s=self._timeout_s,
             lease_s=2 * self._timeout_s + MARGIN_S,
             manifest=manifest,

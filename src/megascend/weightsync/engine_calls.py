@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from weightwire.offer import Offer, Seal
+from weightwire.transports.choice import Location
 
 T = TypeVar("T")
 
@@ -29,6 +30,20 @@ class UpdatableEngine(Protocol):
     async def commit(self, update: str) -> None: ...
 
     async def drop(self, update: str) -> None: ...
+
+
+@runtime_checkable
+class LocatedEngine(Protocol):
+    """An engine that tells where its members keep received weights. One that does not is taken to keep them on the CPU."""
+
+    async def locations(self) -> list[Location]: ...
+
+
+async def locations(engine: UpdatableEngine) -> list[Location | None]:
+    """Return where each member of an engine keeps received weights; None where the engine does not tell."""
+    if isinstance(engine, LocatedEngine):
+        return list(await engine.locations())
+    return [None] * await engine.receivers()
 
 
 class LoopThread:

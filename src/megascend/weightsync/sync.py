@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.weightsync.delivery import MARGIN_S, Delivery, Update
@@ -22,8 +20,8 @@ from megascend.weightsync.engine_calls import Run, UpdatableEngine
 from megascend.weightsync.source import Source, Sources
 from weightwire import digest as digests
 from weightwire.errors import WireError
-from weightwire.manifest import default_bucket_bytes
-from weightwire.transports.base import device_types
+from weightwire.transports.base import device_types, transports_for
+from weightwire.transports.choice import AUTO
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
@@ -41,6 +39,7 @@ class Pushed:
         buckets: that they travelled in.
         engines: their names.
         seconds: of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
+        transport: that they travelled over.
     """
 
     version: int
@@ -48,6 +47,7 @@ class Pushed:
     buckets: int
     engines: tuple[str, ...]
     seconds: Mapping[str, float]
+    transport: str = ""
 
 
 class WeightSync:
@@ -56,7 +56,9 @@ class WeightSync:
     Args:
         backend: whose weights.
         engines: of rank 0; other ranks' are ignored. The list may be changed between pushes (:attr:`engines`).
-        transport: how the bytes travel: a name of :func:`weightwire.transports.transport_names`.
+        transport: how the bytes travel: a name of :func:`weightwire.transports.transport_names`. The default is chosen at every
+            push by where the trainer's and the engines' weights are: ``nccl`` between GPUs, ``cuda_ipc`` on one GPU, ``hccl``
+            between NPUs, ``gloo`` to engines on the CPU.
         host: address of rank 0 under which engines reach it; the store binds to it. The default is for engines on this machine.
         bucket_bytes: size of a bucket. Two are in memory on rank 0. Default: 512 MiB where buckets are on an accelerator, 256 MiB
             on a CPU.
@@ -78,7 +80,7 @@ class WeightSync:
         backend: Backend,
         engines: Sequence[UpdatableEngine] = (),
         *,
-        transport: str = "gloo",
+        transport: str = AUTO,
         host: str = "127.0.0.1",
         bucket_bytes: int | None = None,
         digest: str = "multilinear64",
@@ -90,8 +92,7 @@ class WeightSync:
         self.engines = list(engines)
         self._backend, self._groups = backend, backend.groups
         self._sources = Sources(backend)
-        self._device = _bucket_device(transport, backend.groups.device)
-        self._bucket_bytes = default_bucket_bytes(self._device.type) if bucket_bytes is None else bucket_bytes
+        check_transport(transport, backend.groups.device.type)
         self._timeout_s = _deadline(timeout_s, backend)
         try:
             digests.require(digest)
@@ -102,9 +103,9 @@ class WeightSync:
         def listen() -> None:
             self._delivery = Delivery(
                 transport=transport,
-                device=self._device,
+                device=backend.groups.device,
                 host=host,
-                bucket_bytes=self._bucket_bytes,
+                bucket_bytes=bucket_bytes,
                 digest=digest,
                 timeout_s=self._timeout_s,
                 overlap=overlap,
@@ -151,7 +152,9 @@ class WeightSync:
                 self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
             names = tuple(engine.name for engine in update.engines)
             return from_rank_0(
-                lambda: Pushed(version, update.nbytes, update.buckets, names, seconds), self._groups, "what was pushed"
+                lambda: Pushed(version, update.nbytes, update.buckets, names, seconds, update.transport),
+                self._groups,
+                "what was pushed",
             )
 
     def close(self) -> None:
@@ -230,26 +233,19 @@ def _target(source: Source) -> str:
     return "the model was not sent" if source.adapter is None else f"adapter {source.adapter.name} was not sent"
 
 
-def check_transport(transport: str, device_type: str) -> Sequence[str]:
-    """The devices whose memory ``transport`` moves, that of a model's device or of the host among them.
-
-    Raises:
-        ConfigError: there is no such transport, or it moves neither.
-    """
+def check_transport(transport: str, device_type: str) -> None:
+    """Raise ConfigError unless ``transport`` is known and moves memory of a model's device, or of the host."""
+    if transport == AUTO:
+        return
     try:
         possible = device_types(transport)
     except WireError as error:
-        raise ConfigError(f"WeightSync: {error}") from error
+        raise ConfigError(f"WeightSync: {error} (transport {AUTO!r} chooses one)") from error
     if device_type not in possible and "cpu" not in possible:
         raise ConfigError(
-            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device_type}"
+            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device_type}; for "
+            f"{device_type} there are: {', '.join(transports_for(device_type))} (transport {AUTO!r} chooses one)"
         )
-    return possible
-
-
-def _bucket_device(transport: str, device: torch.device) -> torch.device:
-    """Where buckets are: with the model if the transport can move them from there, else where it prefers them."""
-    return device if device.type in check_transport(transport, device.type) else torch.device("cpu")
 
 
 def _deadline(timeout_s: float | None, backend: Backend) -> float:

@@ -113,7 +113,7 @@ def register_transport(name: str, factory: Factory, device_types: Collection[str
     Raises:
         TransportError: the name is taken.
     """
-    if name in BUILT_IN or name in _registered:
+    if name in BUILT_IN or name in _registered or name == "auto":  # which chooses one
         raise TransportError(f"a transport {name!r} is there already; known: {', '.join(transport_names())}")
     _registered[name] = factory, tuple(device_types)
 
@@ -136,6 +136,11 @@ def device_types(name: str) -> tuple[str, ...]:
     raise TransportError(f"there is no transport {name!r}; known: {', '.join(transport_names())}")
 
 
+def transports_for(device_type: str) -> list[str]:
+    """Return the names of those whose buffers may be on devices of this type, sorted."""
+    return [name for name in transport_names() if device_type in device_types(name)]
+
+
 def make_transport(name: str, setup: Setup) -> Transport:
     """The transport of that name, ready to send or receive.
 
@@ -144,7 +149,7 @@ def make_transport(name: str, setup: Setup) -> Transport:
     """
     possible = device_types(name)
     if setup.device.type not in possible:
-        others = [other for other in transport_names() if setup.device.type in device_types(other)]
+        others = transports_for(setup.device.type)
         raise TransportError(
             f"transport {name!r} moves memory of {', '.join(possible)}, not of {setup.device.type}; for "
             f"{setup.device.type} there are: {', '.join(others) or 'none'}"

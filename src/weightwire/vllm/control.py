@@ -67,6 +67,7 @@ class Control:
         self._paused_until: float | None = None
         self._lapse: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
+        self._locations: list[dict[str, Any]] | None = None
         self.adapters: dict[str, Adapter] = {}
         self._adapters_loaded = 0
         self.not_serving: str | None = None
@@ -90,10 +91,13 @@ class Control:
 
     async def info(self) -> dict[str, Any]:
         """What there is; changes nothing."""
+        if self._locations is None:  # they stay where they are, and a call keeps workers from computing
+            self._locations = await self._workers("weightwire_location")
         owner, update, now = self._current_owner(), self._update, self._clock()
         return {
             "versions": dict(self._versions),
             "device": str(self._engine.vllm_config.device_config.device_type),
+            "locations": self._locations,
             "receivers": contract.worker_count(self._engine.vllm_config),
             "owner": None if owner is None else {"name": owner.name, "lapses_in_s": owner.until - now},
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},

@@ -53,6 +53,11 @@ class WorkerExtension:
         return updates
 
     @_answering
+    def weightwire_location(self) -> dict[str, Any]:
+        """Describe the memory in which received weights wait."""
+        return self.weightwire_updates().receiver.location().to_json()
+
+    @_answering
     def weightwire_begin(self, offer: dict[str, Any]) -> None:
         """Start to receive."""
         self.weightwire_updates().begin(Offer.from_json(offer))

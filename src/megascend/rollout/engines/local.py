@@ -12,6 +12,7 @@ from megascend.errors import EngineError, EngineTimeoutError
 from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.engines.local_service import ChildProcess, InProcess, Service
 from weightwire.offer import Offer, Seal
+from weightwire.transports.choice import Location
 
 
 class LocalEngine:
@@ -63,6 +64,10 @@ class LocalEngine:
 
     async def receivers(self) -> int:
         return 1
+
+    async def locations(self) -> list[Location]:
+        """Where it keeps received weights, which decides how they travel."""
+        return [Location.from_json(await self._ask("location", self._control_s))]
 
     async def begin_update(self, offer: Offer) -> None:
         await self._ask("begin_update", self._control_s, offer=offer.to_json())

@@ -128,6 +128,10 @@ class LocalModel:
             self._paused_until = 0.0
             self._resumed.notify_all()
 
+    def location(self) -> dict[str, Any]:
+        """Describe the memory in which received weights wait, as JSON."""
+        return self._receiver.location().to_json()
+
     def begin_update(self, offer: Mapping[str, Any]) -> None:
         """Receive what the trainer offers, on a thread of its own, while sampling goes on."""
         self._receiver.open(Offer.from_json(dict(offer)))

@@ -28,6 +28,7 @@ from megascend.rollout.http_client import exchange
 from weightwire.errors import CommitError, NotServingError, UpdateError
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
+from weightwire.transports.choice import Location
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,6 +136,10 @@ class SglangEngine:
     async def receivers(self) -> int:
         """One: this object, whatever the number of the server's workers."""
         return 1
+
+    async def locations(self) -> list[Location]:
+        """This process: it receives, and loads through the server."""
+        return [self._receiver.location()]
 
     async def begin_update(self, offer: Offer) -> None:
         """See :class:`InferenceEngine`. Adapters go by :meth:`load_adapter`.

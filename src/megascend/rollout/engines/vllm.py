@@ -26,6 +26,7 @@ from weightwire.auth import ANSWER_HEADER, check_answer, sign
 from weightwire.errors import AuthError, WireError, from_json
 from weightwire.keys import Key, load_key
 from weightwire.offer import Offer, Seal
+from weightwire.transports.choice import Location
 
 MOST_ANSWER_BYTES = 2**30
 PREFIX = "/weightwire/"
@@ -116,6 +117,13 @@ class VllmEngine:
     async def receivers(self) -> int:
         """See :class:`InferenceEngine`."""
         return (await self.info())["receivers"]
+
+    async def locations(self) -> list[Location]:
+        """Where each worker keeps received weights, which decides how they travel."""
+        info = await self.info()
+        if "locations" not in info:  # a receiver that is older than this trainer
+            return [Location(info["device"], self._host)] * info["receivers"]
+        return [Location.from_json(each) for each in info["locations"]]
 
     async def info(self) -> dict[str, Any]:
         """Versions in force, number of workers, owner, whether it is paused, receives, or does not serve and why."""

@@ -1,0 +1,147 @@
+"""Choose a transport by where the sender's and the receivers' bytes are. :class:`Location` looks; the rest is pure."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightwire.errors import ManifestError, TransportError
+from weightwire.liveness import memory_space
+from weightwire.transports.base import BUILT_IN, device_types
+
+if TYPE_CHECKING:
+    import torch
+
+AUTO = "auto"
+"""Stands for the transport that fits all members of an update best."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class Location:
+    """The memory in which one member of an update has its buckets: the sender sends from there, a receiver keeps them there.
+
+    Attributes:
+        device: type of its torch device: ``cpu``, ``cuda``, ``npu``.
+        host: name of its machine, for messages.
+        space: equal for processes that can share memory; empty if that is not known.
+        gpu: UUID of its CUDA device; empty on other devices, or if it is not known.
+        visible: UUIDs of all CUDA devices that the process sees.
+        lends: other processes can map its CUDA memory.
+    """
+
+    device: str
+    host: str = ""
+    space: str = ""
+    gpu: str = ""
+    visible: tuple[str, ...] = ()
+    lends: bool = True
+
+    @classmethod
+    def of(cls, device: torch.device) -> Location:
+        """Describe memory of this process on ``device``."""
+        gpu, visible = "", ()
+        if device.type == "cuda":
+            import torch
+
+            visible = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
+            gpu = _uuid(torch.cuda.current_device() if device.index is None else device.index)
+        expandable = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+        return cls(device.type, socket.gethostname(), memory_space(), gpu, visible, not expandable)
+
+    def __str__(self) -> str:
+        return f"{self.device}{f' {self.gpu[:12]}' if self.gpu else ''} on {self.host or 'an unknown host'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "visible": list(self.visible)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Location:
+        """Read :meth:`to_json`.
+
+        Raises:
+            ManifestError: it is malformed.
+        """
+        try:
+            return cls(**{**data, "visible": tuple(data["visible"])})
+        except (TypeError, KeyError) as error:
+            raise ManifestError(f"{data!r:.200} describes no receiver's memory") from error
+
+
+def choose(sender: Location, receivers: Mapping[str, Location]) -> str:
+    """Return the transport that fits best.
+
+    On CUDA it is ``nccl``; where two members use one GPU, which NCCL refuses, it is ``cuda_ipc``, or ``shared_memory`` if a
+    receiver does not see the sender's GPU. On NPUs it is ``hccl``, for receivers on the CPU ``gloo``, and for a mixture on
+    one machine ``shared_memory``.
+
+    Raises:
+        TransportError: none fits.
+    """
+    if found := fitting(sender, receivers):
+        return found[0]
+    raise TransportError(
+        f"no transport brings bytes from the trainer ({sender}) to all receivers ({_described(receivers)}): set "
+        "WEIGHTWIRE_STAGING=cpu for the engines, whose weights then wait in host memory, which gloo reaches"
+    )
+
+
+def check(transport: str, sender: Location, receivers: Mapping[str, Location]) -> None:
+    """Raise TransportError if ``transport`` cannot serve these members, with those that can."""
+    problem = _problem(transport, sender, receivers)
+    if problem:
+        others = ", ".join(fitting(sender, receivers)) or "none"
+        raise TransportError(
+            f"transport {transport!r} {problem}; the trainer's weights are in {sender}, the receivers' in "
+            f"{_described(receivers)}; what fits: {others} (transport {AUTO!r} takes the first)"
+        )
+
+
+def fitting(sender: Location, receivers: Mapping[str, Location]) -> list[str]:
+    """Return the names of transports that fit and need no options, the best first."""
+    names = ("nccl", "cuda_ipc", "hccl", "gloo", "shared_memory")
+    return [name for name in names if not _problem(name, sender, receivers)]
+
+
+def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]) -> str:
+    """Say why a transport does not fit; empty if it does, or if nothing is known against it."""
+    possible = device_types(transport)
+    other = next((name for name, location in receivers.items() if location.device not in possible), None)
+    if other is not None:
+        return f"moves memory of {', '.join(possible)}, and {other} keeps weights on {receivers[other].device}"
+    if sender.device not in possible and "cpu" not in possible:
+        return f"moves memory of {', '.join(possible)}, not of {sender.device}"
+    if transport not in BUILT_IN:
+        return ""
+    locations = [sender, *receivers.values()]
+    if transport == "nccl":
+        gpus = [location.gpu for location in locations if location.gpu]
+        return "" if len(set(gpus)) == len(gpus) else "needs a GPU for each member, and two are on one"
+    if transport in ("cuda_ipc", "shared_memory") and not _share(locations):
+        return "needs all members on one machine, of one user and in one namespace of processes"
+    if transport == "cuda_ipc":
+        blind = next((name for name, location in receivers.items() if sender.gpu not in location.visible), None)
+        if blind is not None:
+            return f"needs receivers that see the trainer's GPU, which {blind} does not (CUDA_VISIBLE_DEVICES)"
+        if not sender.lends:
+            return f"cannot share memory of expandable segments ({ALLOCATOR_VARIABLES[-1]} of the trainer)"
+    return ""
+
+
+def _share(locations: Sequence[Location]) -> bool:
+    spaces = {location.space for location in locations}
+    return len(spaces) == 1 and "" not in spaces
+
+
+def _described(receivers: Mapping[str, Location]) -> str:
+    return ", ".join(f"{name}: {location}" for name, location in receivers.items())
+
+
+def _uuid(index: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,0 +1,99 @@
+"""Which transport serves an update, by where the trainer's and the engines' weights are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from weightwire.errors import ManifestError, TransportError
+from weightwire.transports.choice import Location, check, choose, fitting
+
+A, B = "GPU-aaaa", "GPU-bbbb"
+
+
+def place(device: str = "cpu", gpu: str = "", visible: tuple[str, ...] = (), host: str = "one", lends: bool = True):
+    return Location(device, host, f"space of {host}", gpu, visible, lends)
+
+
+TRAINER = place("cuda", A, (A, B))
+CASES = {
+    "both on the CPU": (place(), [place()], "gloo"),
+    "CPU of another host": (place(), [place(host="two")], "gloo"),
+    "a trainer's GPU, an engine's CPU": (TRAINER, [place(host="two")], "gloo"),
+    "a GPU each": (TRAINER, [place("cuda", B, (B,))], "nccl"),
+    "GPUs of two hosts": (TRAINER, [place("cuda", "GPU-cccc", ("GPU-cccc",), "two")], "nccl"),
+    "GPUs that are not known": (TRAINER, [Location("cuda")], "nccl"),
+    "one GPU": (TRAINER, [place("cuda", A, (A,))], "cuda_ipc"),
+    "one GPU, expandable segments": (place("cuda", A, (A,), lends=False), [place("cuda", A, (A,))], "shared_memory"),
+    "one GPU, and another that does not see it": (
+        TRAINER,
+        [place("cuda", A, (A,)), place("cuda", B, (B,))],
+        "shared_memory",
+    ),
+    "two engines on one GPU that sees the trainer's": (TRAINER, [place("cuda", B, (B, A))] * 2, "cuda_ipc"),
+    "a GPU and a CPU of one host": (TRAINER, [place("cuda", B, (B,)), place()], "shared_memory"),
+    "a trainer's CPU, an engine's GPU": (place(), [place("cuda", B, (B,))], "shared_memory"),
+    "NPUs": (place("npu"), [place("npu", host="two")], "hccl"),
+    "a trainer's NPU, an engine's CPU": (place("npu"), [place()], "gloo"),
+}
+
+
+def named(receivers: list[Location]) -> dict[str, Location]:
+    return {f"engine {number}": location for number, location in enumerate(receivers)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_auto_takes_a_transport_that_reaches_all_members(case: str) -> None:
+    sender, receivers, expected = CASES[case]
+    assert choose(sender, named(receivers)) == expected
+    check(expected, sender, named(receivers))
+
+
+def test_no_fitting_transport_raises_with_the_remedy() -> None:
+    with pytest.raises(TransportError, match=r"engine 0: cuda GPU-bbbb on two.*WEIGHTWIRE_STAGING=cpu"):
+        choose(place(), named([place("cuda", B, (B,), host="two")]))
+
+
+@pytest.mark.parametrize(
+    ("transport", "sender", "receiver", "problem"),
+    [
+        (
+            "gloo",
+            TRAINER,
+            place("cuda", B, (B,)),
+            "moves memory of cpu, and engine 0 keeps weights on cuda.*fits: nccl",
+        ),
+        ("nccl", TRAINER, place("cuda", A, (A,)), "needs a GPU for each member.*fits: cuda_ipc, shared_memory"),
+        ("cuda_ipc", TRAINER, place("cuda", B, (B,)), "see the trainer's GPU, which engine 0 does not.*fits: nccl"),
+        ("cuda_ipc", TRAINER, place("cuda", B, (B,), "two"), "needs all members on one machine.*fits: nccl"),
+        ("nccl", TRAINER, place(), "moves memory of cuda, and engine 0 keeps weights on cpu.*fits: gloo"),
+        ("nccl", place(), place("cuda", B, (B,)), "moves memory of cuda, not of cpu.*fits: shared_memory"),
+        ("shared_memory", place(), place(host="two"), "needs all members on one machine.*fits: gloo"),
+    ],
+)
+def test_a_named_transport_that_does_not_fit_raises_with_those_that_do(transport, sender, receiver, problem) -> None:
+    with pytest.raises(TransportError, match=problem):
+        check(transport, sender, named([receiver]))
+
+
+def test_files_reach_every_device_and_are_never_chosen() -> None:
+    for sender, receivers, _ in CASES.values():
+        check("files", sender, named(receivers))
+        assert "files" not in fitting(sender, named(receivers))
+
+
+def test_locations_survive_json_and_malformed_ones_raise() -> None:
+    assert Location.from_json(json.loads(json.dumps(TRAINER.to_json()))) == TRAINER
+    here = Location.of(torch.device("cpu"))
+    assert (here.device, here.gpu) == ("cpu", "")
+    assert here.space
+    for data in ({}, {"visible": []}, {"visible": [], "device": "cpu", "more": 1}, None):
+        with pytest.raises(ManifestError):
+            Location.from_json(data)
+
+
+def test_expandable_segments_keep_cuda_memory_from_being_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    assert not Location.of(torch.device("cpu")).lends
