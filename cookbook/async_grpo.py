@@ -1,12 +1,15 @@
 """Asynchronous GRPO as one flat script: a real vLLM samples while Megatron-Core learns, until a tiny model sorts digits.
 
-    bash cookbook/async_grpo.sh                                  # one trainer process and a vLLM on the CPU
+    bash cookbook/async_grpo.sh                                  # one trainer process and a vLLM, on GPUs or on the CPU
     NPROC=2 bash cookbook/async_grpo.sh --tensor 2               # two of them, tensor parallel
     bash cookbook/async_grpo.sh --engine local                   # transformers in a process of its own instead of vLLM
 
 The task is "s314=" -> "134.". Some supervised steps on answers warm the model up, enough for some responses to be right. Then
 rewards alone teach it: eight responses to each of sixteen prompts, the share of right characters as the reward, advantages within
 each group (GRPO). The engine is never more than one step behind; it gets new weights after every step, while it samples.
+
+A vLLM that is started here samples on a GPU that no trainer process uses, in bf16 and with CUDA graphs; with one GPU it shares
+that of the trainer. A vLLM for the CPU samples in fp32, in one thread.
 
 The script prints the reward before and after and ends with 1 unless it has risen. In the end OUTPUT/hf holds a model that
 transformers loads; with --save-every, a run that was killed continues with --resume.
@@ -29,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import megascend
-from megascend.rollout.engines.vllm_process import VllmProcess
+from megascend.rollout.engines.placement import device_options, place_engines, visible_gpus
+from megascend.rollout.engines.vllm_process import VllmProcess, vllm_device
 from weightwire.keys import read_key, write_key
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +66,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda", "npu"), default="auto")
     parser.add_argument(
-        "--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python", help="of scripts/vllm_env.sh"
+        "--vllm-python",
+        type=Path,
+        default=os.environ.get("MEGASCEND_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python",
+        help="interpreter of vLLM's environment; default: MEGASCEND_VLLM_PYTHON, or that of scripts/vllm_env.sh",
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--digits", type=int, default=3)
@@ -134,24 +141,52 @@ def warm_up(backend: Any, tokenizer: Any, steps: int, draw_one: Callable[[random
 def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, VllmProcess]:
     """A vLLM for each --engine that asks for one, in processes and environments of their own, which end with the stack."""
     arguments.output.mkdir(parents=True, exist_ok=True)
-    if "vllm" in arguments.engine:
-        (arguments.output / KEY).unlink(missing_ok=True)
-        write_key(arguments.output / KEY)
-    options = ["--enforce-eager", "--dtype=float32", "--max-num-seqs=128"]
-    if not arguments.data:
-        options.append("--max-model-len=64")
+    numbers = [number for number, kind in enumerate(arguments.engine) if kind == "vllm"]
+    if not numbers:
+        return {}
+    (arguments.output / KEY).unlink(missing_ok=True)
+    write_key(arguments.output / KEY)
+    device = vllm_device(arguments.vllm_python)
+    places = place_engines(gpus_here(), trainers_on_gpus(arguments), len(numbers)) if device == "cuda" else []
+    if device == "cuda" and not places:
+        raise SystemExit(f"{arguments.vllm_python} has a vLLM for CUDA, and this host shows no GPU")
     servers = {}
-    for number, kind in enumerate(arguments.engine):
-        if kind == "vllm":
-            servers[number] = VllmProcess(
-                arguments.vllm_python,
-                arguments.model,
-                key_file=arguments.output / KEY,
-                log=arguments.output / f"vllm-{number}.log",
-                options=options,
-            )
-            stack.callback(servers[number].close)
+    for index, number in enumerate(numbers):
+        options, environment, where = [*device_options(device), "--max-num-seqs=128"], {}, device
+        if not arguments.data:
+            options.append("--max-model-len=64")
+        if places:
+            options += places[index].options()
+            environment = places[index].environment()
+            where = f"GPU {places[index].gpu}" + (", the trainer's" if places[index].with_trainer else "")
+        log = arguments.output / f"vllm-{number}.log"
+        servers[number] = VllmProcess(
+            arguments.vllm_python,
+            arguments.model,
+            key_file=arguments.output / KEY,
+            log=log,
+            options=options,
+            environment=environment,
+        )
+        stack.callback(servers[number].close)
+        print(f"vLLM {number} on {where}: {' '.join(options)}; its log: {log}", flush=True)
+    if any(place.with_trainer for place in places):
+        # vLLM measures how much memory is free while it starts, so nobody else may take or return any meanwhile.
+        for server in servers.values():
+            server.wait_until_listening(timeout_s=540)
     return servers
+
+
+def gpus_here() -> list[str]:
+    """Names of the GPUs that this process sees. None of them is used for it."""
+    import torch
+
+    return visible_gpus(os.environ, torch.cuda.device_count())
+
+
+def trainers_on_gpus(arguments: argparse.Namespace) -> int:
+    """Trainer processes of this host that use a GPU, each the one at its local rank."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if arguments.platform in ("auto", "cuda") else 0
 
 
 def bars(rows: list[dict[str, Any]], width: int = 50) -> str:
@@ -173,7 +208,10 @@ def main() -> None:
         main_rank = os.environ.get("RANK", "0") == "0"
         servers = start_servers(arguments, stack) if main_rank else {}
 
-        megascend.bootstrap(arguments.platform, parallel)
+        runtime = megascend.bootstrap(arguments.platform, parallel)
+        # Engines on GPUs compute in bf16, and the trainer like them. Those of transformers are on the CPU.
+        on_gpus = runtime.platform.name == "cuda" and set(arguments.engine) != {"local"}
+        precision = "bf16" if on_gpus else "fp32"
         from megascend.app.plot import Panel, plot_metrics
         from megascend.app.rl.engines import stop_tokens
         from megascend.app.rl.learn import learn
@@ -208,7 +246,7 @@ def main() -> None:
         backend = megascend.MegatronBackend(
             model=arguments.model,
             parallel=parallel,
-            precision="fp32",
+            precision=precision,
             platform=arguments.platform,
             optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
         )
@@ -230,7 +268,7 @@ def main() -> None:
         if main_rank:
             for number, kind in enumerate(arguments.engine):
                 if kind == "local":
-                    engines.append(LocalEngine(arguments.model, name=f"local engine {number}"))
+                    engines.append(LocalEngine(arguments.model, name=f"local engine {number}", precision=precision))
                 elif kind == "vllm":
                     servers[number].wait_until_listening(timeout_s=540)
                     engines.append(VllmEngine(servers[number].address, key=read_key(arguments.output / KEY)))
@@ -258,7 +296,9 @@ def main() -> None:
         sync = stack.enter_context(megascend.WeightSync(backend, engines))
         # Engines count their versions up, and may have lived longer than this process.
         offset = 1 + rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - done
-        sync.push(version=done + offset)
+        first = sync.push(version=done + offset)
+        if main_rank:
+            print(f"weights: {precision}, {first.nbytes:,} bytes over {first.transport}", flush=True)
         before = saved["before"] if saved else rollouts.evaluate(held_out, temperature=1.0, n=4)
         rollouts.on_rank_0(lambda collector: collector.start(step=done, offset=offset))
 

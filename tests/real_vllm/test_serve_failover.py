@@ -23,6 +23,7 @@ from driving import START_S, vllm_python
 from megascend.config.serve import ServeConfig
 from megascend.rollout.engines.vllm_process import VllmProcess
 from megascend.serve.vllm_check import KEY_VARIABLE
+from weightwire.vllm.contract import CPU_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from serve_ranks import KEYS, service
@@ -34,7 +35,12 @@ OPTIONS = [
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "16", "--disable-uvicorn-access-log"),
     *("--enable-lora", "--max-lora-rank", "16", "--max-loras", "3", "--api-key", "engine-secret"),
 ]  # fmt: skip
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+ENVIRONMENT = {
+    **CPU_VARIABLES,
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
 RANKS = {"alice": 8, "bob": 4}
 REQUESTS, AT_ONCE, TOKENS = 32, 8, 48
 WAIT_S = 180.0

@@ -18,6 +18,7 @@ from driving import START_S, vllm_python
 from megascend.config.serve import ServeConfig
 from megascend.rollout.engines.vllm_process import VllmProcess
 from megascend.serve.vllm_check import KEY_VARIABLE
+from weightwire.vllm.contract import CPU_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from serve_ranks import KEYS, service
@@ -55,7 +56,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a plain vLLM server."""
     folder = tmp_path_factory.mktemp("vllm")
-    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = CPU_VARIABLES | {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
     with VllmProcess(
         vllm_python(),
         model,

@@ -48,7 +48,7 @@ def arguments(given: Sequence[str], found: tuple[int, int]) -> list[str]:
 def main() -> None:
     """Start the server in this process."""
     load_key()  # before the model is loaded
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    contract.prepare(os.environ)
     sys.argv = [SERVER, *arguments(sys.argv[1:], contract.vllm_version())]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

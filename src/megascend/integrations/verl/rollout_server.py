@@ -22,6 +22,7 @@ from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess
 from weightwire.keys import write_key
 from weightwire.offer import Offer, Seal
+from weightwire.vllm.contract import STAGING
 
 START_S = 900.0
 """How long a vLLM may take to start, in seconds."""
@@ -91,6 +92,7 @@ class RolloutServer:
             self._model,
             key_file=folder / "key",
             log=folder / "vllm.log",
+            environment={STAGING: "cpu"},  # verl hands the weights on in host memory
             options=[
                 *("--dtype", DTYPES[settings.precision], "--seed", str(settings.seed + self._replica)),
                 *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.rows)),

@@ -15,18 +15,25 @@ from typing import Any
 
 from typing_extensions import Self
 
+from megascend.distributed.launch import child_environment
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.rollout.engines.guarded import GuardedProcess
 
 MODULE = "weightwire.vllm"
-ON_A_CPU = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
-"""What a vLLM for the CPU needs beside other processes: one thread, on no particular core, 1 GiB of cache, and, if it has one
-worker, that worker in the engine's process. A process of its own imports vLLM once more, and both poll without a pause."""
+TRAINERS_OWN = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "HCCL_HOST_SOCKET_PORT_RANGE",
+    "HCCL_IF_BASE_PORT",
+    "MEGASCEND_FAULTS",
+    "OMP_NUM_THREADS",
+    "TORCHDYNAMO_DISABLE",
+    "WEIGHTWIRE_KEY",
+)
+"""Variables that are set for a trainer and would slow an engine down, take its ports, or show its key."""
+INTERPRETERS_OWN = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that belong to this process's interpreter: another one would import this one's torch."""
+PROBE = "from weightwire.vllm.contract import device_type; print(device_type())"
+PROBE_S = 120.0
 RAY_ADDRESS = "RAY_ADDRESS"
 """Where a process finds the Ray cluster that it belongs to; without it, it joins whatever this machine shows or starts one."""
 PORT_TAKEN = "Address already in use"
@@ -45,7 +52,7 @@ class VllmProcess:
         key_file: of the job's key, mode 0600; a server without weightwire's parts needs none.
         log: file that its output goes to.
         options: further options of vLLM.
-        environment: further variables, beside this process's own. A process that is in a Ray cluster hands its address on.
+        environment: further variables, beside those of :func:`engine_environment`.
         port: default: a free one.
         module: that is run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
 
@@ -65,18 +72,14 @@ class VllmProcess:
         port: int | None = None,
         module: str = MODULE,
     ) -> None:
-        if not os.access(python, os.X_OK):
-            raise ConfigError(f"no interpreter at {python}: bash scripts/vllm_env.sh makes vLLM's environment")
+        require_interpreter(python)
         self._log, self._port = Path(log), port
         self._command = [str(python), "-m", module, "--model", str(model), *options]
         self._variables = {
-            **ray_address(sys.modules.get("ray")),
-            **os.environ,
-            **ON_A_CPU,
+            **engine_environment(python),
             **(environment or {}),
             **({} if key_file is None else {"WEIGHTWIRE_KEY_FILE": str(key_file)}),
         }
-        self._variables.pop("WEIGHTWIRE_KEY", None)
         self._guarded = self._start()
 
     def _start(self) -> GuardedProcess:
@@ -150,6 +153,51 @@ class VllmProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def engine_environment(python: str | Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of a process of an engine's interpreter: this process's, without what is the trainer's own.
+
+    It is no rank (:func:`megascend.distributed.launch.child_environment`), and an interpreter of another environment does not
+    search this one's packages. A process that is in a Ray cluster hands its address on. What an engine on a CPU needs is set by
+    ``weightwire.vllm``, which knows the device of its vLLM.
+
+    Args:
+        environment: default: this process's.
+    """
+    dropped = {*TRAINERS_OWN, *(() if Path(python).absolute() == Path(sys.executable) else INTERPRETERS_OWN)}
+    inherited = child_environment(environment)
+    return ray_address(sys.modules.get("ray")) | {
+        name: value for name, value in inherited.items() if name not in dropped
+    }
+
+
+def vllm_device(python: str | Path) -> str:
+    """Return the type of device that the vLLM of an interpreter is built for: ``cpu``, ``cuda`` or ``npu``. Takes a second.
+
+    Raises:
+        ConfigError: there is no such interpreter, or no vLLM with weightwire in its environment.
+    """
+    require_interpreter(python)
+    command, environment = [str(python), "-c", PROBE], engine_environment(python)
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{python} has not told the device of its vLLM within {PROBE_S:g} s") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(
+            f"{python} has no vLLM that takes weights ({last}): install vLLM, and weightwire beside it (pip install ./receiver)"
+        )
+    return done.stdout.split()[-1]
+
+
+def require_interpreter(python: str | Path) -> None:
+    """Raise ConfigError unless there is an interpreter."""
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"no interpreter at {python}: bash scripts/vllm_env.sh makes vLLM's environment")
 
 
 def ray_address(ray: Any | None) -> dict[str, str]:
