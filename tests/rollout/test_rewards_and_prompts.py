@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from megascend.errors import ConfigError, DataError
+from megascend.rollout.advantages import ESTIMATORS, advantages
 from megascend.rollout.prompts import parse_prompt, read_prompts
-from megascend.rollout.rewards import checked, load_reward
+from megascend.rollout.rewards import checked, load_reward, reward_name
 
 CODE = """
 def right(response, example):
@@ -20,6 +27,21 @@ def one(response):
 def broken(response, example):
     return example["missing"]
 
+async def later(response, example):
+    return 1.0
+
+async def stream(response, example):
+    yield 1.0
+
+class Grader:
+    def __call__(self, response, example):
+        return 0.5
+
+class Later:
+    async def __call__(self, response, example):
+        return 0.5
+
+grader, waiting = Grader(), Later()
 LIMIT = 3
 """
 
@@ -40,9 +62,13 @@ def test_a_reward_is_found_in_a_file_and_in_a_module(code: Path, monkeypatch: py
 def test_a_reward_that_cannot_be_used_is_refused(code: Path) -> None:
     for name, message in {
         "right": "must name a function as",
-        f"{code}:wrong": "no function 'wrong'; functions there: right, one, broken",
+        f"{code}:wrong": "no function 'wrong'; functions there: right, one, broken, later, stream",
         f"{code}:LIMIT": "no function 'LIMIT'",
-        f"{code}:one": "must take .response, example.",
+        f"{code}:one": r"my_rewards.py:one\(response\) must take \(response, example\): too many",
+        f"{code}:Grader": "is a class; name a function, or an instance",
+        f"{code}:later": r"later is async; .* asyncio.run\(...\)",
+        f"{code}:stream": "stream is async",
+        f"{code}:waiting": "waiting is async",
         "no.such.module:f": "cannot be imported: ModuleNotFoundError",
         str(code.parent / "none.py:f"): "there is no file",
     }.items():
@@ -53,13 +79,80 @@ def test_a_reward_that_cannot_be_used_is_refused(code: Path) -> None:
         load_reward(f"{code}:right")
 
 
-def test_what_a_reward_does_wrong_shows_the_response(code: Path) -> None:
-    with pytest.raises(DataError, match="raised KeyError: 'missing'; the response was 'abc'"):
-        checked(load_reward(f"{code}:broken"), "abc", {})
-    for value in (float("nan"), None, "1"):
-        with pytest.raises(DataError, match="not a finite number; the response was 'abc'"):
-            checked(lambda response, example, value=value: value, "abc", {})
-    assert checked(lambda response, example: True, "abc", {}) == 1.0
+def test_a_reward_may_be_an_instance_or_a_function_that_tells_no_signature(code: Path) -> None:
+    assert checked(load_reward(f"{code}:grader"), "a", {}) == 0.5
+    with pytest.raises(DataError, match="raised TypeError"):
+        checked(load_reward("builtins:max"), "a", {"b": 1})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, True, 1.0, Fraction(1), Decimal("1.0")),
+        *(np.float32(1), np.float64(1), np.float16(1), np.int8(1), np.uint64(1), np.bool_(True), np.longdouble(1)),
+        *(np.array(1.0), np.array(1), np.array(True)),
+        *(torch.tensor(1.0), torch.tensor(1), torch.tensor(True), torch.tensor(1.0, dtype=torch.bfloat16)),
+        torch.tensor(1.0, requires_grad=True) * 1,
+    ],
+    ids=lambda value: f"{value!r:.24}",
+)
+def test_numbers_of_every_kind_are_rewards(value: object) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
+    assert (found, type(found)) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, "1", b"1", [1.0], (1.0,), {"score": 1.0}, object(), 1j),
+        *(float("nan"), float("inf"), -float("inf"), 10**400, Decimal("NaN"), Decimal("sNaN"), Decimal("1e999")),
+        *(np.array([1.0]), np.ones(3), np.str_("1"), np.complex64(1), np.float32("nan"), np.datetime64("2026-01-01")),
+        *(torch.ones(1), torch.ones(2, 2), torch.tensor(float("nan")), torch.tensor(1j)),
+    ],
+    ids=lambda value: f"{value!r:.24}",
+)
+def test_what_is_no_finite_number_raises_with_value_function_and_response(value: object) -> None:
+    def grade(response: str, example: object) -> object:
+        return value
+
+    shown = r"test_rewards_and_prompts.py:test_what_.*grade returned .*, not a finite number.*; the response was 'abc'"
+    with pytest.raises(DataError, match=f"(?s){shown}"):
+        checked(grade, "abc", {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value", [1e308, -1e308, 1.1e18, 10**30, Decimal("1e300"), torch.tensor(3e38)], ids=lambda value: f"{value!r:.24}"
+)
+def test_a_reward_whose_advantage_would_overflow_raises(value: object) -> None:
+    with pytest.raises(DataError, match=r"returned .*, beyond 1e\+18, so that its advantage would overflow: scale it"):
+        checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
+    for estimator in ESTIMATORS:
+        with pytest.raises(DataError, match=r"response 1 is .*; beyond 1e\+18"):
+            advantages([0.0, float(value)], estimator)  # type: ignore[arg-type]
+        assert all(abs(each) < 3e38 for each in advantages([1e18, -1e18, 0.0], estimator))
+
+
+def test_what_a_reward_raises_is_shown_with_the_function_and_the_response(code: Path) -> None:
+    broken = load_reward(f"{code}:broken")
+    with pytest.raises(DataError, match=r"my_rewards.py:broken raised KeyError: 'missing'; the response was 'abc'"):
+        checked(broken, "abc", {})
+    assert reward_name(functools.partial(broken)) == "my_rewards.py:broken"
+    assert reward_name(load_reward(f"{code}:grader")) == "my_rewards.py:Grader"
+    assert reward_name(max) == "max"
+
+
+def test_a_coroutine_is_no_reward(code: Path) -> None:
+    """A plain function that calls an async one."""
+
+    async def later() -> float:
+        return 1.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it was never awaited
+        with pytest.raises(DataError, match="returned <coroutine object"):
+            checked(lambda response, example: later(), "abc", {})  # type: ignore[arg-type, return-value]
 
 
 def test_prompt_files(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ class Rollout(Section):
     drop_equal: bool = Field(
         True, description="dynamic sampling: groups whose rewards are all equal are dropped, and other prompts sampled"
     )
+    max_batches_without_signal: Count = Field(
+        10,
+        description="end the run when so many batches' worth of groups in a row were dropped for equal rewards; half as many "
+        "are warned of; 0: never",
+    )
     in_order: bool = Field(
         False,
         description="learn from prompts in their order: reproducible, but a slow response keeps the trainer waiting",

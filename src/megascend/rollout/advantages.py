@@ -13,6 +13,8 @@ STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as verl and TRL do for GRPO."""
 LEAST_RANGE = 1e-9
 """Rewards of a group that differ by no more than this teach nothing."""
+LARGEST_REWARD = 1e18
+"""Advantages are float32, and the norm of gradients squares what they scale."""
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
@@ -49,7 +51,7 @@ def advantages(rewards: Sequence[float], estimator: str) -> list[float]:
 
     Raises:
         ConfigError: there is no such estimator.
-        DataError: there are fewer than two responses, or a reward is not finite.
+        DataError: there are fewer than two responses, or a reward is not finite or too large.
     """
     if estimator not in ESTIMATORS:
         raise ConfigError(f"advantages: there is no {estimator!r}; there are {', '.join(ESTIMATORS)}")
@@ -60,6 +62,10 @@ def advantages(rewards: Sequence[float], estimator: str) -> list[float]:
     for index, reward in enumerate(rewards):
         if not math.isfinite(reward):
             raise DataError(f"the reward of response {index} is {reward}; rewards must be finite")
+        if abs(reward) > LARGEST_REWARD:
+            raise DataError(
+                f"the reward of response {index} is {reward:g}; beyond {LARGEST_REWARD:g} its advantage would overflow: scale it"
+            )
     return ESTIMATORS[estimator](rewards)
 
 

@@ -10,6 +10,7 @@ learns from in step ``s + 1`` (from weights of version ``s``) has the lag ``s - 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,6 +39,30 @@ class Counts:
     reward: float = 0.0
 
 
+@dataclass
+class EqualStreak:
+    """Groups in a row whose rewards were all equal, so that nothing can be learned from any of them.
+
+    Attributes:
+        groups, responses: how many.
+        cut_off: responses that reached the longest length.
+        least, most: of their rewards.
+    """
+
+    groups: int = 0
+    responses: int = 0
+    cut_off: int = 0
+    least: float = math.inf
+    most: float = -math.inf
+
+    def add(self, group: Group) -> None:
+        """Count a group."""
+        self.groups += 1
+        self.responses += len(group.responses)
+        self.cut_off += sum(response.finish_reason == "length" for response in group.responses)
+        self.least, self.most = min(self.least, *group.rewards), max(self.most, *group.rewards)
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """A prompt on its way.
@@ -58,6 +83,7 @@ class RolloutBuffer:
 
     Attributes:
         counts: what became of the prompts.
+        equal_streak: groups since the last one that something can be learned from.
     """
 
     def __init__(self, batch: int, max_lag: int, *, in_order: bool = False) -> None:
@@ -74,7 +100,7 @@ class RolloutBuffer:
         if batch < 1 or max_lag < 0:
             raise ConfigError(f"a rollout buffer needs batch >= 1 and max_lag >= 0, got {batch} and {max_lag}")
         self.batch, self.max_lag, self.in_order = batch, max_lag, in_order
-        self.counts = Counts()
+        self.counts, self.equal_streak = Counts(), EqualStreak()
         self._flying: dict[int, Dispatch] = {}
         self._again: list[Dispatch] = []
         self._ready: dict[int, Group] = {}
@@ -109,11 +135,12 @@ class RolloutBuffer:
         self._again.append(self._landed(number))
         self._again.sort(key=lambda dispatch: dispatch.number)
 
-    def finished(self, group: Group, *, equal: bool = False) -> None:
+    def finished(self, group: Group, *, equal: bool = False, dropped: bool | None = None) -> None:
         """Note that this group is graded, and ready for the trainer.
 
         Args:
-            equal: it is dropped instead, because all its rewards are equal.
+            equal: all its rewards are equal.
+            dropped: it is not for the trainer; default: if they are equal.
 
         Raises:
             DataError: its version is older than that of its dispatch: the engine serves weights that it should not have any more.
@@ -128,6 +155,10 @@ class RolloutBuffer:
         self.counts.responses += len(group.responses)
         self.counts.reward += sum(group.rewards)
         if equal:
+            self.equal_streak.add(group)
+        else:
+            self.equal_streak = EqualStreak()
+        if equal if dropped is None else dropped:
             self.counts.equal += 1
         else:
             self._ready[group.number] = group

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from megascend.errors import ConfigError, EngineError
-from megascend.rollout.advantages import without_signal
+from megascend.errors import ConfigError, DataError, EngineError
+from megascend.rollout.advantages import LEAST_RANGE, without_signal
 from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
 from megascend.rollout.engines.base import Completion, InferenceEngine, Sampling
 from megascend.rollout.group import Group, Response
 from megascend.rollout.prompts import Prompt
-from megascend.rollout.rewards import Reward, checked
+from megascend.rollout.rewards import Reward, checked, reward_name
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 3
@@ -25,6 +30,8 @@ ATTEMPTS = 3
 BACKOFF_S = 0.5
 """Wait before the second attempt; twice as long before each further one."""
 CLOSE_S = 10.0
+WARNED_BATCHES = 5
+"""Where no number of groups without signal ends a run, every so many batches of them are warned of."""
 
 
 class PromptStream(Protocol):
@@ -50,6 +57,8 @@ class Task:
         sampling: of training rollouts, at temperature 1; ``seed`` is the run's.
         group_size: responses to one prompt.
         drop_equal: groups whose rewards are all equal are dropped, and other prompts sampled instead.
+        most_equal: so many of them in a row end the run, and half as many are warned of; 0: no number does.
+        locate: file and line of a prompt, for messages.
     """
 
     encode: Callable[[Prompt], list[int]]
@@ -58,6 +67,8 @@ class Task:
     sampling: Sampling
     group_size: int
     drop_equal: bool = True
+    most_equal: int = 0
+    locate: Callable[[Prompt], str] = lambda prompt: ""
 
     def __post_init__(self) -> None:
         if self.sampling.temperature != 1:
@@ -94,7 +105,7 @@ class RolloutCollector:
         self._problem: BaseException | None = None
         self._taken = self._version = self._offset = 0
         self._started = False
-        self._graders = ThreadPoolExecutor(reward_threads, thread_name_prefix="reward")
+        self._graders = Graders(reward_threads)
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -158,6 +169,22 @@ class RolloutCollector:
 
         return self._call(copy())
 
+    def graded(self) -> int:
+        """Return how many groups have been graded, those of evaluations included."""
+        return self._graders.done
+
+    def hold_up(self) -> str:
+        """Say whose answer is missing: a reward function's that has not returned, with its prompt, or else the engines'."""
+        call = self._graders.oldest()
+        if call is None:
+            return "no engine has answered"
+        prompt, seconds = call
+        source = self._task.locate(prompt)
+        return (
+            f"the reward function {reward_name(self._task.reward)} has not returned for {seconds:.0f} s"
+            f"{f' for the prompt at {source}' if source else ''}, and nothing else has arrived"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Where the prompts stand and what is in the buffer, of one moment; JSON."""
 
@@ -186,7 +213,7 @@ class RolloutCollector:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            self._graders.shutdown(wait=False, cancel_futures=True)
+            self._graders.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -237,13 +264,43 @@ class RolloutCollector:
                 self._buffer.failed(number)
             else:
                 del self._failed[number]
-                self._buffer.finished(group, equal=self._task.drop_equal and without_signal(group.rewards))
+                equal = without_signal(group.rewards)
+                self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
+                if equal:
+                    self._judge_streak(group)
         except asyncio.CancelledError:
             raise
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
             self._problem = self._problem or problem
         self._changed.set()
         self._fill()
+
+    def _judge_streak(self, group: Group) -> None:
+        """Warn of groups in a row that teach nothing, the last of which is ``group``; raise when there are as many as the bound.
+
+        Raises:
+            DataError: the bound is reached.
+        """
+        task, streak = self._task, self._buffer.equal_streak
+        bound = task.most_equal if task.drop_equal else 0
+        last = task.decode(group.responses[-1].tokens)
+        same = streak.most - streak.least <= LEAST_RANGE
+        given = f"{streak.most:g} to all of them" if same else f"{streak.least:g} to {streak.most:g}"
+        what = (
+            f"step {self._taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards are "
+            f"equal (to {LEAST_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {given}, "
+            f"{streak.cut_off} of them were cut off at max_tokens: {task.sampling.max_tokens}; the last one is {last!r:.100}"
+        )
+        if bound and streak.groups >= bound:
+            raise DataError(
+                f"{what}. Nothing can be learned from them: see whether the function grades such a response as it should, "
+                "whether prompts are too hard, or learned already, and whether responses are long enough "
+                "(rollout.max_tokens). rollout.max_batches_without_signal sets how many batches of them end a run (0: never)"
+            )
+        first = bound // 2 or WARNED_BATCHES * self._buffer.batch
+        if streak.groups == first or (not bound and streak.groups % first == 0):
+            ending = f"the run ends after {bound} (rollout.max_batches_without_signal)" if bound else "no bound is set"
+            log.warning("%s; %s", what, ending)
 
     async def _group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
@@ -268,16 +325,24 @@ class RolloutCollector:
         finally:
             self._load[which] -= n
         self._availability.answered(which)
-        responses = await self._loop.run_in_executor(self._graders, self._grade, prompt, completions)
+        responses = await asyncio.wrap_future(self._graders.submit(prompt, lambda: self._grade(prompt, completions)))
         return Group(number, tuple(tokens), responses)
 
     def _grade(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Response, ...]:
         def graded(one: Completion) -> Response:
             versions = one.first_version - self._offset, one.last_version - self._offset
-            reward = checked(self._task.reward, self._task.decode(one.tokens), prompt)
+            reward = self._reward(self._task.decode(one.tokens), prompt)
             return Response(one.tokens, one.logprobs, reward, one.finish_reason, *versions)
 
         return tuple(graded(one) for one in completions)
+
+    def _reward(self, response: str, prompt: Prompt) -> float:
+        try:
+            return checked(self._task.reward, response, prompt)
+        except DataError as error:
+            if source := self._task.locate(prompt):
+                raise DataError(f"{source}: {error}") from error.__cause__
+            raise
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
         def of(number: int) -> Sampling:
@@ -290,6 +355,59 @@ class RolloutCollector:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+class Graders:
+    """Threads that call the reward function. Nobody waits for them at the end: one that never returns keeps no process alive.
+
+    Attributes:
+        done: calls that have ended.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._calls = threads, queue.SimpleQueue[tuple[Prompt, Callable[[], Any], Future[Any]] | None]()
+        self._started: list[threading.Thread] = []
+        self._running: dict[int, tuple[float, Prompt]] = {}  # by thread
+        self.done = 0
+
+    def submit(self, prompt: Prompt, grade: Callable[[], T]) -> Future[T]:
+        """Call ``grade`` on one of the threads."""
+        future: Future[T] = Future()
+        self._calls.put((prompt, grade, future))
+        if len(self._started) < self._threads:
+            self._started.append(threading.Thread(target=self._work, name="reward", daemon=True))
+            self._started[-1].start()
+        return future
+
+    def oldest(self) -> tuple[Prompt, float] | None:
+        """Return the prompt of the call that runs longest, and for how many seconds; None if there is none."""
+        running = list(self._running.values())
+        if not running:
+            return None
+        begun, prompt = min(running, key=lambda call: call[0])
+        return prompt, time.monotonic() - begun
+
+    def close(self) -> None:
+        """Have the threads end after what they do now."""
+        with contextlib.suppress(queue.Empty):
+            while (call := self._calls.get_nowait()) is None or call[2].cancel():
+                pass
+        for _ in self._started:
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            prompt, grade, future = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._running[threading.get_ident()] = time.monotonic(), prompt
+            try:
+                future.set_result(grade())
+            except BaseException as error:  # noqa: BLE001  raised again by whoever waits for the future
+                future.set_exception(error)
+            finally:
+                del self._running[threading.get_ident()]
+                self.done += 1
 
 
 def _seed(seed: int | None, number: int) -> int | None:

@@ -31,6 +31,7 @@ from megascend.app.start_checks import check_settings
 from megascend.app.stop_signals import StopSignals
 from megascend.config.plugins import import_plugins
 from megascend.config.rl import RlConfig
+from megascend.errors import CheckpointError, DataError, EngineError
 from megascend.rollout.rewards import load_reward
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
     check_transport(config.sync.transport, runtime.platform.device_type)
     reward = load_reward(config.rollout.reward)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
-    prompts, held_out = read_and_check(config, tokenizer, limits)
+    learned_from, evaluated = read_and_check(config, tokenizer, limits)
+    prompts, held_out = [prompt for _, prompt in learned_from], [prompt for _, prompt in evaluated]
     if launch.rank == 0 and (said := disk_warning(config)):
         logger.warning(said)
 
@@ -153,7 +155,9 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts))
         members: list[InferenceEngine] = []
         backend.from_rank_0(lambda: members.extend(engines(config)))
-        collector = make_collector(config, members, stream, tokenizer, reward) if main_rank else None
+        collector = None
+        if main_rank:
+            collector = make_collector(config, members, stream, tokenizer, reward, [*learned_from, *evaluated])
         if collector is not None:
             stack.callback(collector.close)
             if saved:
@@ -188,7 +192,12 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
         with RunLog(config.output, config.steps, trackers, enabled=main_rank, done=done) as log:
             steps = Steps(config, backend, rollouts, sync, offset, adapter, held_out, progress)
             for number in range(done + 1, config.steps + 1):
-                groups = rollouts.take(number - 1, lambda: signals.received is not None)
+                try:
+                    groups = rollouts.take(number - 1, lambda: signals.received is not None)
+                except (DataError, EngineError):  # on every rank
+                    if number - 1 > done:
+                        save_last(saves, number - 1)
+                    raise
                 if groups is None:
                     number -= 1
                     saves.after_step(number, True)
@@ -216,6 +225,15 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
     return RlResult(
         number, progress.reward_before, progress.reward_after, progress.seconds, config.output, exported, stopped
     )
+
+
+def save_last(saves: CheckpointPolicy, step: int) -> None:
+    """Save what a run has learned that is about to end with an error, which takes precedence over one of the checkpoint."""
+    try:
+        saves.after_step(step, True)
+        saves.finish(step)
+    except CheckpointError as problem:
+        logger.warning("step %d could not be saved: %s", step, problem)
 
 
 def start_line(config: RlConfig, backend: Backend, prompts: int) -> str:

@@ -65,12 +65,19 @@ class SharedRollouts:
                     return None
                 if late:
                     raise EngineTimeoutError(
-                        f"step {step + 1}: no engine has answered for {self._patience_s:g} s (rollout.timeout_s)"
+                        f"step {step + 1}: {self.on_rank_0(lambda collector: collector.hold_up())} for {self._patience_s:g} s "
+                        "(rollout.timeout_s)"
                     )
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> float:
-        """Mean reward of ``n`` responses to each prompt."""
+        """Mean reward of ``n`` responses to each prompt.
+
+        Raises:
+            EngineError, DataError: an engine or the reward function failed, on every rank.
+            EngineTimeoutError: nothing has been graded within the patience.
+        """
         running: list[Future[list[Group]]] = []
+        progress = [0, time.monotonic()]  # groups graded, and since when
 
         def wait(collector: RolloutCollector) -> float | None:
             if not running:
@@ -80,6 +87,13 @@ class SharedRollouts:
             except NotYet:
                 if running[0].done():
                     raise
+                if collector.graded() > progress[0]:
+                    progress[:] = collector.graded(), time.monotonic()
+                patience_s = self._patience_s + self._slice_s  # engines' own deadlines come first
+                if time.monotonic() - progress[1] > patience_s:
+                    raise EngineTimeoutError(
+                        f"evaluation: {collector.hold_up()} for {self._patience_s:g} s (rollout.timeout_s)"
+                    ) from None
                 return None
             rewards = [reward for group in groups for reward in group.rewards]
             return sum(rewards) / len(rewards)

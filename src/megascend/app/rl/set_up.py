@@ -33,8 +33,13 @@ def make_collector(
     prompts: PromptStream,
     tokenizer: PreTrainedTokenizerBase,
     reward: Reward,
+    sources: Sequence[tuple[str, Prompt]] = (),
 ) -> RolloutCollector:
-    """The collector that a run's settings describe."""
+    """The collector that a run's settings describe.
+
+    Args:
+        sources: prompts with file and line, for messages.
+    """
     rollout = config.rollout
     task = Task(
         encode=lambda prompt: prompt_tokens(prompt, tokenizer),
@@ -43,6 +48,8 @@ def make_collector(
         sampling=Sampling(rollout.max_tokens, stop_token_ids=stop_tokens(tokenizer, rollout.stop), seed=config.seed),
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
+        most_equal=rollout.max_batches_without_signal * rollout.prompts_per_step,
+        locate=lambda prompt: next((source for source, each in sources if each == prompt), ""),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task)
@@ -68,8 +75,8 @@ def check_objective(objective: Objective) -> None:
 
 def read_and_check(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits
-) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts that are learned from, and those of evaluations.
+) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]]]:
+    """The prompts that are learned from, and those of evaluations, with file and line.
 
     Raises:
         DataError: they cannot be read, the tokenizer cannot write them, or one with its response would be too long; the
@@ -83,7 +90,7 @@ def read_and_check(
         for number, prompt in numbered:
             with findings.collecting():
                 _check_prompt(prompt, f"{path}:{number}", config.rollout.max_tokens, tokenizer, limits)
-        found.append([prompt for _, prompt in numbered])
+        found.append([(f"{path}:{number}", prompt) for number, prompt in numbered])
     findings.raise_problems("prompts")
     return found[0], found[1]
 
