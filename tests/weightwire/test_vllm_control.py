@@ -31,6 +31,7 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import RECEIVING, Receiver
 from weightwire.sender import Sender, spec_of
 from weightwire.transports import Setup, make_transport
+from weightwire.transports.choice import Location
 from weightwire.vllm import contract
 from weightwire.vllm.__main__ import arguments
 from weightwire.vllm.checkpoint import Expected
@@ -361,3 +362,22 @@ def test_tied_heads_may_be_there_or_not(tmp_path):
     untied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False))
     with pytest.raises(ManifestError, match=r"lm_head\.weight is missing"):
         untied.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
+
+
+async def locations_of(control: Control, engine: Engine) -> tuple[list[Location], list[str]]:
+    calls: list[str] = []
+    call = engine.collective_rpc
+
+    async def counted(method: str, **arguments: Any) -> list[Any]:
+        calls.append(method)
+        return await call(method, **arguments)
+
+    engine.collective_rpc = counted
+    await control.info()
+    return [Location.from_json(each) for each in (await control.info())["locations"]], calls
+
+
+def test_information_tells_where_each_worker_keeps_weights_and_asks_them_once(control: Control, engine: Engine) -> None:
+    locations, calls = asyncio.run(locations_of(control, engine))
+    assert locations == [Location.of(torch.device("cpu"))] * 2
+    assert calls == ["weightwire_location"]

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from megascend.app.rl.loop import RlResult, train_rl
 from megascend.config.rl import RlConfig
-from megascend.errors import DataError, EngineError
+from megascend.errors import DataError, EngineError, EngineTimeoutError
 from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import faults, run_distributed
@@ -29,6 +30,13 @@ def vowels(response, example):
 
 def broken(response, example):
     raise KeyError("no such thing")
+
+calls = 0
+
+def fading(response, example):
+    global calls
+    calls += 1
+    return 0.0 if calls > 24 else vowels(response, example)
 """
 DEADLINE_S = 240
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -204,9 +212,50 @@ def test_what_engines_and_rewards_do_wrong_ends_the_run_with_their_words(
 
     assert problem(settings(folder, "engine"), FailingEngine, EngineError) == "engine 0 is out of order"
     broken = settings(folder, "reward", rollout={"reward": f"{folder / 'reward.py'}:broken"})
-    assert "the reward function raised KeyError: 'no such thing'; the response was" in problem(
-        broken, RecordedEngine, DataError
+    expected = (
+        r"prompts.jsonl:\d: the reward function reward.py:broken raised KeyError: 'no such thing'; the response was"
     )
+    assert re.search(expected, problem(broken, RecordedEngine, DataError))
+
+
+def test_a_run_whose_signal_fades_saves_its_last_step_and_ends_with_what_is_wrong(folder: Path) -> None:
+    """It would draw prompts for ever: no batch of groups to learn from fills any more."""
+    rollout = {"reward": f"{folder / 'reward.py'}:fading", "max_lag": 0, "max_batches_without_signal": 3}
+    config = settings(folder, "fading", rollout=rollout, steps=50, checkpoint={"every": 40})
+
+    def act() -> str:
+        with pytest.raises(DataError) as caught:
+            run(config, RecordedEngine)
+        return str(caught.value)
+
+    (message,) = in_a_fork(act)
+    done = len(rows(config))
+    assert 1 <= done < 10
+    assert message.startswith(f"step {done + 1}: the last 6 groups have no learning signal")
+    assert "reward.py:fading gave the 18 responses 0 to all of them" in message
+    assert [path.name for path in (config.output / "checkpoints").glob("step-*")] == [f"step-{done:08}"]
+    events = [json.loads(line) for line in (config.output / "events.jsonl").read_text().splitlines()]
+    assert any("no learning signal" in json.dumps(event) for event in events)
+
+
+def test_a_reward_that_never_returns_ends_an_evaluation_and_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascend.app.rl.rollouts.SLICE_S", 0.2)
+    (folder / "stuck.py").write_text("import time\ndef stuck(response, example):\n    time.sleep(1000)\n")
+
+    def problem(config: RlConfig) -> str:
+        with pytest.raises(EngineTimeoutError) as caught:
+            run(config, RecordedEngine)
+        return str(caught.value)
+
+    rollout = {"reward": f"{folder / 'stuck.py'}:stuck", "timeout_s": 1}
+    expected = r": the reward function stuck.py:stuck has not returned for \d s for the prompt at .*prompts.jsonl:\d"
+    (step,) = in_a_fork(lambda: problem(settings(folder, "stuck", rollout=rollout)))
+    assert re.match(f"step 1{expected}", step)
+    evaluation = {"prompts": folder / "prompts.jsonl"}
+    (evaluated,) = in_a_fork(lambda: problem(settings(folder, "stuck-eval", rollout=rollout, evaluation=evaluation)))
+    assert re.match(f"evaluation{expected}", evaluated)
 
 
 def test_two_tensor_parallel_ranks_learn_from_one_engine(folder: Path) -> None:

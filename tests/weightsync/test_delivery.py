@@ -1,0 +1,110 @@
+"""A delivery chooses its transport by where engines keep weights, and refuses one that does not fit before anything begins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megascend.errors import ConfigError, WeightSyncError
+from megascend.rollout.engines.vllm import VllmEngine
+from megascend.weightsync.delivery import Delivery, Update
+from weightwire.keys import generate_key
+from weightwire.sender import spec_of
+from weightwire.transports.choice import Location
+
+HERE = Location.of(torch.device("cpu"))
+ON_A_GPU = replace(HERE, device="cuda", gpu="GPU-b", visible=("GPU-b",))
+SPECS = (spec_of("w", torch.zeros(4)),)
+
+
+class Refusing:
+    """Says where its worker keeps weights, and refuses every offer, with the transport in it."""
+
+    def __init__(self, name: str, *locations: Location) -> None:
+        self.name, self._locations, self.begun = name, locations, False
+
+    async def locations(self) -> list[Location]:
+        return list(self._locations)
+
+    async def receivers(self) -> int:
+        return len(self._locations)
+
+    async def begin_update(self, offer: Any) -> None:
+        self.begun = True
+        raise RuntimeError(f"offered over {offer.transport}, {offer.manifest.bucket_bytes} bytes at a time")
+
+    async def verify(self, seal: Any, timeout_s: float) -> None: ...
+
+    async def commit(self, update: str) -> None: ...
+
+    async def drop(self, update: str) -> None: ...
+
+
+@contextmanager
+def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "host": "127.0.0.1", "bucket_bytes": None}
+    settings |= {"digest": "multilinear64", "timeout_s": 20.0, "transport": transport}
+    found = Delivery(**settings | changes)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("location", "expected"),
+    [(HERE, "gloo"), (replace(HERE, host="other", space="other"), "gloo"), (ON_A_GPU, "shared_memory")],
+    ids=["CPU", "CPU of another host", "GPU of this host"],
+)
+def test_the_default_transport_reaches_the_engine(location: Location, expected: str) -> None:
+    update = Update()
+    with delivery("auto") as found, pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
+        found.begin(update, [Refusing("engine", location, location)], 1, SPECS)
+    assert update.transport == expected
+
+
+def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
+    class Plain:
+        name = "engine"
+        receivers, begin_update, drop = Refusing.receivers, Refusing.begin_update, Refusing.drop
+        verify, commit = Refusing.verify, Refusing.commit
+        _locations = (HERE,)
+
+    with delivery("auto") as found, pytest.raises(WeightSyncError, match="offered over gloo"):
+        found.begin(Update(), [Plain()], 1, SPECS)
+    with delivery("shared_memory") as found, pytest.raises(WeightSyncError, match="offered over shared_memory"):
+        found.begin(Update(), [Plain()], 1, SPECS)
+
+
+@pytest.mark.parametrize(
+    ("transport", "location", "message"),
+    [
+        ("gloo", ON_A_GPU, "'gloo' moves memory of cpu, and engine keeps weights on cuda; .* what fits: shared_memory"),
+        ("auto", replace(ON_A_GPU, space="other"), "no transport brings bytes .* WEIGHTWIRE_STAGING=cpu"),
+        ("shared_memory", replace(HERE, space="other"), "all members on one machine.* what fits: gloo"),
+    ],
+)
+def test_a_transport_that_does_not_fit_raises_before_anything_begins(
+    transport: str, location: Location, message: str
+) -> None:
+    engine = Refusing("engine", location)
+    with delivery(transport) as found, pytest.raises(ConfigError, match=message):
+        found.begin(Update(), [engine], 1, SPECS)
+    assert not engine.begun
+
+
+def test_locations_of_a_vllm_whose_receiver_is_older_are_those_of_its_device() -> None:
+    """Its information has no locations: a GPU whose number is not known."""
+    engine = VllmEngine("http://127.0.0.1:9", key=generate_key())
+
+    async def info() -> dict[str, Any]:
+        return {"device": "cuda", "receivers": 2}
+
+    engine.info = info  # type: ignore[method-assign]
+    assert asyncio.run(engine.locations()) == [Location("cuda", "127.0.0.1")] * 2
