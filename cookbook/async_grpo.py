@@ -71,6 +71,13 @@ def parse_arguments() -> argparse.Namespace:
         default=os.environ.get("MEGASCEND_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python",
         help="interpreter of vLLM's environment; default: MEGASCEND_VLLM_PYTHON, or that of scripts/vllm_env.sh",
     )
+    parser.add_argument(
+        "--vllm-option",
+        action="append",
+        default=[],
+        metavar="=OPTION",
+        help="of vLLM's; repeated: --vllm-option=--seed=1",
+    )
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--digits", type=int, default=3)
     parser.add_argument("--warm-up", type=int, help="supervised steps on answers first; default: 90, with --data none")
@@ -159,6 +166,7 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
             options += places[index].options()
             environment = places[index].environment()
             where = f"GPU {places[index].gpu}" + (", the trainer's" if places[index].with_trainer else "")
+        options += arguments.vllm_option  # the last one of a name counts
         log = arguments.output / f"vllm-{number}.log"
         servers[number] = VllmProcess(
             arguments.vllm_python,
@@ -284,7 +292,7 @@ def main() -> None:
                 reward=grade,
                 sampling=Sampling(max_tokens=arguments.max_tokens, stop_token_ids=stop, seed=0),
                 group_size=arguments.responses,
-                most_equal=10 * arguments.prompts,
+                most_equal=max(10 * arguments.prompts, 100),
             )
             buffer = RolloutBuffer(arguments.prompts, arguments.max_lag)
             collector = RolloutCollector(engines, stream, buffer, task)

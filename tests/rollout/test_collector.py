@@ -112,7 +112,7 @@ def test_groups_without_signal_end_the_run_at_the_bound(reward, shown, monkeypat
     message = str(raised.value)
     assert shown in message
     assert "test_collector.py:<lambda>" in message
-    assert "rollout.max_batches_without_signal" in message
+    assert "rollout.max_groups_without_signal (40)" in message
     (warning,) = caplog.messages
     assert "the last 20 groups have no learning signal" in warning
     assert "the run ends after 40" in warning

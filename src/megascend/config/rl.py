@@ -28,10 +28,10 @@ class Rollout(Section):
     drop_equal: bool = Field(
         True, description="dynamic sampling: groups whose rewards are all equal are dropped, and other prompts sampled"
     )
-    max_batches_without_signal: Count = Field(
-        10,
-        description="end the run when so many batches' worth of groups in a row were dropped for equal rewards; half as many "
-        "are warned of; 0: never",
+    max_groups_without_signal: Count | None = Field(
+        None,
+        description="end the run when so many groups in a row were dropped for equal rewards; half as many are warned of; "
+        "default: ten batches of them, at least 100; 0: never",
     )
     in_order: bool = Field(
         False,
@@ -42,6 +42,13 @@ class Rollout(Section):
         (), description="further tokens that end a response, beside the end-of-sequence token"
     )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine counts as failed")
+
+    @property
+    def most_equal(self) -> int:
+        """Groups in a row with equal rewards that end the run; 0: no number does."""
+        if self.max_groups_without_signal is None:
+            return max(10 * self.prompts_per_step, 100)  # verl's max_num_gen_batches is 10; few groups prove nothing
+        return self.max_groups_without_signal
 
 
 class Objective(Section):

@@ -295,11 +295,11 @@ class RolloutCollector:
             raise DataError(
                 f"{what}. Nothing can be learned from them: see whether the function grades such a response as it should, "
                 "whether prompts are too hard, or learned already, and whether responses are long enough "
-                "(rollout.max_tokens). rollout.max_batches_without_signal sets how many batches of them end a run (0: never)"
+                f"(rollout.max_tokens). rollout.max_groups_without_signal ({bound}) sets how many in a row end a run; 0: none"
             )
         first = bound // 2 or WARNED_BATCHES * self._buffer.batch
         if streak.groups == first or (not bound and streak.groups % first == 0):
-            ending = f"the run ends after {bound} (rollout.max_batches_without_signal)" if bound else "no bound is set"
+            ending = f"the run ends after {bound} (rollout.max_groups_without_signal)" if bound else "no bound is set"
             log.warning("%s; %s", what, ending)
 
     async def _group(

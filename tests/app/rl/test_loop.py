@@ -220,7 +220,7 @@ def test_what_engines_and_rewards_do_wrong_ends_the_run_with_their_words(
 
 def test_a_run_whose_signal_fades_saves_its_last_step_and_ends_with_what_is_wrong(folder: Path) -> None:
     """It would draw prompts for ever: no batch of groups to learn from fills any more."""
-    rollout = {"reward": f"{folder / 'reward.py'}:fading", "max_lag": 0, "max_batches_without_signal": 3}
+    rollout = {"reward": f"{folder / 'reward.py'}:fading", "max_lag": 0, "max_groups_without_signal": 6}
     config = settings(folder, "fading", rollout=rollout, steps=50, checkpoint={"every": 40})
 
     def act() -> str:

@@ -98,11 +98,13 @@ def test_recipe_starts_vllm_for_the_device_that_it_is_built_for(
     monkeypatch.setattr(recipe, "gpus_here", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     command = ["async_grpo.py", "--model", "m", "--output", str(tmp_path), "--platform", platform, "--vllm-python", "p"]
+    command.append("--vllm-option=--seed=1")
     monkeypatch.setattr(sys, "argv", command)
     with ExitStack() as stack:
         recipe.start_servers(recipe.parse_arguments(), stack)
     (server,) = started
-    assert (server["environment"], server["options"], server["waited"]) == (environment, options, waits)
+    assert (server["environment"], server["waited"]) == (environment, waits)
+    assert server["options"] == [*options, "--seed=1"]
 
 
 def test_recipe_takes_the_interpreter_from_the_environment(recipe, monkeypatch) -> None:
