@@ -368,9 +368,9 @@ async def locations_of(control: Control, engine: Engine) -> tuple[list[Location]
     calls: list[str] = []
     call = engine.collective_rpc
 
-    async def counted(method: str, **arguments: Any) -> list[Any]:
+    async def counted(method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
         calls.append(method)
-        return await call(method, **arguments)
+        return await call(method, timeout, args)
 
     engine.collective_rpc = counted
     await control.info()

@@ -113,8 +113,8 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+    except OverflowError:  # a whole number or a fraction of hundreds of digits
+        return math.inf
     except ValueError:  # a signalling NaN of decimal
         return math.nan
 
