@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import pickle
 import re
 import signal
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -316,6 +320,198 @@ def test_an_exception_passes_unchanged_and_is_published_until_the_rank_goes_on(t
     finally:
         monitor.close()
         other.close()
+
+
+class Frozen(Exception):
+    """An exception whose class forbids attributes and slots new ones away."""
+
+    __slots__ = ("number",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} is read-only")
+
+
+ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", None)
+GLOO = "[gloo/pair.cc:1] Connection closed by peer"
+ERRORS = [DataError, KeyError, RuntimeError, Frozen, KeyboardInterrupt, SystemExit, StopIteration]
+
+
+@pytest.fixture
+def monitored(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """(a monitor, places and texts of what it publishes as it publishes them, a record's reader)."""
+    (monitor, other), read = of_two(tmp_path)
+    published: list[tuple[str, str]] = []
+    publish = monitor._publish_failure
+
+    def note(phase: Any, error: BaseException, **options: Any) -> None:
+        publish(phase, error, **options)
+        published.append((phase.label, f"{type(error).__name__}: {error}"))
+
+    monkeypatch.setattr(monitor, "_publish_failure", note)
+    monkeypatch.setattr(monitor, "_poll_peers", dict)  # without a wait for the other rank's next heartbeat
+    yield monitor, published, lambda: read(0).failure
+    monitor.close()
+    other.close()
+
+
+@pytest.mark.parametrize("second", ["published", "explained"])
+def test_error_at_the_address_of_a_handled_one_is_published(monitored, second: str) -> None:
+    monitor, published, failure = monitored
+    reused = 0
+    for turn in range(20):
+        published.clear()
+        with pytest.raises((ValueError, ProcessGroupError)) as caught, monitor.phase("step"):  # noqa: PT012
+            try:
+                with monitor.phase("forward"):
+                    raise RuntimeError("first")
+            except RuntimeError as error:
+                address = id(error)
+                del error
+            fresh = RuntimeError(GLOO) if second == "explained" else ValueError(f"second {turn}")
+            reused += id(fresh) == address
+            raise fresh
+        if second == "explained":
+            assert type(caught.value) is ProcessGroupError, "an error of the library is translated"
+            assert type(caught.value.__cause__) is RuntimeError
+        else:
+            assert published == [("forward", "RuntimeError: first"), ("step", f"ValueError: second {turn}")]
+            assert failure().error == f"ValueError: second {turn}"
+        del caught, fresh
+    assert reused, "no address was used again: the test has shown nothing"
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_error_is_published_once_on_its_way_out(monitored, kind: type[BaseException]) -> None:
+    monitor, published, failure = monitored
+    with pytest.raises(kind), monitor.phase("save"):  # noqa: PT012
+        try:
+            with monitor.phase("write"), monitor.phase("gather"):
+                raise kind("x")
+        finally:
+            with monitor.phase("clean up"):
+                pass
+    assert [place for place, _ in published] == ["gather"], "not again after another phase on its way"
+    assert failure().place == "gather of step 1"
+
+
+def test_error_raised_again_is_published_again(monitored) -> None:
+    monitor, published, failure = monitored
+    error = DataError("x")
+    for _ in range(2):
+        with pytest.raises(DataError), monitor.phase("update"):
+            raise error
+    with pytest.raises(DataError), monitor.phase("save"):  # noqa: PT012
+        with suppress(DataError), monitor.phase("read"):
+            raise error
+        with monitor.phase("write"):
+            raise error
+    assert [place for place, _ in published] == ["update", "update", "read", "write"]
+    assert failure().place == "write of step 1"
+
+
+def test_library_error_raised_again_is_explained_again(monitored) -> None:
+    monitor, _, _ = monitored
+    error = RuntimeError(GLOO)
+    with pytest.raises(ProcessGroupError) as caught, monitor.phase("step"):  # noqa: PT012
+        with pytest.raises(ProcessGroupError) as first, monitor.phase("reduce"):
+            raise error
+        raise error
+    assert caught.value.__cause__ is first.value.__cause__ is error
+    assert caught.value is not first.value
+
+
+def test_chained_error_is_published_for_itself(monitored) -> None:
+    monitor, published, failure = monitored
+    with pytest.raises(DataError) as caught, monitor.phase("step"):  # noqa: PT012
+        try:
+            with monitor.phase("forward"):
+                raise KeyError("x")
+        except KeyError as error:
+            raise DataError("no x") from error
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert published == [("forward", "KeyError: 'x'"), ("step", "DataError: no x")]
+    assert failure().error == "DataError: no x"
+
+
+def test_error_that_leaves_after_another_was_handled_is_the_failure(monitored) -> None:
+    monitor, _, failure = monitored
+    with pytest.raises(DataError), monitor.phase("save"):  # noqa: PT012
+        try:
+            with monitor.phase("write"):
+                raise DataError("disk")
+        finally:
+            with suppress(OSError), monitor.phase("clean up"):
+                raise OSError("busy")
+    assert (failure().place, failure().error) == ("write of step 1", "DataError: disk")
+
+
+def test_handled_error_is_withdrawn_when_its_phase_ends_well(monitored) -> None:
+    monitor, _, failure = monitored
+    with monitor.phase("step"):
+        with suppress(DataError), monitor.phase("try"):
+            raise DataError("x")
+        assert failure().error == "DataError: x"
+    wait_until(lambda: failure() is None)
+
+
+def test_pickled_error_has_not_been_published(monitored) -> None:
+    monitor, published, _ = monitored
+    with pytest.raises(DataError) as caught, monitor.phase("step"), monitor.phase("forward"):  # noqa: PT012
+        try:
+            with monitor.phase("layer"):
+                raise DataError("x")
+        except DataError as error:
+            copy = pickle.loads(pickle.dumps(error))
+        raise copy
+    assert published == [("layer", "DataError: x"), ("forward", "DataError: x")]
+    assert pickle.loads(pickle.dumps(caught.value)).args == ("x",)
+
+
+def test_error_from_another_thread_is_published_for_the_thread_it_is_raised_in(monitored) -> None:
+    monitor, published, failure = monitored
+
+    def write() -> None:
+        with monitor.phase("write"):
+            raise DataError("disk")
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(DataError), monitor.phase("save"):
+        pool.submit(write).result()
+    assert published == [("write", "DataError: disk"), ("save", "DataError: disk")]
+    assert failure().outer == "save"
+
+
+@pytest.mark.skipif(ExceptionGroup is None, reason="exception groups came with Python 3.11")
+def test_exception_group_is_published_with_its_members(monitored) -> None:
+    monitor, published, failure = monitored
+    with pytest.raises(ExceptionGroup), monitor.phase("step"):  # noqa: PT012
+        try:
+            with monitor.phase("forward"):
+                raise DataError("a")
+        except DataError as error:
+            raise ExceptionGroup("two", [error, KeyError("b")]) from None
+    assert [place for place, _ in published] == ["forward", "step"]
+    assert failure().error == "ExceptionGroup: two (2 sub-exceptions): DataError: a; KeyError: 'b'"
+    closed = RuntimeError(GLOO)
+    with pytest.raises(ProcessGroupError), monitor.phase("step"):
+        raise ExceptionGroup("all of the library", [closed, ExceptionGroup("inner", [closed])])
+    assert library_of(ExceptionGroup("mixed", [closed, KeyError("b")])) is None
+
+
+def test_published_error_keeps_nothing_alive(monitored) -> None:
+    monitor, _, _ = monitored
+
+    class Held:
+        pass
+
+    def fail() -> weakref.ref[Held]:
+        held = Held()
+        try:
+            with monitor.phase("step"):
+                raise DataError(held)
+        except DataError:
+            return weakref.ref(held)
+
+    assert fail()() is None
 
 
 def test_communication_that_fails_though_all_are_there(tmp_path) -> None:

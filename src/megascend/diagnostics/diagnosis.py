@@ -56,7 +56,8 @@ class Record:
         frame: where its Python stands, if it has been in the phase for long; else "".
         waiting: that is inside ``torch.distributed``.
         clock: ``time.time()`` of the writer.
-        failure: what left its last phase; gone again as soon as it enters another.
+        failure: what left its last phase; gone again as soon as the rank enters another from outside of all phases, or the phase
+            around it ends well.
         ended: the rank has left its process groups, or its process is exiting.
         process: who wrote it.
         host: and the name of its host.

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megascend.diagnostics.collective_sequence import CollectiveCounts, CollectiveSequence
@@ -36,7 +37,7 @@ from megascend.diagnostics.diagnosis import (
 from megascend.diagnostics.heartbeat import Heartbeat
 from megascend.diagnostics.phase_stack import Phase, PhaseStack
 from megascend.diagnostics.processes import Process
-from megascend.diagnostics.upstream_errors import is_secondary, library_of
+from megascend.diagnostics.upstream_errors import is_secondary, library_of, members_of
 from megascend.diagnostics.watchdog import Watchdog
 from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
 
@@ -51,6 +52,30 @@ ANSWER_S = 2.5 * SILENT_S
 """How long an error waits for the store, in seconds."""
 PUBLISH_S = 1.0
 """How long a failure waits to be published, in seconds."""
+PUBLICATION = "_megascend_publication"
+"""The attribute by which a published exception carries its :class:`Publication`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Publication:
+    """Mark that an exception carries once a monitor has published it.
+
+    The exception itself carries it. Its address says nothing, because Python gives the address of a freed exception to the
+    next one; a reference to it would keep what its frames hold, such as a device's memory.
+
+    Attributes:
+        stack: phases of the thread that published it.
+        generation: of the stack at that time. Phases entered later have not published the exception: it has been raised again.
+        failure: the published record.
+    """
+
+    stack: PhaseStack
+    generation: int
+    failure: Failure
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave the mark behind when its exception is pickled: whoever receives the copy has not published it."""
+        return type(None), ()
 
 
 class HangMonitor:
@@ -97,7 +122,7 @@ class HangMonitor:
         self._background: dict[int, PhaseStack] = {}
         self._watchdog = Watchdog(rank, self._main, lambda: self._describe(self._main, 0), self._speak_last, timeout_s)
         self._failure: Failure | None = None
-        self._told: int | None = None  # its id: what an error holds, such as a device's memory, is not ours to keep
+        self._published: Publication | None = None  # of the failure
         self._explaining = self._ended = False
         self._faults = _armed_faults(rank, attempt)
         self._heartbeat: Heartbeat | None = None
@@ -162,10 +187,10 @@ class HangMonitor:
             self._counts[phase.name] = self._counts.get(phase.name, 0) + 1
             if stack is self._main:
                 self._failure = None  # whatever it was, this rank has gone on
-        self._told = None
         phase.since = stack.since = time.monotonic()
         stack.phases.append(phase)
         stack.generation += 1
+        phase.entered = stack.generation
         if self._faults is None:
             return False
         try:
@@ -180,7 +205,9 @@ class HangMonitor:
         """This thread leaves ``phase``; see :meth:`phase`."""
         stack = self._stack()
         try:
-            if error is not None and id(error) != self._told:
+            if error is None:
+                self._drop_handled_failure(phase, stack)
+            elif not self._is_published(error, phase, stack):
                 self._failed(phase, stack, error)
         finally:
             stack.phases.pop()
@@ -196,6 +223,21 @@ class HangMonitor:
         return self._background.setdefault(thread, PhaseStack(thread))
 
     # --- errors ---
+
+    def _is_published(self, error: BaseException, phase: Phase, stack: PhaseStack) -> bool:
+        """Check whether a phase inside ``phase`` has published ``error``; if so, it is the failure in force again."""
+        publication = vars(error).get(PUBLICATION)
+        if not isinstance(publication, Publication) or not _within(publication, phase, stack):
+            return False
+        if self._failure is not publication.failure:  # another error was raised, and handled, on the way out
+            self._published, self._failure = publication, publication.failure
+            self._publish()
+        return True
+
+    def _drop_handled_failure(self, phase: Phase, stack: PhaseStack) -> None:
+        """Withdraw what a phase inside ``phase`` has published: ``phase`` ends well, so the error was handled."""
+        if self._published is not None and _within(self._published, phase, stack):
+            self._published = self._failure = None
 
     def _failed(self, phase: Phase, stack: PhaseStack, error: BaseException) -> None:
         """Publish ``error``, which leaves ``phase``; raise in its place what names the culprit, if another rank is."""
@@ -250,7 +292,7 @@ class HangMonitor:
     ) -> CollectiveTimeoutError | ProcessGroupError:
         stack = self._stack()
         phase = stack.phases[-1]
-        self._publish_failure(phase, error)
+        self._publish_failure(phase, error, mark=False)  # raised again, it is to be explained again
         peers = self._poll_peers()
         suspects = suspected(peers or {})
         found = self._diagnose(stack, peers, suspects)
@@ -306,11 +348,13 @@ class HangMonitor:
             {self._rank: self.sequence.counts} if self._rank in ranks else {}
         )
 
-    def _publish_failure(self, phase: Phase, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {shorten(str(error))}"
-        outer = self._stack().phases[0].name
-        self._failure = Failure(of_step(phase.label, self.step), outer, text, is_secondary(error))
-        self._told = id(error)
+    def _publish_failure(self, phase: Phase, error: BaseException, *, mark: bool = True) -> None:
+        stack = self._stack()
+        place = of_step(phase.label, self.step)
+        self._failure = Failure(place, stack.phases[0].name, _summarize(error), is_secondary(error))
+        self._published = Publication(stack, stack.generation, self._failure)
+        if mark:  # not by setattr: the exception's class may have a __setattr__ that refuses
+            BaseException.__setattr__(error, PUBLICATION, self._published)
         self._publish()
 
     def _publish(self) -> None:
@@ -369,10 +413,20 @@ class HangMonitor:
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.number:
             place = of_step(self._main.last, self.step)
-            self._failure = Failure(
-                f"what follows {place}", "", f"{type(error).__name__}: {shorten(str(error))}", False
-            )
+            self._failure = Failure(f"what follows {place}", "", _summarize(error), False)
         self.close()
+
+
+def _within(publication: Publication, phase: Phase, stack: PhaseStack) -> bool:
+    """Check whether ``publication`` was made by ``stack`` after it had entered ``phase``."""
+    return publication.stack is stack and phase.entered <= publication.generation
+
+
+def _summarize(error: BaseException) -> str:
+    """Return an exception's class and text in one line; of an exception group also those of its members."""
+    text = f"{type(error).__name__}: {shorten(str(error))}"
+    members = members_of(error)
+    return shorten(f"{text}: {'; '.join(map(_summarize, members))}") if members else text
 
 
 def _armed_faults(rank: int, attempt: int) -> Armed | None:

@@ -29,13 +29,14 @@ class Phase:
         name: what it is known by.
         label: what messages call it.
         since: when it was entered (``time.monotonic``).
+        entered: generation of its thread's stack from its entry on.
     """
 
-    __slots__ = ("_owner", "label", "name", "since")
+    __slots__ = ("_owner", "entered", "label", "name", "since")
 
     def __init__(self, owner: PhaseOwner, name: str, label: str) -> None:
         self._owner, self.name, self.label = owner, name, label
-        self.since = 0.0
+        self.since, self.entered = 0.0, 0
 
     def __enter__(self) -> None:
         self._owner.enter(self, skippable=False)

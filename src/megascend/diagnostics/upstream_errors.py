@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import re
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,14 +20,19 @@ LIBRARIES = {
     ),
 }
 """What a plain RuntimeError of each library looks like."""
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
 
 
 def library_of(error: BaseException | None) -> str | None:
     """Which communication library raised ``error``, or None if none of them did.
 
     torch's own classes are believed. Gloo and HCCL raise plain RuntimeError: those are told by their text, which names a
-    source file or an error number of the library. A subclass of RuntimeError is somebody else's.
+    source file or an error number of the library. A subclass of RuntimeError is somebody else's. An exception group is a
+    library's if all its members are.
     """
+    if members := members_of(error):
+        libraries = [library_of(member) for member in members]
+        return libraries[0] if all(libraries) else None
     if isinstance(error, dist.DistError):
         return "torch.distributed"
     if type(error) is RuntimeError:
@@ -34,8 +41,15 @@ def library_of(error: BaseException | None) -> str | None:
     return None
 
 
+def members_of(error: BaseException | None) -> tuple[BaseException, ...]:
+    """Return the exceptions that an exception group holds; none for any other exception."""
+    return error.exceptions if isinstance(error, _GROUP) else ()
+
+
 def is_secondary(error: BaseException) -> bool:
-    """Whether ``error`` only says that this rank missed another one."""
+    """Whether ``error`` only says that this rank missed another one; an exception group does if all its members do."""
+    if members := members_of(error):
+        return all(map(is_secondary, members))
     if isinstance(error, CollectiveTimeoutError) or library_of(error) is not None:
         return True
     return isinstance(error, MegascendError) and library_of(error.__cause__) is not None
