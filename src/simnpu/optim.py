@@ -27,7 +27,9 @@ class NpuFusedOptimizerBase(Optimizer):
     def __init__(self, params: Iterable[Any], default: dict[str, Any]) -> None:
         super().__init__(params, default)
         self.is_fused_optimizer = True
-        self.combined: dict[Tensor, int] = {}  # address of each parameter's gradient when the block was made
+        self.combined: dict[
+            Tensor, Tensor
+        ] = {}  # gradients when the block was made; kept, so that their addresses stay theirs
 
     def check_gradients(self) -> None:
         """Remember where gradients lie at the first call, and see at later ones that they still do.
@@ -43,15 +45,15 @@ class NpuFusedOptimizerBase(Optimizer):
                     f"{parameter.dtype} [torch_npu.optim, simulated by simnpu]"
                 )
         if not self.combined:
-            self.combined = {p: p.grad.data_ptr() for p in parameters}
-        elif any(self.combined.get(p) != p.grad.data_ptr() for p in parameters):
+            self.combined = {p: p.grad for p in parameters}
+        elif any(p not in self.combined or self.combined[p].data_ptr() != p.grad.data_ptr() for p in parameters):
             warnings.warn(
                 "torch_npu.optim: gradients were replaced since the first step (zero_grad(set_to_none=True), or "
                 "Module.zero_grad()). By torch_npu's published source its fused optimizers keep stepping with the old "
                 "ones, which they combined. The simulated optimizer takes the new ones. Use optimizer.zero_grad()",
                 stacklevel=3,
             )
-            self.combined = {p: p.grad.data_ptr() for p in parameters}
+            self.combined = {p: p.grad for p in parameters}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

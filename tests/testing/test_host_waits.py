@@ -70,6 +70,15 @@ def test_a_copy_that_is_read_after_a_wait_has_arrived() -> None:
     assert waits_of(work) == ["_local_scalar_dense"]
 
 
+def test_copy_of_the_host_is_no_wait_at_the_address_of_a_freed_one() -> None:
+    def work(there: torch.Tensor, host: torch.Tensor) -> None:
+        for _ in range(8):
+            host_copy.HostCopy(there)  # never read
+            host_copy.HostCopy(host).read()
+
+    assert waits_of(work) == []
+
+
 def test_everything_is_as_before_afterwards() -> None:
     def patched() -> list[object]:
         return [vars(torch.Tensor).get("to"), torch.tensor, host_copy.to_device, host_copy.HostCopy.read]

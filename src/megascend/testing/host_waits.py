@@ -192,12 +192,14 @@ class HostWaits(TorchDispatchMode):
             if vars(module).get("to_device") is original:
                 self._replace(module, "to_device", lambda _: to_device)
 
-        sent: dict[int, int] = {}  # how many waits there had been
+        sent: weakref.WeakKeyDictionary[host_copy.HostCopy, int] = (
+            weakref.WeakKeyDictionary()
+        )  # how many waits there had been
 
         def start(before: Any) -> Any:
             def method(copy: host_copy.HostCopy, values: Tensor) -> None:
                 if self._holds(values):
-                    sent[id(copy)] = self.count
+                    sent[copy] = self.count
                 with _disable_current_modes():
                     before(copy, values.detach().clone())  # unknown to this mode: it is on the host
 
@@ -205,7 +207,7 @@ class HostWaits(TorchDispatchMode):
 
         def read(before: Any) -> Any:
             def method(copy: host_copy.HostCopy) -> Tensor:
-                if sent.pop(id(copy), None) == self.count:
+                if sent.pop(copy, None) == self.count:
                     self._wait("HostCopy.read")
                 return before(copy)
 
