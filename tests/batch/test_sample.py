@@ -17,6 +17,13 @@ def test_weights_of_tokens_become_weights_of_targets():
     assert sample.weights.tolist() == [0.5, 0.25]
 
 
+def test_values_that_are_not_finite_are_0_where_a_target_has_no_weight():
+    nan, infinite = float("nan"), float("inf")
+    sample = Sample([1, 2, 3], [2, 3, 4], [0, 1, 0], old_logprobs=[-infinite, -1.0, nan], extra={"p": [nan, 2.0, 3.0]})
+    assert sample.old_logprobs.tolist() == [0.0, -1.0, 0.0]
+    assert sample.extra["p"].tolist() == [0.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -1,5 +1,6 @@
 """The step on real ranks: normalisation, accumulation, skipping, every built-in loss, and the forward pass."""
 
+import logging
 import math
 
 import pytest
@@ -218,6 +219,63 @@ def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, pari
             }[loss]
         )
         assert all(math.isfinite(figure) for figure in metrics.values())
+
+
+@pytest.mark.parametrize("layout", ["DP2", "CP2"])
+def test_ratio_beyond_float32_that_ppo_clips_costs_no_step(checkpoint, parity_folder, layout):
+    """However far a token with a positive advantage is beyond the clip, its term is the constant 1.2 A."""
+    world_size, parallel = LAYOUTS[layout]
+    tokens = token_lists()
+
+    def fields_with(old):
+        fields = policy_fields(tokens)
+        for place in (-1, -3):
+            for of in (fields[0], fields[-1]):
+                of["old_logprobs"][place], of["advantages"][place] = old, 0.5
+        return fields
+
+    expected = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss="ppo", fields=fields_with(-30.0))
+
+    def on_rank():
+        backend = make_backend(checkpoint, parallel)
+        result = backend.forward_backward(backend.shard(policy_samples(tokens, fields_with(-200.0))), "ppo")
+        step = backend.optimizer_step()
+        return result.loss, step.grad_norm, step.skipped, result.metrics
+
+    for value, norm, skipped, metrics in run_distributed(on_rank, world_size, init=False):
+        assert value == pytest.approx(expected.losses[0], rel=2e-5, abs=1e-5)
+        assert norm == pytest.approx(expected.grad_norms[0], rel=2e-5)
+        assert not skipped
+        assert all(math.isfinite(figure) for figure in metrics.values()), metrics
+        assert metrics["ratio"] > 1e36
+
+
+def test_gradient_beyond_float32_of_one_token_is_skipped_by_all_and_reported_once(checkpoint):
+    def on_rank():
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())
+        logging.getLogger("megascend.batch.results").addHandler(handler)
+        backend = make_backend(checkpoint, lr=1e-2)
+        tokens = token_lists()
+        fields = policy_fields(tokens)
+        samples = backend.shard(policy_samples(tokens, fields))
+        before = [p.clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
+        if dist.get_rank() == 1:
+            samples[0].old_logprobs[-1], samples[0].advantages[-1] = -110.0, 0.5
+        result = backend.forward_backward(samples, "importance_sampling")
+        step = backend.optimizer_step()
+        after = [p.clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
+        unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return step.skipped, unchanged, result.loss, result.metrics, list(result.metrics), records
+
+    ranks = run_distributed(on_rank, 2, init=False)
+    for skipped, unchanged, loss, metrics, *_ in ranks:
+        assert (skipped, unchanged, loss) == (True, True, -math.inf)
+        assert math.isfinite(metrics["ratio"])
+    (*_, [message]), (*_, nothing) = ranks
+    assert message.startswith("loss 'importance_sampling' is -inf: a token with a weight has a value beyond float32")
+    assert nothing == []
 
 
 @every_layout

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megascend.batch.losses import BUILT_IN, Loss, LossInputs, split_output
+from megascend.batch.sample import TOKEN_FIELDS
 from megascend.errors import CollectiveTimeoutError, DataError, LossFunctionError, ProcessGroupError
 
 T = TypeVar("T")
@@ -96,8 +97,11 @@ class LossCall:
         """Call the function of a loss that is a cross entropy for its figures: [n] each; None as in :meth:`evaluate`."""
 
         def call() -> dict[str, Tensor]:
-            seen = replace(inputs, reduce_context=self._reduce_context(inputs.reduce_context))
-            _, metrics = split_output(self.loss, self.loss(logprobs.masked_fill(padding, 0.0), seen), len(logprobs))
+            finite = _finite_at_weight_0(inputs.weights)
+            seen = replace(_finite_fields(inputs), reduce_context=self._reduce_context(inputs.reduce_context))
+            _, metrics = split_output(
+                self.loss, self.loss(finite(logprobs.masked_fill(padding, 0.0)), seen), len(logprobs)
+            )
             return {"loss": -logprobs, **{name: metric.detach().float() for name, metric in metrics.items()}}
 
         return self._guarded(call)
@@ -129,9 +133,10 @@ class LossCall:
         count = len(weights) if loss.per == "token" else len(inputs.pairs)
         with torch.enable_grad():
             # Padding has no truth of its own: what a layout pads with shall not be seen.
-            seen = [of.masked_fill(padding, 0.0) for of in given]
+            finite = _finite_at_weight_0(weights)
+            seen = [finite(of.masked_fill(padding, 0.0)) for of in given]
             inputs = replace(
-                inputs,
+                _finite_fields(inputs),
                 entropy=None if entropy is None else seen[1],
                 reduce_context=self._reduce_context(inputs.reduce_context),
             )
@@ -194,6 +199,23 @@ def _disagreement(loss: Loss, states: Sequence[tuple[Any, ...]]) -> str:
         f"loss {loss.name!r} must call reduce_context (or sum_per_sample) equally often, on values of one shape, on all context "
         f"parallel ranks: {each}"
     )
+
+
+def _finite_at_weight_0(weights: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what replaces by 0 the values [n] of tokens of weight 0 that are not finite.
+
+    Masking gradients is not enough where a function brings tokens together: 0 times such a value is NaN for all of them.
+    """
+    untrained = weights == 0
+    return lambda values: torch.where(untrained & ~values.isfinite(), 0.0, values)
+
+
+def _finite_fields(inputs: LossInputs) -> LossInputs:
+    """Return ``inputs`` with fields whose values at tokens of weight 0 are finite."""
+    finite = _finite_at_weight_0(inputs.weights)
+    named = {name: getattr(inputs, name) for name in TOKEN_FIELDS if getattr(inputs, name) is not None}
+    extra = None if inputs.extra is None else {name: finite(values) for name, values in inputs.extra.items()}
+    return replace(inputs, extra=extra, **{name: finite(values) for name, values in named.items()})
 
 
 def weighted(values: Tensor, weights: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megascend.errors import ConfigError, DataError
 
@@ -22,9 +23,9 @@ from megascend.errors import ConfigError, DataError
 class LossInputs:
     """What a loss function sees of this rank's part of one micro batch; n tokens, padding included.
 
-    Padding has weight 0, and its log-probability (or value), entropy and fields are 0. No token of weight 0 has a gradient,
-    whatever the function returns there; for everything else it is as if padding were not there, as long as the function
-    works token by token (or on :meth:`sum_per_sample`).
+    Padding has weight 0, and its log-probability (or value), entropy and fields are 0; so is what is not finite of any other
+    token of weight 0. No token of weight 0 has a gradient, whatever the function returns there; for everything else it is as
+    if padding were not there, as long as the function works token by token (or on :meth:`sum_per_sample`).
 
     Attributes:
         targets: int64 [n].
@@ -137,27 +138,31 @@ def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> Tensor:
 
 def importance_sampling(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy gradient with importance weights: -(pi / pi_old) * advantage, as in Tinker's ``importance_sampling``."""
-    ratio = torch.exp(logprobs - inputs.old_logprobs)
-    return -ratio * inputs.advantages, {"ratio": ratio.detach()}
+    log_ratio = logprobs - inputs.old_logprobs
+    return -_ratio_times(log_ratio, inputs.advantages), {"ratio": _ratio_figure(log_ratio)}
 
 
 def ppo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2):
     """Clipped surrogate objective (Schulman et al. 2017, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A)."""
     log_ratio = logprobs - inputs.old_logprobs
-    ratio = torch.exp(log_ratio)
-    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
-    surrogate = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
-    was_clipped = (clipped * inputs.advantages < ratio * inputs.advantages).float()
-    # k3 estimator of KL(old || new), Schulman 2020: always positive, unbiased.
-    kl = torch.exp(log_ratio) - 1 - log_ratio
-    return -surrogate, {"ratio": ratio.detach(), "clip_fraction": was_clipped, "kl": kl.detach()}
+    surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
+    return -surrogate, {
+        "ratio": _ratio_figure(log_ratio),
+        "clip_fraction": was_clipped.float(),
+        "kl": _kl_figure(log_ratio),
+    }
 
 
 def cispo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2):
     """Policy gradient whose importance weight is clipped and has no gradient (MiniMax-M1, 2025, eq. 4): no token is dropped."""
-    ratio = torch.exp(logprobs.detach() - inputs.old_logprobs)
+    log_ratio = logprobs.detach() - inputs.old_logprobs
+    ratio = torch.exp(log_ratio)
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
-    return -clipped * inputs.advantages * logprobs, {"ratio": ratio, "clip_fraction": (clipped != ratio).float()}
+    weight = torch.where(inputs.advantages != 0, clipped, 0.0)  # not infinity * 0
+    return -(weight * logprobs) * inputs.advantages, {
+        "ratio": _ratio_figure(log_ratio),
+        "clip_fraction": (clipped != ratio).float(),
+    }
 
 
 def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4):
@@ -174,17 +179,15 @@ def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high
         return inputs.reduce_context(totals)
 
     mean = per_sample(logprobs - inputs.old_logprobs) / per_sample(counted).clamp_min(1.0)
-    ratio = torch.exp(mean)[inputs.sample]
-    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
-    surrogate = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
-    was_clipped = (clipped * inputs.advantages < ratio * inputs.advantages).float()
-    return -surrogate, {"ratio": ratio.detach(), "clip_fraction": was_clipped}
+    log_ratio = mean[inputs.sample]
+    surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
+    return -surrogate, {"ratio": _ratio_figure(log_ratio), "clip_fraction": was_clipped.float()}
 
 
 def dro(logprobs: Tensor, inputs: LossInputs, beta: float = 0.05):
     """Policy gradient with a quadratic penalty on leaving the old policy (Richemond et al. 2024), as in Tinker's ``dro``."""
     log_ratio = logprobs - inputs.old_logprobs
-    return 0.5 * beta * log_ratio.square() - logprobs * inputs.advantages, {"ratio": log_ratio.detach().exp()}
+    return 0.5 * beta * log_ratio.square() - logprobs * inputs.advantages, {"ratio": _ratio_figure(log_ratio)}
 
 
 def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.01, max_ratio: float = 2.0):
@@ -196,10 +199,70 @@ def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.0
     """
     log_ratio = (logprobs - inputs.old_logprobs).detach()
     ratio = torch.exp(log_ratio)
-    weight = ratio.clamp_max(max_ratio)
-    kl = ratio - 1 - log_ratio  # k3 estimator, as in ppo
-    values = -weight * (inputs.advantages - kl_coeff * log_ratio) * logprobs
-    return values, {"ratio": ratio, "clip_fraction": (weight != ratio).float(), "kl": kl}
+    earned = inputs.advantages - (kl_coeff * log_ratio if kl_coeff else 0.0)
+    was_clipped = ratio > max_ratio
+    weighted = torch.where(was_clipped, max_ratio * earned, _ratio_times(log_ratio, earned))
+    return -weighted * logprobs, {
+        "ratio": _ratio_figure(log_ratio),
+        "clip_fraction": was_clipped.float(),
+        "kl": _kl_figure(log_ratio),
+    }
+
+
+# --- ratios, which float32 holds up to exp(88.7) ---
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+class _RatioTimes(torch.autograd.Function):
+    """exp(log_ratio) * factor, differentiable by log_ratio.
+
+    The exponential is split, so that the product and its gradient leave float32 only where the exact ones do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_ratio: Tensor, factor: Tensor) -> Tensor:
+        root = torch.exp(0.5 * log_ratio)
+        ctx.save_for_backward(root, factor)
+        return root * factor * root
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        root, factor = ctx.saved_tensors
+        return torch.where(grads[0] != 0, grads[0] * root * factor * root, 0.0), None
+
+
+def _ratio_times(log_ratio: Tensor, factor: Tensor) -> Tensor:
+    """Return exp(log_ratio) * factor; 0, with a gradient of 0, where the factor is 0."""
+    return _RatioTimes.apply(torch.where(factor != 0, log_ratio, 0.0), factor)
+
+
+def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return min(r A, clip(r, 1 - low, 1 + high) A) for r = exp(log_ratio), and where the clipped term is the smaller one.
+
+    There it is a constant, and a ratio that overflows must not be part of its graph: 0 times its gradient would be NaN.
+    """
+    ratio = torch.exp(log_ratio.detach())
+    bound = torch.clamp(ratio, 1 - low, 1 + high)
+    above, below = (advantages > 0) & (ratio > bound), (advantages < 0) & (ratio < bound)
+    was_clipped = above | below
+    moving = _ratio_times(log_ratio, torch.where(was_clipped, 0.0, advantages))
+    return torch.where(was_clipped, bound * advantages, moving), was_clipped
+
+
+def _ratio_figure(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio) as a metric, at most the largest float32."""
+    return torch.exp(log_ratio.detach()).clamp_max(LARGEST)
+
+
+def _kl_figure(log_ratio: Tensor) -> Tensor:
+    """Return r - 1 - log r as a metric, at most the largest float32: the k3 estimator of KL(old || new), Schulman 2020.
+
+    It is unbiased, and never negative.
+    """
+    log_ratio = log_ratio.detach()
+    return torch.expm1(log_ratio).clamp_max(LARGEST) - log_ratio.clamp(-LARGEST, 88.0)  # not infinity - infinity
 
 
 def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
@@ -209,21 +272,24 @@ def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     logits = beta * (chosen - rejected)
     return -F.logsigmoid(logits), {
         "accuracy": (logits > 0).float(),
-        "reward_chosen": beta * chosen.detach(),
-        "reward_rejected": beta * rejected.detach(),
+        "reward_chosen": (beta * chosen.detach()).clamp(-LARGEST, LARGEST),
+        "reward_rejected": (beta * rejected.detach()).clamp(-LARGEST, LARGEST),
     }
 
 
 def value(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the squared distance of a critic's values to ``returns``."""
-    return 0.5 * (values - inputs.returns).square(), {"value": values.detach()}
+    distance = values - inputs.returns
+    return 0.5 * distance * distance, {"value": values.detach()}
 
 
 def clipped_value(values: Tensor, inputs: LossInputs, clip: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's value loss as in its authors' code: of the value, or of one within ``clip`` of ``old_values``, whichever is worse."""
     near = inputs.old_values + (values - inputs.old_values).clamp(-clip, clip)
-    plain, clipped = (values - inputs.returns).square(), (near - inputs.returns).square()
-    return 0.5 * torch.maximum(plain, clipped), {
+    # Distances are compared, not their squares: two squares that overflow are equal.
+    plain, clipped = (values - inputs.returns).abs(), (near - inputs.returns).abs()
+    worse = torch.maximum(plain, clipped)
+    return 0.5 * worse * worse, {
         "value": values.detach(),
         "clip_fraction": (clipped > plain).detach().float(),
     }

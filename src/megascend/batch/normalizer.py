@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,12 @@ class LossNormalizer:
         names: the adapters of all ranks' samples.
         loss_grad: the gradient that the engine's backward pass starts from at a micro batch's loss.
         function: calls the loss, micro batch by micro batch.
+        figure_scale: what weights are multiplied by in the sums of figures: a power of two, so that nothing is rounded, with
+            which sums in float32 stay finite where the averages are.
 
     Args:
         scales: [names], what each adapter's loss is multiplied by.
+        count: what averages are divided by, of all adapters together.
     """
 
     def __init__(
@@ -31,9 +36,11 @@ class LossNormalizer:
         loss_grad: float,
         device: torch.device,
         gather_context: Gather | None,
+        count: float,
     ) -> None:
         self.loss, self.names, self.loss_grad = loss, names, loss_grad
         self.function = LossCall(loss, gather_context)
+        self.figure_scale = 2.0 ** -math.ceil(math.log2(max(count, 1.0)))
         self._scales = scales
         self._on_device = to_device(torch.tensor(scales), device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megascend.batch.losses import Loss
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ class ForwardBackwardResult:
     _counts: dict[str, TokenCounts]
     _loss: Loss
     _names: tuple[str, ...]
-    _totals: Tensor  # [counts, names], sums of weighted values
+    _totals: Tensor  # [counts, names], sums of weighted values times _scale
+    _scale: float = 1.0
+    _warns: bool = False  # one rank does
     logprobs: list[Tensor] | None = field(default=None, repr=False)
     values: list[Tensor] | None = field(default=None, repr=False)
     _read: list[list[float]] | None = field(default=None, repr=False)
@@ -120,8 +125,27 @@ class ForwardBackwardResult:
 
     def _sums(self) -> list[list[float]]:
         if self._read is None:
-            self._read = self._totals.tolist()
+            self._read = [[total / self._scale for total in of_adapter] for of_adapter in self._totals.tolist()]
+            if self._warns:
+                self._warn_of_overflow(self._read)
         return self._read
+
+    def _warn_of_overflow(self, sums: list[list[float]]) -> None:
+        """Log a loss that is not finite: the gradient may be finite all the same, and if it is not, the step is skipped."""
+        at = self._names.index("loss")
+        losses = {name: of_adapter[at] for name, of_adapter in zip(self._counts, sums, strict=True)}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                ratio = "exp(logprob - old_logprob) is from a difference of 88.7 on; ppo, cispo and gspo clip it"
+                cause = f" ({ratio})" if "old_logprobs" in self._loss.requires else ""
+                logger.warning(
+                    "loss %r%s is %s: a token with a weight has a value beyond float32 (3.4e38) or not a number%s. If its "
+                    "gradient is so too, all ranks skip the optimizer step",
+                    self._loss.name,
+                    f" of adapter {name!r}" if name else "",
+                    loss,
+                    cause,
+                )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_va
 class Sample:
     """One sequence. Every per-token field has shape [length] and may be given as a list or a tensor.
 
+    Floats are finite where a target has a weight; elsewhere they mean nothing, and those that are not finite become 0.
+
     Attributes:
         input_ids: int64, what the model reads.
         target_ids: int64, what it shall predict at each position (for causal models the next token).
@@ -53,13 +55,16 @@ class Sample:
         self.weights = _vector(self.weights, "weights", torch.float32)
         for name in TOKEN_FIELDS:
             if getattr(self, name) is not None:
-                setattr(self, name, _vector(getattr(self, name), name, torch.float32))
-        self.extra = {name: _vector(value, f"extra[{name!r}]", torch.float32) for name, value in self.extra.items()}
+                setattr(self, name, self._field(getattr(self, name), name))
+        self.extra = {name: self._field(value, f"extra[{name!r}]") for name, value in self.extra.items()}
         lengths = {name: len(value) for name, value in self.token_fields().items()}
         if len(set(lengths.values())) != 1:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
             raise DataError("a sample must hold at least one token")
+
+    def _field(self, values: Any, name: str) -> Tensor:
+        return _vector(values, name, torch.float32, self.weights == 0)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -112,8 +117,8 @@ class Sample:
         return cls(tokens, tokens, torch.ones(len(tokens)) if weights is None else weights, **fields)
 
 
-def _vector(values: Any, name: str, dtype: torch.dtype) -> Tensor:
-    """``values`` as a one-dimensional CPU tensor; floats must be finite."""
+def _vector(values: Any, name: str, dtype: torch.dtype, unused: Tensor | None = None) -> Tensor:
+    """``values`` as a one-dimensional CPU tensor; floats must be finite, but where ``unused`` they become 0 if they are not."""
     try:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -123,6 +128,8 @@ def _vector(values: Any, name: str, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int64 and tensor.is_floating_point() and len(tensor):
         raise DataError(f"{name} must hold integers, got {tensor.dtype}")
     tensor = tensor.detach().to(dtype)
+    if unused is not None and len(unused) == len(tensor):
+        tensor = torch.where(unused & ~tensor.isfinite(), 0.0, tensor)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         where = int((~torch.isfinite(tensor)).nonzero()[0])
         raise DataError(f"{name}[{where}] is {float(tensor[where])}; all values must be finite")

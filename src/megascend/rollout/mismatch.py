@@ -84,12 +84,13 @@ def measure(engine: Tensor, trainer: Tensor, cap: float = math.inf) -> Mismatch:
     if not len(engine):
         return Mismatch()
     difference = trainer.double() - engine.double()
+    k3 = torch.where(difference == math.inf, math.inf, difference.expm1() - difference)  # not infinity - infinity
     return Mismatch(
         tokens=len(difference),
         sum_abs=float(difference.abs().sum()),
         max_abs=float(difference.abs().max()),
         sum_k1=float(-difference.sum()),
-        sum_k3=float((difference.expm1() - difference).sum()),
+        sum_k3=float(k3.sum()),
         truncated=int((difference.exp() > cap).sum()),
     )
 

@@ -95,7 +95,16 @@ class Step:
             except LossFunctionError:
                 trainable.abandon()
                 raise
-        return ForwardBackwardResult(agreed.micro_batches, agreed.counts, loss, metrics, values, **found)
+        return ForwardBackwardResult(
+            agreed.micro_batches,
+            agreed.counts,
+            loss,
+            metrics,
+            values,
+            normalizer.figure_scale,
+            self._groups.rank == 0,
+            **found,
+        )
 
     @torch.no_grad()
     def forward(
@@ -301,7 +310,9 @@ class Step:
                 raise DataError(f"{what} in the whole global batch{of}: the loss {loss.name!r} is undefined")
             scales.append(unit / total * factor)
         gather = self._gather_context if self._topology.context > 1 else None
-        return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, self._engine.device, gather)
+        device, counts = self._engine.device, agreed.counts.values()
+        count = sum(of.weight if loss.per == "token" else of.pairs for of in counts)
+        return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, device, gather, count)
 
     def _gather_context(self, obj: Any) -> list[Any]:
         return gather_objects(obj, "cp", self._groups, "the loss function")
@@ -352,11 +363,12 @@ class Step:
     def _token_figures(
         self, batch: MicroBatch, figures: dict[str, Tensor], normalizer: LossNormalizer
     ) -> dict[str, Tensor]:
-        """Sums of values [n] for each adapter: of the loss by weights, of metrics as they are averaged."""
+        """Sums of values [n] for each adapter, scaled: of the loss by weights, of metrics as they are averaged."""
         summed = normalizer.loss.reduction == "sum"
-        of_metrics = (batch.weights != 0).float() if summed else batch.weights
+        of_loss = batch.weights * normalizer.figure_scale
+        of_metrics = (batch.weights != 0) * normalizer.figure_scale if summed else of_loss
         return {
-            name: normalizer.sums(weighted(of, batch.weights if name == "loss" else of_metrics), batch)
+            name: normalizer.sums(weighted(of, of_loss if name == "loss" else of_metrics), batch)
             for name, of in figures.items()
         }
 
@@ -378,8 +390,8 @@ class Step:
         if loss.per == "token":
             return total, self._token_figures(batch, found.figures, normalizer), tokens
         # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
-        parts = self._topology.context
-        return total, {name: normalizer.pair_sums(of, batch) / parts for name, of in found.figures.items()}, tokens
+        part = normalizer.figure_scale / self._topology.context
+        return total, {name: normalizer.pair_sums(of * part, batch) for name, of in found.figures.items()}, tokens
 
     def _loss_inputs(self, batch: MicroBatch, loss: Loss) -> LossInputs:
         return LossInputs(
