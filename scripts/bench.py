@@ -6,6 +6,9 @@
     python scripts/bench.py --store                          # writes them
     python scripts/bench.py --tiny --platform cpu            # checks the benchmarks, not speed
 
+A line whose work may not fit takes the largest of its sizes that the device's memory holds, and says which; its ratios are stored
+under that size (``moe@4-layers``) and compared with those of the same size only.
+
 Absolute figures differ from machine to machine and hour to hour; ratios of one run hardly do, so they are what is stored and
 compared. Each line of the suite is a process of its own with a deadline, and its script fails if the ways that it compares
 have not computed the same. A line that fails is told, and the others still run.
@@ -29,7 +32,7 @@ from typing import Any
 
 from bench_suite import gate
 from bench_suite.gate import Row, Stored, Verdict
-from bench_suite.lines import Line, command, select
+from bench_suite.lines import Line, command, select, sized
 from bench_suite.running import Outcome, run
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -40,17 +43,19 @@ HERE = Path("of this device")
 """``--compare`` without a file."""
 
 DEVICE = """
-import json, sys
+import json, os, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from bench_train import versions
-name = torch.cuda.get_device_name() if sys.argv[2] == "cuda" else "CPU"
-print(json.dumps({"device": name, "versions": versions()}))
+on_gpu = sys.argv[2] == "cuda"
+name = torch.cuda.get_device_name() if on_gpu else "CPU"
+memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+print(json.dumps({"device": name, "versions": versions(), "memory_gib": memory / 2**30}))
 """
 
 
-def this_device(platform: str) -> tuple[str, dict[str, str]]:
-    """(name, versions), asked in another process: this one holds no device while others measure.
+def this_device(platform: str) -> tuple[str, dict[str, str], float]:
+    """(name, versions, GiB of memory), asked in another process: this one holds no device while others measure.
 
     Raises:
         SystemExit: there is no such device.
@@ -60,7 +65,27 @@ def this_device(platform: str) -> tuple[str, dict[str, str]]:
     if done.returncode != 0:
         raise SystemExit(f"--platform {platform}: {done.stderr.strip().splitlines()[-1]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return found["device"], found["versions"]
+    return found["device"], found["versions"], found["memory_gib"]
+
+
+def choose_sizes(lines: Sequence[Line], memory_gib: float, report: dict[str, Any]) -> list[Line]:
+    """Return the lines at sizes that the device holds; those that have none fail in ``report``."""
+    chosen = []
+    for line in lines:
+        try:
+            chosen.append(sized(line, memory_gib))
+        except ValueError as error:
+            print(f"{line.name}: FAILED: {error}", flush=True)
+            report["lines"][line.name] = {"seconds": 0.0, "problem": str(error), "figures": None}
+            continue
+        if line.sizes and chosen[-1].name != f"{line.name}@{line.sizes[0].label}":
+            largest = line.sizes[0]
+            print(
+                f"{line.name}: runs as {chosen[-1].name}: {largest.label} needs {largest.gib:g} GiB of device memory, this "
+                f"device has {memory_gib:.1f}",
+                flush=True,
+            )
+    return chosen
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -173,15 +198,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     if given.list:
         for line in given.lines:
-            print(f"{line.name:<12} at most {line.deadline_s:4.0f} s  {line.about}")
+            sizes = "; ".join(f"{size.label} from {size.gib:g} GiB" for size in line.sizes)
+            print(f"{line.name:<12} at most {line.deadline_s:4.0f} s  {line.about}{f' ({sizes})' if sizes else ''}")
         return 0
-    device, versions = this_device(given.platform)
+    device, versions, memory_gib = this_device(given.platform)
     scale = "tiny" if given.tiny else "full"
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         given.logs = given.logs or Path(folder)
         given.logs.mkdir(parents=True, exist_ok=True)
         report: dict[str, Any] = {"device": device, "scale": scale, "versions": versions, "lines": {}, "rows": []}
-        rows = measure(given.lines, given, report)
+        lines = given.lines if given.tiny else choose_sizes(given.lines, memory_gib, report)
+        rows = measure(lines, given, report)
     print(f"\n{device}, {scale}; {', '.join(f'{name} {version}' for name, version in versions.items())}")
     if rows:
         print(table(rows))
@@ -190,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = BENCHMARKS / gate.file_name(device, scale)
     code = 0
     if given.compare:
-        code = compared(rows, given.lines, path if given.compare == HERE else given.compare, device, scale)
+        code = compared(rows, lines, path if given.compare == HERE else given.compare, device, scale)
     if given.store and rows:
         store(rows, path, device, scale, versions)
     return 1 if failed else code

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,9 +87,65 @@ def test_the_options_of_every_line_are_those_of_its_script() -> None:
     for line in lines.LINES:
         text = (SCRIPTS / line.script).read_text(encoding="utf-8")
         for option in {
-            option for option in (*line.full, *line.tiny, "--json", "--platform") if option.startswith("--")
+            option
+            for option in (*line.full, *line.tiny, *(o for s in line.sizes for o in s.options), "--json", "--platform")
+            if option.startswith("--")
         }:
             assert f'"{option}"' in text, (line.name, option)
+
+
+CARDS = {
+    "H200": 139.8,
+    "GH200 96 GB": 94.5,
+    "H100 80 GB": 79.1,
+    "A100 64 GB": 63.4,
+    "L40S": 44.4,
+    "A100 40 GB": 39.4,
+    "RTX 4090": 23.5,
+}
+"""GiB that torch gives as a device's total memory."""
+
+
+@pytest.mark.parametrize(
+    ("card", "names"),
+    [
+        ("H200", ["dense-1.7b@28-layers", "dense-4b@36-layers", "moe@6-layers"]),
+        ("GH200 96 GB", ["dense-1.7b@28-layers", "dense-4b@18-layers", "moe@4-layers"]),
+        ("H100 80 GB", ["dense-1.7b@28-layers", "dense-4b@18-layers", "moe@4-layers"]),
+        ("A100 64 GB", ["dense-1.7b@28-layers", "dense-4b@9-layers", "moe@2-layers"]),
+        ("L40S", ["dense-1.7b@14-layers", "dense-4b@9-layers", None]),
+        ("A100 40 GB", [None, None, None]),
+        ("RTX 4090", [None, None, None]),
+    ],
+)
+def test_line_takes_the_largest_size_that_the_device_holds(card: str, names: list[str | None]) -> None:
+    for line, name in zip(lines.select("dense,moe"), names, strict=True):
+        if name is None:
+            with pytest.raises(
+                ValueError, match=rf"-layers, needs \d+ GiB of device memory; this device has {CARDS[card]}"
+            ):
+                lines.sized(line, CARDS[card])
+            continue
+        chosen = lines.sized(line, CARDS[card])
+        assert chosen.name == name
+        count = name.partition("@")[2].partition("-")[0]
+        options = lines.command(chosen, "cuda", tiny=False)
+        assert options[options.index("--layers") + 1] == count
+        assert options.count("--layers") == 1
+
+
+def test_sizes_descend_and_lines_without_them_stay_as_they_are() -> None:
+    for line in lines.LINES:
+        needs = [size.gib for size in line.sizes]
+        assert needs == sorted(needs, reverse=True)
+        assert line.sizes or lines.sized(line, 1.0) is line
+
+
+def test_stored_ratios_of_training_are_of_sizes_that_the_lines_have() -> None:
+    known = {f"{line.name}@{size.label}" for line in lines.LINES for size in line.sizes}
+    known |= {line.name for line in lines.LINES if not line.sizes}
+    for path in (SCRIPTS.parent / "benchmarks").glob("*.json"):
+        assert {name.partition("/")[0] for name in gate.read(path).ratios} <= known, path.name
 
 
 def test_rows_of_a_training_line_are_ratios_to_its_first_run() -> None:
@@ -138,7 +195,7 @@ def test_a_line_that_fails_is_told_and_the_others_run(
     ]
     monkeypatch.setattr(bench, "TINY_DEADLINE_S", 10.0)
     monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
-    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 1", {"torch": "0"}))
+    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 1", {"torch": "0"}, 80.0))
     monkeypatch.setattr(bench, "select", lambda only: [line for line in suite if only in (None, line.name)])
     report = tmp_path / "out" / "report.json"
 
@@ -160,10 +217,39 @@ def test_a_line_that_fails_is_told_and_the_others_run(
 
     assert bench.main(["--only", "good", "--compare"]) == 3
     assert "NOT COMPARED: no ratios are stored for Test 1, scale full" in capsys.readouterr().out
-    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 2", {}))
+    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 2", {}, 80.0))
     stored = str(tmp_path / "benchmarks" / "test-1-tiny.json")
     assert bench.main(["--tiny", "--only", "good", "--compare", stored]) == 3
     assert "the stored ratios are of Test 1, this is Test 2" in capsys.readouterr().out
+
+
+def test_size_is_said_and_ratios_are_stored_and_compared_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line of two sizes: its program's figure is the last option, by which it is 2.0 at 50 GiB and 3.0 at 100."""
+    plain = script(tmp_path, "work", "json.dump({'x': float(sys.argv[-3])}, open(result, 'w'))")
+    line = replace(plain, sizes=(lines.Size("big", 100.0, ("3.0",)), lines.Size("small", 50.0, ("2.0",))))
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(bench, "select", lambda only: [line])
+    stored = tmp_path / "benchmarks" / "test.json"
+
+    def run(memory_gib: float, *options: str) -> tuple[int, str]:
+        monkeypatch.setattr(bench, "this_device", lambda platform: ("Test", {}, memory_gib))
+        return bench.main(options), capsys.readouterr().out
+
+    code, said = run(80.0, "--store")
+    assert code == 0
+    assert "work: runs as work@small: big needs 100 GiB of device memory, this device has 80.0" in said
+    assert gate.read(stored).ratios == {"work@small/x": (2.0, 0.04)}
+    code, said = run(120.0, "--compare")
+    assert code == 0
+    assert "new     work@big/x: nothing stored" in said
+    assert "runs as" not in said
+    assert run(120.0, "--store")[0] == 0
+    assert gate.read(stored).ratios == {"work@small/x": (2.0, 0.04), "work@big/x": (3.0, 0.04)}
+    code, said = run(40.0)
+    assert code == 1
+    assert "work: FAILED: its smallest size, small, needs 50 GiB of device memory; this device has 40.0" in said
 
 
 def parent(folder: Path, child: Path) -> lines.Line:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench_suite.gate import Row
@@ -23,8 +23,29 @@ START = 0.2
 
 
 @dataclass(frozen=True)
+class Size:
+    """A size of a line's work at full scale.
+
+    Attributes:
+        label: names it in rows and stored ratios, since ratios of different sizes are not comparable.
+        gib: device memory that it needs, in GiB: the highest peak of its runs (measured, or reckoned from that of another size at
+            18 bytes a parameter), and room for the allocator.
+        options: of the script, beside the line's.
+    """
+
+    label: str
+    gib: float
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Line:
-    """``full`` and ``tiny`` are the options of the script at either scale."""
+    """One line of the suite.
+
+    Attributes:
+        full, tiny: options of the script at either scale.
+        sizes: what the line can be at full scale, the largest first; none if it has one size that fits everywhere.
+    """
 
     name: str
     suite: str
@@ -35,6 +56,7 @@ class Line:
     deadline_s: float
     """At full scale."""
     about: str
+    sizes: tuple[Size, ...] = ()
 
 
 def training(name: str, figures: Figures) -> list[Row]:
@@ -118,11 +140,14 @@ def start(name: str, figures: Figures) -> list[Row]:
     return rows
 
 
-DENSE_4B = ("--layers", "36", "--hidden", "2560", "--heads", "32", "--ffn", "9728", "--warmup", "2", "--steps", "5")
+def layers(count: int, gib: float) -> Size:
+    """Return a size of bench_train's model by its number of layers."""
+    return Size(f"{count}-layers", gib, ("--layers", str(count)))
+
+
+DENSE_4B = ("--hidden", "2560", "--heads", "32", "--ffn", "9728", "--warmup", "2", "--steps", "5")
 MOE = (
     "--moe",
-    "--layers",
-    "6",
     "--warmup",
     "3",
     "--steps",
@@ -146,6 +171,7 @@ LINES = (
         training,
         360,
         "Qwen3-1.7B shapes, 8 x 4096 tokens a step, all parameters",
+        (layers(28, 57), layers(14, 44)),
     ),
     Line(
         "dense-4b",
@@ -156,6 +182,7 @@ LINES = (
         training,
         480,
         "Qwen3-4B shapes, likewise",
+        (layers(36, 118), layers(18, 66), layers(9, 44)),
     ),
     Line(
         "moe",
@@ -165,7 +192,8 @@ LINES = (
         ("--moe", *TINY),
         training,
         360,
-        "Qwen3-30B-A3B shapes, 6 layers, 8 x 4096 tokens a step, all parameters",
+        "Qwen3-30B-A3B shapes, 8 x 4096 tokens a step, all parameters",
+        (layers(6, 96), layers(4, 74), layers(2, 50)),
     ),
     Line(
         "small",
@@ -253,6 +281,23 @@ def select(only: str | None) -> list[Line]:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only {','.join(unknown)}: there are {', '.join(sorted(known))}")
     return [line for line in LINES if line.name in names or line.suite in names]
+
+
+def sized(line: Line, memory_gib: float) -> Line:
+    """Return ``line`` at the largest of its sizes that a device of ``memory_gib`` GiB holds, with that size in its name.
+
+    Raises:
+        ValueError: the smallest one needs more.
+    """
+    if not line.sizes:
+        return line
+    size = next((size for size in line.sizes if size.gib <= memory_gib), None)
+    if size is None:
+        smallest = line.sizes[-1]
+        raise ValueError(
+            f"its smallest size, {smallest.label}, needs {smallest.gib:g} GiB of device memory; this device has {memory_gib:.1f}"
+        )
+    return replace(line, name=f"{line.name}@{size.label}", full=(*line.full, *size.options), sizes=())
 
 
 def command(line: Line, platform: str, tiny: bool) -> list[str]:
