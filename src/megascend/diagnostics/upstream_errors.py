@@ -43,7 +43,10 @@ def library_of(error: BaseException | None) -> str | None:
 
 def members_of(error: BaseException | None) -> tuple[BaseException, ...]:
     """Return the exceptions that an exception group holds; none for any other exception."""
-    return error.exceptions if isinstance(error, _GROUP) else ()
+    if not isinstance(error, _GROUP):
+        return ()
+    group: Any = error
+    return group.exceptions
 
 
 def is_secondary(error: BaseException) -> bool:
