@@ -183,9 +183,6 @@ NIGHTLY = {
         "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/single/test_single.py",
         "a_step_with_nan_on_one_rank_is_skipped_by_all[False": "with the distributed optimizer",
     },
-    "testing/test_self_checks.py": {
-        "the_verdicts_on_tiny_checkpoints_are_found": "every test that has them made beforehand",
-    },
     "weightsync/test_push.py": {
         "an_engine_killed_during_the_transfer[PP2]": "TP2",
         "engines_get_the_checkpoint_bit_for_bit[TP2]": "DP2 x TP2",

@@ -12,7 +12,6 @@ from packaging.version import Version
 import megascend
 from megascend.deprecation import RENAMED, Renamed, renamed_argument
 from megascend.errors import ConfigError
-from simnpu.settings import FORMER_NAMES
 
 MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 COLOUR = Renamed("argument of paint:", "color", "colour", since="1.2", removal="1.4")
@@ -31,14 +30,6 @@ def test_an_argument_works_under_its_old_name_with_a_warning_at_the_line_of_the_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert (paint(2, "red"), paint(1), paint(1, colour="green")) == ("redred", "blue", "green")
-
-
-def test_python_shows_it_once_for_a_line() -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            paint(2, color="red")  # type: ignore[reportCallIssue]
-    assert len(told) == 1
 
 
 def test_both_names_are_an_error_and_a_signature_has_the_new_one_only() -> None:
@@ -62,11 +53,3 @@ def test_an_old_name_is_listed_and_works_for_a_minor_version_at_least(renamed: R
 
 
 ENDINGS = {"setting": ": {", "argument of MegatronBackend:": "="}
-
-
-@pytest.mark.parametrize("former", FORMER_NAMES)
-def test_a_former_variable_of_the_simulated_device_is_listed(former: str) -> None:
-    [row] = [line for line in MIGRATION.splitlines() if line.startswith(f"| `{former}` ")]
-    assert f"`{FORMER_NAMES[former]}`" in row
-    assert "until 0.4" in row or "likewise" in row
-    assert Version(megascend.__version__) < Version("0.4")

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.mindspeed.tree import BRANCHES
 from megascend.bootstrap.mindspeed.unsupported import NEEDS_MEGATRON_TRAINING
-from megascend.bootstrap.versions import STACKS
 from simnpu.__main__ import make_parser
 from simnpu.settings import FORMER_NAMES
 
@@ -20,53 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NPU = (ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
 
 
-def test_every_trap_names_tests_that_exist() -> None:
-    page = (ROOT / "docs" / "npu-internals.md").read_text(encoding="utf-8")
-    table = page[page.index("## Traps, and the tests that cover them") :]
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", table)
-    assert len(named) > 60
-    for file, name in named:
-        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
-
-
-def test_every_promise_about_weights_names_tests_that_exist() -> None:
-    page = (ROOT / "docs" / "weightsync.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
-    assert len(named) > 20
-    for file, name in named:
-        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
-
-
-def test_every_fault_that_users_found_names_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "cli"))
-    from bad_inputs import BAD_INPUTS
-
-    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
-    section = page[page.index("### Faults that users found") : page.index("### What is nightly")]
-    for line in section[section.index("|") :].strip().splitlines()[2:]:
-        last = line.rstrip("| ").rpartition("|")[2]
-        tests, rows = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", last), re.findall(r'"([^"]+)"', last)
-        assert tests or rows, line
-        assert not [row for row in rows if row not in BAD_INPUTS]
-        for file, name in tests:
-            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
-
-
 def test_the_refused_options_are_listed() -> None:
     paragraph = NPU[NPU.index("The names refused for `megatron.training`") :].partition("\n\n")[0]
     assert tuple(re.findall(r"`(\w+)`", paragraph)) == NEEDS_MEGATRON_TRAINING
-
-
-@pytest.mark.parametrize("column", range(len(STACKS)))
-def test_the_version_table_is_the_codes(column: int) -> None:
-    stack = STACKS[column]
-    table = [line.split("|")[1:-1] for line in NPU.splitlines() if line.startswith("|")][:9]
-    heading, rows = table[0], {row[0].strip(): row[column + 1].strip() for row in table[2:]}
-    assert heading[column + 1].strip() == f"stack {stack.name}"
-    for package in ("megatron-core", "mcore-bridge", "transformers", "peft"):
-        assert rows[package].replace(" ", "") == getattr(stack, package.replace("-", "_")), package
-    assert rows["torch, torch_npu (one minor version for both)"].replace(" ", "") == stack.torch == stack.torch_npu
-    assert rows["MindSpeed branch"] == f"`{BRANCHES[stack.name]}`"
 
 
 def test_the_examples_of_tests_run(tmp_path: Path) -> None:

@@ -118,24 +118,3 @@ def test_packages_beside_megascend_know_nothing_of_it(package: str) -> None:
         for other in imported(name)
         if package_of(other) != package
     ] == []
-
-
-def test_the_contract_sees_what_it_shall(tmp_path, monkeypatch) -> None:
-    """An upward import inside a function, and one for type checkers."""
-    source = tmp_path / "src"
-    (source / "megascend" / "config").mkdir(parents=True)
-    (source / "megascend" / "app").mkdir()
-    for place in ("megascend", "megascend/config", "megascend/app"):
-        (source / place / "__init__.py").write_text("")
-    (source / "megascend" / "app" / "loop.py").write_text("")
-    (source / "megascend" / "config" / "low.py").write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megascend.app.loop import x\n"
-        "def f():\n    import megascend.app.loop\n"
-    )
-    monkeypatch.setattr(f"{__name__}.SOURCE", source)
-    modules.cache_clear()
-    try:
-        assert list(imported("megascend.config.low")) == ["megascend.app.loop"] * 2
-    finally:
-        monkeypatch.undo()
-        modules.cache_clear()

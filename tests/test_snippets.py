@@ -305,15 +305,6 @@ def test_every_program_is_listed_once(each: Block) -> None:
     )
 
 
-def test_nothing_is_listed_that_no_page_has() -> None:
-    keys = [*ELSEWHERE, *REASONS, *HERE, IN_PYTEST]
-    gone = [key for key in keys if not any(key in listed(each, keys) for each in BLOCKS)]
-    assert gone == []
-    for place in ELSEWHERE.values():
-        file, _, name = place.partition("::")
-        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), place
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("snippets")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megascend.bootstrap.versions import PACKAGES, STACKS, support_table
+from megascend.bootstrap.versions import STACKS, support_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,13 +19,6 @@ def test_the_page_has_the_table_of_the_code() -> None:
     assert support_table() in page, (
         "write what megascend.bootstrap.versions.support_table() returns into docs/support.md"
     )
-
-
-def test_the_table_has_every_package_and_row() -> None:
-    lines = support_table().splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == [*PACKAGES, "torch_npu"]
-    assert all(stack.name in lines[0] for stack in STACKS)
-    assert ">= 0.16.1, < 0.17" in support_table()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
