@@ -182,7 +182,14 @@ def vllm_device(python: str | Path) -> str:
     command, environment = [str(python), "-c", PROBE], engine_environment(python)
     try:
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{python} has not told the device of its vLLM within {PROBE_S:g} s") from None
