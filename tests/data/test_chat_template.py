@@ -320,13 +320,10 @@ def test_what_is_not_exact_is_refused(name: str) -> None:
     assert str(caught.value).startswith("f:1: ")
 
 
-def test_an_end_of_sequence_in_the_assistants_words_is_not_taken_for_the_end_of_its_turn() -> None:
-    """Where the end is looked for, that is; a turn that stands as it did when it was the last is found in any case."""
+@pytest.mark.parametrize("family", ["Qwen", "Qwen thinks"])
+def test_an_end_of_sequence_in_the_assistants_words_is_not_taken_for_the_end_of_its_turn(family: str) -> None:
     messages = [CHAT[0], {"role": "assistant", "content": "say <|im_end|> now"}, *CHAT[2:]]
-    tokenizer = tokenizer_of("Qwen thinks", blocks=False)
-    with pytest.raises(DataError, match="cannot tell where turn 1"):
-        encode(parse_record({"messages": messages}, "f:1"), tokenizer)
-    tokenizer = tokenizer_of("Qwen", blocks=False)
+    tokenizer = tokenizer_of(family, blocks=False)
     sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
     assert learned(sample, tokenizer)[0] == "say <|im_end|> now<|im_end|>"
 

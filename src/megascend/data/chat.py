@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.data.document import Message, Messages
+from megascend.data.document import Message
 from megascend.data.findings import Findings
 from megascend.data.messages import REASONING, with_arguments_as_text
+from megascend.data.rendering import Rendering, Span
+from megascend.data.turns import AppendedTurns
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]] | None
 
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
@@ -52,7 +52,7 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Where the template marks what the assistant writes (``{% generation %}`` blocks), the marks count. Where it does not,
-    each of the assistant's turns is found by comparing the conversation with its beginnings, see :meth:`assistant_spans`.
+    each of the assistant's turns is found by comparing the conversation with its beginnings, see :class:`AppendedTurns`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
@@ -62,8 +62,9 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._options = dict(options or {})
-        self._ends = [str(token) for token in tokenizer.all_special_tokens if token]
-        self._eos = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else ""
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._ends = [token for token in dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]) if token]
+        self._bos, self._eos = str(tokenizer.bos_token or ""), str(tokenizer.eos_token or "")
         self._takes_parts: bool | None = None
 
     def source(self, tools: Tools = None) -> str:
@@ -97,6 +98,21 @@ class ChatTemplate:
             DataError: the template refuses it.
         """
         return self._render(messages, tools, options, prompt=prompt)[0]
+
+    def rendering(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        prompt: bool = False,
+    ) -> Rendering:
+        """As :meth:`render`, with the positions of what the messages say.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        return Rendering(messages, lambda marked: self._render(marked, tools, options, prompt=prompt))
 
     def _render(
         self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None, *, prompt: bool = False
@@ -164,75 +180,68 @@ class ChatTemplate:
     # --- what the assistant writes ---
 
     def assistant_spans(
-        self, messages: Messages, tools: Tools = None, options: Mapping[str, Any] | None = None, *, apart: bool = True
-    ) -> tuple[str, list[tuple[int, list[Span]]]]:
-        """The text, and for each of the assistant's messages (by index) the characters that the assistant writes.
+        self,
+        conversation: Rendering,
+        tools: Tools = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        apart: bool = True,
+    ) -> list[tuple[int, list[Span]]]:
+        """For each of the assistant's messages (by index) the characters that the assistant writes.
 
-        By the template's generation blocks, or else from the end of the generation prompt to the end of the turn: a turn
-        starts where the same conversation, cut before it and rendered with a generation prompt, ends. It ends where the
-        conversation cut after it ends; or, for templates that write a last turn differently (Qwen3 adds a thinking block to
-        it), at the next end-of-sequence token. What follows the special token that ends a turn (a line break in ChatML) is
-        never generated, so it is left out.
+        By the template's generation blocks, or else from the end of the generation prompt to the end of the turn, by comparison
+        with the conversation cut before and after it. What follows the special token that ends a turn (a line break in ChatML)
+        is never generated, so it is left out. No words of another message are within.
 
         Args:
+            conversation: as :meth:`rendering` returns it for the same tools and options.
             apart: False: which characters are whose does not matter; those of generation blocks all go with the first message.
 
         Raises:
             DataError: neither way is exact.
         """
-        rendered, marked = self._render(messages, tools, options)
+        messages = conversation.messages
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.marks_turns(tools):
-            found = (
-                [(turns[0], marked)]
+            spans = (
+                [(turns[0], conversation.blocks)]
                 if turns and not apart
-                else self._turns_apart(marked, messages, turns, tools, options)
+                else self._turns_apart(conversation.blocks, messages, turns, tools, options)
             )
-            self._check_words(rendered, messages, turns, found)
-            return rendered, found
-        return rendered, [(index, [self._turn(rendered, messages, index, tools, options)]) for index in turns]
+            self._check_words(conversation.text, messages, turns, spans)
+        else:
+            appended = AppendedTurns(
+                conversation,
+                lambda cut, prompt: self.rendering(cut, tools, options, prompt=prompt),
+                self._ends,
+                self._bos,
+                self._eos,
+            )
+            spans = [(index, [appended.span(index)]) for index in turns]
+        self._check_others(conversation, turns, spans)
+        return spans
 
-    def _turn(
-        self, rendered: str, messages: Messages, index: int, tools: Tools, options: Mapping[str, Any] | None
-    ) -> Span:
-        """Where message ``index`` stands, by comparison with the conversation cut before and after it."""
-        head = (
-            self.render(messages[:index], tools, options, prompt=True)
-            if index
-            else self._first_head(rendered, messages, tools, options)
-        )
-        last = index == len(messages) - 1
-        upto = rendered if last else self.render(messages[: index + 1], tools, options)
-        start = len(head)
-        if rendered.startswith(head) and rendered.startswith(upto):
-            return start, self._end_of_turn(rendered, start, len(upto))
-        if rendered.startswith(head) and self._eos and self._eos not in json.dumps(messages[index], ensure_ascii=False):
-            end = rendered.find(self._eos, start)
-            if end >= 0:
-                return start, end + len(self._eos)
-        raise DataError(
-            f"cannot tell where turn {index} of the assistant stands: the chat template rewrites earlier turns; use a template "
-            "with {% generation %} blocks (data.chat_template), or one that only appends, or set data.train_on_prompt: true"
-        )
-
-    def _first_head(self, rendered: str, messages: Messages, tools: Tools, options: Mapping[str, Any] | None) -> str:
-        """What stands before a conversation's first message, which is the assistant's: nothing can be rendered before it."""
-        try:
-            return self.render((), tools, options, prompt=True)
-        except DataError:
-            raise DataError(
-                "the conversation begins with the assistant, and the chat template writes no conversation without a message, so "
-                "that the first turn cannot be told from what stands before it; begin with the user or the system"
-            ) from None
-
-    def _end_of_turn(self, rendered: str, start: int, end: int) -> int:
-        """``end`` without the white space behind the special token that ends the turn."""
-        stripped = len(rendered[:end].rstrip())
-        ends_with_token = any(rendered.endswith(token, start, stripped) for token in self._ends)
-        return stripped if ends_with_token and stripped > start else end
+    @staticmethod
+    def _check_others(conversation: Rendering, turns: Sequence[int], spans: Sequence[tuple[int, list[Span]]]) -> None:
+        """Raise DataError if words of another message stand within the spans of one of the assistant's."""
+        for index, pieces in spans:
+            owners = {index} if len(spans) == len(turns) else set(turns)
+            for start, end in pieces:
+                for other in sorted(conversation.positions.others_within(index, start, end) - owners):
+                    role = conversation.messages[other]["role"]
+                    raise DataError(
+                        f"cannot tell where turn {index} of the assistant stands: what the chat template writes for it holds "
+                        f"words of message {other}, which is the {role}'s; use another template (data.chat_template), or set "
+                        "data.train_on_prompt: true"
+                    )
 
     def _turns_apart(
-        self, marked: list[Span], messages: Messages, turns: list[int], tools: Tools, options: Mapping[str, Any] | None
+        self,
+        marked: list[Span],
+        messages: Sequence[Message],
+        turns: list[int],
+        tools: Tools,
+        options: Mapping[str, Any] | None,
     ) -> list[tuple[int, list[Span]]]:
         """The template's generation blocks, by message."""
         # A turn without words may have no block, and another one two.
@@ -242,7 +251,7 @@ class ChatTemplate:
 
     @staticmethod
     def _check_words(
-        rendered: str, messages: Messages, turns: Sequence[int], found: Sequence[tuple[int, list[Span]]]
+        rendered: str, messages: Sequence[Message], turns: Sequence[int], found: Sequence[tuple[int, list[Span]]]
     ) -> None:
         """Raise DataError if words of the assistant that the template writes stand outside of its blocks."""
         every = [span for _, spans in found for span in spans]
@@ -256,7 +265,12 @@ class ChatTemplate:
                 )
 
     def _counted_turns(
-        self, marked: list[Span], messages: Messages, turns: list[int], tools: Tools, options: Mapping[str, Any] | None
+        self,
+        marked: list[Span],
+        messages: Sequence[Message],
+        turns: list[int],
+        tools: Tools,
+        options: Mapping[str, Any] | None,
     ) -> list[tuple[int, list[Span]]]:
         """Blocks by message where a message has several or none: as many as the conversation gains with it."""
         found, before = [], 0
@@ -275,25 +289,20 @@ class ChatTemplate:
 
     def check_written(
         self,
-        messages: Messages,
+        conversation: Rendering,
         tools: Tools,
         options: Mapping[str, Any] | None,
-        rendered: str,
         source: str,
         findings: Findings,
     ) -> None:
-        """Tell what of a conversation the template does not write.
+        """Report what of a conversation the template does not write.
 
         Raises:
-            DataError: words, tools, or all calls of them, or every thought of a template that knows none, are left out.
+            DataError: words of the system, the user or the assistant, tools, or all calls of them, or every thought of a template
+                that knows none, are left out.
         """
-        for index, message in enumerate(messages):
-            words = tail(message) if message["role"] in ("system", "user", "assistant") else ""
-            if words not in rendered:
-                raise DataError(
-                    f"message {index} ({message['role']}): the chat template does not write its words (..{words!r}); is it the "
-                    "template of a model for images, or one without that role? Name another one with data.chat_template"
-                )
+        messages, rendered = conversation.messages, conversation.text
+        self._check_words_written(conversation, source, findings)
         if tools and rendered == self.render(messages, None, options):
             raise DataError(f"'tools': {UNWRITTEN}")
         if any("tool_calls" in message for message in messages):
@@ -301,26 +310,60 @@ class ChatTemplate:
             if rendered == self._or_nothing(bare, tools, options):
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
         template = self.source(tools)
-        if any(key in message for message in messages for key in REASONING):
-            if not any(key in template for key in REASONING):
-                raise DataError(f"'reasoning_content': {UNWRITTEN}")
-            for message in messages:
-                thought = str(message.get("reasoning_content", "")).strip()
-                if thought and thought not in rendered:
-                    findings.remark(
-                        "the chat template leaves out the reasoning of some of the assistant's turns", source
-                    )
-                    break
+        thinks = any(key in message for message in messages for key in REASONING)
+        if thinks and not any(key in template for key in REASONING):
+            raise DataError(f"'reasoning_content': {UNWRITTEN}")
+        if any(self._drops_thought(conversation, index) for index in range(len(messages))):
+            findings.remark("the chat template leaves out the reasoning of some of the assistant's turns", source)
         for key in dict.fromkeys(key for message in messages for key in message if key not in KNOWN_KEYS):
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 findings.remark(f"{key!r} of messages is not read", source)
 
-    def check_endings(self, rendered: str, spans: Sequence[Span], source: str, findings: Findings) -> None:
+    def _check_words_written(self, conversation: Rendering, source: str, findings: Findings) -> None:
+        """Report messages of which nothing is written; DataError if they are of a role that every template knows."""
+        silent: dict[str, None] = {}
+        for index, message in enumerate(conversation.messages):
+            words, role = tail(message), message["role"]
+            if not words or not (words not in conversation.text or conversation.positions.is_left_out(index, "words")):
+                continue
+            if role in ("system", "user", "assistant"):
+                raise DataError(
+                    f"message {index} ({role}): the chat template does not write its words (..{words!r}); is it the "
+                    "template of a model for images, or one without that role? Name another one with data.chat_template"
+                )
+            silent[role] = None
+        for role in silent:
+            findings.remark(
+                f"messages of the role {role!r} are left out: the chat template does not write them, so the model does not see "
+                "them; rename the role, or name another template with data.chat_template",
+                source,
+            )
+
+    @staticmethod
+    def _drops_thought(conversation: Rendering, index: int) -> bool:
+        """Whether the template leaves out what a message says before ``</think>``, or under a key for it."""
+        message = conversation.messages[index]
+        if conversation.positions.is_left_out(index, "thought"):
+            return True
+        thought = str(message.get("reasoning_content", "")).strip()
+        return bool(thought) and thought not in conversation.text
+
+    def check_endings(
+        self, rendered: str, turns: Sequence[tuple[int, list[Span]]], source: str, findings: Findings
+    ) -> None:
         """Remark that turns end without a special token: what is learned has no end then."""
-        if not any(rendered[start:end].rstrip().endswith(token) for start, end in spans for token in self._ends):
+        last = [max(pieces) for _, pieces in turns if pieces]
+        ended = [rendered[start:end].rstrip().endswith(tuple(self._ends)) for start, end in last]
+        if ended and not any(ended):
             findings.remark(
                 "no turn of the assistant ends with a special token that is trained on, so the model does not learn to stop; a "
                 "template with {% generation %} blocks (data.chat_template) can say where turns end",
+                source,
+            )
+        elif not all(ended):
+            findings.remark(
+                "some of the assistant's turns end without a special token that is trained on, so the model does not learn to "
+                "stop after them; a template with {% generation %} blocks (data.chat_template) can say where turns end",
                 source,
             )
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
-from megascend.data.chat import ChatTemplate, Span
+from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
 from megascend.data.offsets import with_whole_offsets
+from megascend.data.rendering import Span
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
@@ -162,22 +163,19 @@ class Encoder:
         whole = self._train_on_prompt if whole is None else whole
         tools, options = document.tools, document.template_options
         spans: list[WeightedSpan] = []
-        if whole and loss_weights is None:
-            rendered = self._template.render(messages, tools, options)
-        else:
+        conversation = self._template.rendering(messages, tools, options)
+        if not whole or loss_weights is not None:
             weights = list(loss_weights or [1.0] * len(messages))
             if not whole:
                 weights[: document.prompt_messages] = [0.0] * document.prompt_messages
             apart = (
                 len({weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}) > 1
             )
-            rendered, turns = self._template.assistant_spans(messages, tools, options, apart=apart)
-            spans = [(start, end, weights[index]) for index, found in turns for start, end in found]
-            if spans:
-                ends = [(start, end) for start, end, _ in spans]
-                self._template.check_endings(rendered, ends, document.source, self._findings)
-        self._template.check_written(messages, tools, options, rendered, document.source, self._findings)
-        tokens, offsets = self._ids(rendered, special=False, offsets=True)
+            turns = self._template.assistant_spans(conversation, tools, options, apart=apart)
+            spans = [(start, end, weights[index]) for index, pieces in turns for start, end in pieces]
+            self._template.check_endings(conversation.text, turns, document.source, self._findings)
+        self._template.check_written(conversation, tools, options, document.source, self._findings)
+        tokens, offsets = self._ids(conversation.text, special=False, offsets=True)
         if not whole and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):
             self._findings.remark(SHARED_WITH_TEMPLATE, document.source)
         return tokens, token_weights(offsets, spans, elsewhere=float(whole))

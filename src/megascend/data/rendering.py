@@ -1,0 +1,214 @@
+"""A rendered conversation, and where it has the words of its messages: found by rendering it once more with marks in them.
+
+A mark is a number between two characters of a private use area. Taken out again they must leave the same text, so what they say
+is exact, however a template trims, quotes, moves or repeats what it is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from megascend.data.document import Message
+from megascend.data.messages import REASONING
+from megascend.errors import DataError
+
+Part = Literal["words", "thought", "call"]
+Span = tuple[int, int]
+Render = Callable[[Sequence[Message]], tuple[str, list[Span]]]
+"""What a template makes of messages, and where its generation blocks are in that."""
+
+OPEN, CLOSE = "\ue3a0", "\ue3a1"
+MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
+THOUGHT_END = "</think>"
+THOUGHT_TAG = re.compile(r"\s*<think>")
+
+
+@dataclass(frozen=True)
+class Marking:
+    """How much is marked. A template that looks at how a text begins, or whether it is empty, takes fewer marks."""
+
+    beginnings: bool = True
+    empty: bool = True
+    calls: bool = True
+
+
+MARKINGS = (Marking(), Marking(empty=False), Marking(beginnings=False, empty=False, calls=False))
+"""From the most telling to the least disturbing."""
+
+
+@dataclass
+class MarkedText:
+    """One text of a message, and the offsets of the marks around it; none where the rendered text does not have it.
+
+    Attributes:
+        begins: empty, too, where only ends were marked.
+    """
+
+    message: int
+    part: Part
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+@dataclass
+class WordPositions:
+    """Where a rendered text has the texts of its messages. Those that cannot be marked without changing it are not listed."""
+
+    texts: list[MarkedText] = field(default_factory=list)
+
+    def of(self, message: int, *parts: Part) -> list[int]:
+        """Offsets of a message's marks, ascending; those of the given parts, by default all."""
+        texts = [text for text in self.texts if text.message == message and (not parts or text.part in parts)]
+        return sorted(at for text in texts for at in (*text.begins, *text.ends))
+
+    def end_of(self, message: int, start: int) -> int | None:
+        """Where the last of a message's texts ends behind ``start``; each counts where it comes first, whatever repeats it."""
+        ends = [
+            min((at for at in text.ends if at >= start), default=-1) for text in self.texts if text.message == message
+        ]
+        return max(ends) if ends and max(ends) >= 0 else None
+
+    def is_left_out(self, message: int, part: Part) -> bool:
+        """Whether some text of a part is not in the rendered text, as far as that is known."""
+        return any(
+            not text.begins and not text.ends for text in self.texts if (text.message, text.part) == (message, part)
+        )
+
+    def others_within(self, message: int, start: int, end: int) -> set[int]:
+        """Other messages with words or thoughts between two offsets."""
+        return {
+            text.message
+            for text in self.texts
+            if text.message != message
+            and text.part != "call"
+            and any(start < at < end for at in (*text.begins, *text.ends))
+        }
+
+    def without_texts(self, rendered: str, messages: int) -> str | None:
+        """What the template itself has written, without white space: ``rendered`` without the texts of the first messages.
+
+        None where the beginning of one is not known.
+        """
+        spans = []
+        for text in self.texts:
+            ends = [at for at in text.ends if at <= len(rendered)]
+            if text.message < messages and text.part != "call":
+                if len(text.begins) < len(ends):
+                    return None
+                spans += zip(text.begins, ends, strict=False)
+        kept, at = [], 0
+        for start, end in sorted(spans):
+            kept.append(rendered[at : max(at, start)])
+            at = max(at, end)
+        return "".join("".join([*kept, rendered[at:]]).split())
+
+
+class Rendering:
+    """A conversation as a chat template writes it.
+
+    Attributes:
+        messages: of the conversation.
+        text: what the template makes of them.
+        blocks: where the template's generation blocks are in it.
+    """
+
+    def __init__(self, messages: Sequence[Message], render: Render) -> None:
+        """Render a conversation.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        self.messages, self._render = messages, render
+        self.text, self.blocks = render(messages)
+
+    @cached_property
+    def positions(self) -> WordPositions:
+        """Where the text has the texts of the messages."""
+        if OPEN in self.text or CLOSE in self.text:
+            return WordPositions()
+        everything = set(range(len(self.messages)))
+        for marking in MARKINGS:
+            if (positions := self._attempt(everything, marking)) is not None:
+                return positions
+        # One message keeps the others from being marked with it.
+        positions = WordPositions()
+        for index in sorted(everything):
+            for marking in MARKINGS[1:]:
+                if (alone := self._attempt({index}, marking)) is not None:
+                    positions.texts += alone.texts
+                    break
+        return positions
+
+    def _attempt(self, chosen: set[int], marking: Marking) -> WordPositions | None:
+        """Positions by one way of marking; None if marks change the text."""
+        positions = WordPositions()
+        marked = [
+            _Marker(index, marking, positions.texts).marked(message) if index in chosen else message
+            for index, message in enumerate(self.messages)
+        ]
+        try:
+            text, _ = self._render(marked)
+        except DataError:
+            return None
+        if MARK.sub("", text) != self.text:
+            return None
+        removed = 0
+        for match in MARK.finditer(text):
+            place = positions.texts[int(match[1]) // 2]
+            (place.ends if int(match[1]) % 2 else place.begins).append(match.start() - removed)
+            removed += len(match[0])
+        return positions
+
+
+@dataclass
+class _Marker:
+    """Puts marks into a message, and lists the texts that have them."""
+
+    index: int
+    marking: Marking
+    texts: list[MarkedText]
+
+    def marked(self, message: Message) -> Message:
+        """Return a copy with marks around the words, the thoughts and the names of calls."""
+        changes: dict[str, Any] = {}
+        content = message.get("content")
+        if isinstance(content, str):
+            changes["content"] = self._content(content, message["role"])
+        elif isinstance(content, list):
+            changes["content"] = [part | {"text": self._text(part["text"], "words")} for part in content]
+        thoughts = [key for key in REASONING if key in message]
+        if thoughts:
+            changes |= dict.fromkeys(thoughts, self._text(message[thoughts[0]], "thought"))
+        if self.marking.calls and "tool_calls" in message:
+            changes["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return message | changes
+
+    def _content(self, text: str, role: str) -> str:
+        """Mark words, and before them the thoughts that the assistant's may begin with."""
+        thought, tag, words = text.rpartition(THOUGHT_END) if role == "assistant" else ("", "", text)
+        opening = THOUGHT_TAG.match(thought)
+        head = opening[0] if opening is not None else ""
+        if thought[len(head) :].strip():
+            thought = head + self._text(thought[len(head) :], "thought")
+        return thought + tag + self._text(words, "words")
+
+    def _text(self, text: str, part: Part) -> str:
+        """Mark where a text begins and ends, within the white space around it that a template may trim."""
+        core = text.strip()
+        if not core and not self.marking.empty:
+            return text
+        number = 2 * len(self.texts)
+        self.texts.append(MarkedText(self.index, part))
+        before, _, after = text.partition(core) if core else (text, "", "")
+        beginning = f"{OPEN}{number}{CLOSE}" if self.marking.beginnings else ""
+        return f"{before}{beginning}{core}{OPEN}{number + 1}{CLOSE}{after}"
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function", call)
+        self.texts.append(MarkedText(self.index, "call"))
+        function = function | {"name": f"{function['name']}{OPEN}{2 * len(self.texts) - 1}{CLOSE}"}
+        return call | {"function": function} if "function" in call else function

@@ -1,0 +1,176 @@
+"""The assistant's turns in templates without generation blocks: by comparison with the conversation cut before and after them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from megascend.data.document import Message
+from megascend.data.rendering import Rendering, Span
+from megascend.errors import DataError
+
+PROBE = "wordsofaprobe"
+TAGS = re.compile(r"</?\w*:?think>")
+THINKING = re.compile(rf"(?:\s|{TAGS.pattern})*")
+"""What a generation prompt may have that history lacks: the beginning of a thought, or an empty one."""
+
+
+class AppendedTurns:
+    """Finds the characters that the assistant writes in a conversation.
+
+    Where the conversation begins with both cuts, the turn is what the second one has beyond the first. Templates that write a
+    last turn differently (Qwen3 adds a thinking block to it, gpt-oss and Phi-3 another token at its end) are compared from the
+    words on, whose positions are known in each text. A span never reaches into what a later message adds: neither cut has it.
+    """
+
+    def __init__(
+        self,
+        conversation: Rendering,
+        render: Callable[[Sequence[Message], bool], Rendering],
+        special: Sequence[str],
+        bos: str,
+        eos: str,
+    ) -> None:
+        """
+        Args:
+            render: renders a conversation; with True, up to where the assistant would continue.
+            special: tokens that may end a turn.
+            bos, eos: the tokens that begin and end a sequence; empty where there are none.
+        """
+        self._conversation, self._render, self._bos, self._eos = conversation, render, bos, eos
+        self._special = tuple(sorted(special, key=len, reverse=True))
+        ordered = "|".join(map(re.escape, self._special)) or "(?!)"
+        self._token, self._closing = re.compile(rf"{ordered}|{TAGS.pattern}"), re.compile(rf"(?:\s*(?:{ordered}))+")
+
+    def span(self, index: int) -> Span:
+        """Return the first character of a turn, and the one behind its last.
+
+        Raises:
+            DataError: the turn is not exact.
+        """
+        text, messages = self._conversation.text, self._conversation.messages
+        head = self._render(messages[:index], True) if index else self._first_head()
+        upto = self._conversation if index == len(messages) - 1 else self._render(messages[: index + 1], False)
+        start: int | None = len(head.text)
+        end: int | None = len(upto.text)
+        if not text.startswith(head.text):
+            start = self._start_by_words(index, head)
+        if start is not None and not text.startswith(upto.text):
+            end = self._end_by_words(index, start, head, upto)
+        if start is None or end is None or end < start:
+            raise DataError(
+                f"cannot tell where turn {index} of the assistant stands: the chat template rewrites earlier turns; use a "
+                "template with {% generation %} blocks (data.chat_template), or one that only appends, or set "
+                "data.train_on_prompt: true"
+            )
+        return start, self._end_of_turn(index, start, end, head)
+
+    def _first_head(self) -> Rendering:
+        """What stands before a conversation's first message, which is the assistant's: nothing can be rendered before it."""
+        try:
+            return self._render((), True)
+        except DataError:
+            raise DataError(
+                "the conversation begins with the assistant, and the chat template writes no conversation without a message, so "
+                "that the first turn cannot be told from what stands before it; begin with the user or the system"
+            ) from None
+
+    def _start_by_words(self, index: int, head: Rendering) -> int | None:
+        """Where a turn starts whose generation prompt is not in history as it is; None if that is not exact.
+
+        History may lack the end of a generation prompt (``<think>``), and have words of earlier messages elsewhere (Mistral's
+        system message). What the template itself writes before the turn must be the same in both.
+        """
+        text, here, before = self._conversation.text, self._conversation.positions, head.positions
+        anchors = [number for number in range(index) if here.of(number, "words") and before.of(number, "words")]
+        if not anchors:
+            return None
+        anchor = anchors[-1]
+        in_text, in_head = here.of(anchor, "words")[-1], before.of(anchor, "words")[-1]
+        own = (here.without_texts(text[:in_text], index), before.without_texts(head.text[:in_head], index))
+        if None in own or TAGS.sub("", str(own[0])) != TAGS.sub("", str(own[1])):
+            return None
+        opening = head.text[in_head:]
+        shared = self._common_beginning(opening, text[in_text:])
+        if THINKING.fullmatch(opening, len(shared)):
+            return in_text + len(shared)
+        # As the template opens a turn of the assistant in history: up to the words of one that has nothing else.
+        messages = self._conversation.messages
+        bare = self._or_none(
+            (*messages[:index], {"role": "assistant", "content": PROBE}, *messages[index + 1 :]), False
+        )
+        if bare is None or not (known := bare.positions.of(index, "words")) or not bare.positions.of(anchor, "words"):
+            return None
+        written = bare.text[bare.positions.of(anchor, "words")[-1] : known[0]]
+        return in_text + len(written) if opening.startswith(written) and text.startswith(written, in_text) else None
+
+    def _end_by_words(self, index: int, start: int, head: Rendering, upto: Rendering) -> int | None:
+        """Where a turn ends that is written differently when others follow; None if that is not exact.
+
+        What follows its words belongs to it as far as the conversation cut after it has the same, or the one that the assistant
+        continues, up to the generation prompt.
+        """
+        words = self._conversation.positions.end_of(index, start)
+        if words is None:
+            return None
+        messages, rest, endings = self._conversation.messages, self._conversation.text[words:], []
+        if (at := upto.positions.end_of(index, 0)) is not None:
+            endings.append(self._common_beginning(rest, upto.text[at:]))
+        before = self._or_none(messages[:index], False)
+        opening = head.text.removeprefix(before.text) if before is not None else head.text
+        if opening != head.text and (continued := self._or_none(messages[: index + 1], True)) is not None:
+            at = continued.positions.end_of(index, 0)
+            if at is not None and continued.text.endswith(opening):
+                ending = continued.text[at:].removesuffix(opening)
+                endings += [ending] if rest.startswith(ending) else []
+        endings = sorted((ending.rstrip() for ending in endings), key=len)
+        if not endings:
+            return None
+        closed = [ending for ending in endings if ending.endswith(self._special)]
+        if closed:
+            return words + len(closed[-1])
+        # Without a token that ends it: whole lines, as the rest of a line may be what the heads of two roles begin with. A call
+        # goes on behind its name.
+        last = endings[-1] if "tool_calls" in messages[index] else endings[-1].rpartition("\n")[0].rstrip()
+        return words + len(last)
+
+    def _common_beginning(self, one: str, other: str) -> str:
+        """What two texts begin with alike, without a special token or a tag of thoughts that is cut in either."""
+        length = next(
+            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
+        cut = [
+            match.start()
+            for text in (one, other)
+            for match in self._token.finditer(text)
+            if match.start() < length < match.end()
+        ]
+        return one[: min(cut, default=length)]
+
+    def _end_of_turn(self, index: int, start: int, end: int, head: Rendering) -> int:
+        """``end`` without what the model never generates: white space, text behind a last token, tokens that begin a turn."""
+        text = self._conversation.text[:end]
+        words = self._conversation.positions.end_of(index, start)
+        if words is not None and words <= end and "tool_calls" not in self._conversation.messages[index]:
+            closing = self._closing.match(text, words)
+            text = text if closing is None else text[: closing.end()]
+        stripped = text.rstrip()
+        while token := next((token for token in self._special if stripped.endswith(token, start)), ""):
+            rest = stripped.removesuffix(token).rstrip()
+            opens = token == self._bos or (rest.endswith(self._special, start) and token in self._openers(index, head))
+            if token == self._eos or not opens:
+                break
+            text = stripped = rest
+        return len(stripped) if token and len(stripped) > start else max(start, len(text))
+
+    def _openers(self, index: int, head: Rendering) -> list[str]:
+        """Special tokens that open the assistant's turn: those behind the one that ends the message before it."""
+        words = max((head.positions.of(number, "words")[-1:] for number in range(index)), default=[])
+        tokens = [match[0] for match in self._token.finditer(head.text, *words)]
+        return tokens[1:]
+
+    def _or_none(self, messages: Sequence[Message], prompt: bool) -> Rendering | None:
+        try:
+            return self._render(messages, prompt)
+        except DataError:
+            return None
