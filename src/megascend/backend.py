@@ -22,6 +22,7 @@ from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import AdapterTrainable, Engine, Receivers
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
+from megascend.huggingface.files import write_chat_template
 from megascend.step.checks import check_samples, require_head
 from megascend.step.step import Step
 from megascend.topology.topology import Topology
@@ -61,6 +62,7 @@ class Backend:
         self._model_dir = model_dir
         self._step = Step(engine)
         self.on_micro_batch: Callable[[int, int], None] | None = None
+        self.chat_template: str | None = None
         self._saver = Saver(self.groups, page_locked=platform.page_locks_memory, timeout_s=save_timeout_s)
 
     # --- what a trainer wants to know ---
@@ -484,7 +486,12 @@ class Backend:
         with self.groups.monitor.phase("export"):
             call = f"export_hf({str(path)!r}, {adapter=})"
             self._together(call, lambda: None if adapter is None else self._adapters().require(adapter))
-            self.engine.export(Path(path), adapter)
+            self._export(Path(path), adapter)
+
+    def _export(self, path: Path, adapter: str | None) -> None:
+        self.engine.export(path, adapter)
+        if (template := self.chat_template) is not None:
+            self.from_rank_0(lambda: write_chat_template(path, template))
 
     def save(
         self,
@@ -515,7 +522,7 @@ class Backend:
         with self.groups.monitor.phase("save"):
             self._together(f"save({str(path)!r}, {hf=}, {wait=})", lambda: self._require_no_gradients("save"))
             taken = describe.describe(self.engine, progress, config)
-            write_more = (lambda directory: self.engine.export(directory / "hf", None)) if hf else None
+            write_more = (lambda directory: self._export(directory / "hf", None)) if hf else None
             pending = self._saver.save(
                 Path(path),
                 lambda: describe.collect(self.engine, taken, str(self._model_dir), write_more),

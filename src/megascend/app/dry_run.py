@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megascend.app.disk_room import disk_warning, free_bytes
 from megascend.app.generation import Answering
 from megascend.app.objectives import make_objective
-from megascend.app.run import backend_settings, bootstrap, load_tokenizer
+from megascend.app.run import backend_settings, bootstrap, load_tokenizer, with_template_date
 from megascend.app.run_samples import RunSamples
 from megascend.app.sample_limits import sample_limits, sequence_layout
 from megascend.app.step_plan import StepPlan, plan_steps
@@ -16,8 +17,10 @@ from megascend.app.token_budget import AUTO, SHARE, check_platform, largest_usef
 from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
+from megascend.data.prepare import set_template
 from megascend.data.sample_pieces import Piece, pieces
 from megascend.data.statistics import Statistics
+from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.memory.estimate import Estimate, estimate
@@ -76,10 +79,13 @@ class DryRun:
     device_memory: int
 
 
-def dry_run(config: RunConfig, world_size: int) -> DryRun:
+def dry_run(config: RunConfig, world_size: int, resume: str | Path | None = None) -> DryRun:
     """Check what can be known of a run in one process, as the first of ``world_size`` ranks would begin it.
 
     Prepares this process for the run's engine. Writes nothing but the samples in the cache folder, where the run finds them.
+
+    Args:
+        resume: what the run would resume from, which says the date that its chat template is given.
 
     Raises:
         MegascendError: what the ranks would raise before they meet.
@@ -95,9 +101,11 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
 
     tokenizer = load_tokenizer(config.model)
     limits = sample_limits(config, world_size)
+    set_template(config.data, tokenizer)
+    config = with_template_date(config, tokenizer, resume, Launch.from_environment())
     samples = RunSamples.prepare(config, tokenizer, limits)
     if config.generation is not None:
-        Answering.prepare(config.generation, config.data, tokenizer, limits, config.model)
+        Answering.prepare(config.generation, config.data, tokenizer, limits, config.model, config.template_date)
     objective = make_objective(config, samples.learned)
     units = objective.units(samples.learned)
     config = config.of_length(units)

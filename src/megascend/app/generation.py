@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
-from megascend.data.samples import Limits
+from megascend.data.samples import Limits, opening_tokens
 from megascend.errors import ConfigError
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
@@ -49,13 +50,20 @@ class Answering:
 
     @classmethod
     def prepare(
-        cls, settings: Generation, data: Data, tokenizer: PreTrainedTokenizerBase, limits: Limits, model: Path
+        cls,
+        settings: Generation,
+        data: Data,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Limits,
+        model: Path,
+        template_date: date | None = None,
     ) -> Answering:
         """Read the prompts of a run. Local.
 
         Args:
             tokenizer: with the chat template that the data have been written with.
             model: the model's directory, whose generation_config.json may name tokens that end an answer.
+            template_date: what the chat template is given as the date; default: today.
 
         Raises:
             ConfigError: the tokenizer has no chat template, or a prompt with its answer would be too long.
@@ -66,7 +74,7 @@ class Answering:
                 "generation: the model's tokenizer has no chat template; set generation.chat: false to have prompts continued as "
                 "they are, or name a template with data.chat_template"
             )
-        template = ChatTemplate(tokenizer, data.chat_template_options) if settings.chat else None
+        template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
         prompts = tuple(tuple(_tokens(prompt, template, tokenizer)) for prompt in settings.prompts)
         for prompt, tokens in zip(settings.prompts, prompts, strict=True):
             if len(tokens) + settings.max_tokens > limits.length:
@@ -128,8 +136,8 @@ def _tokens(prompt: Prompt, template: ChatTemplate | None, tokenizer: PreTrained
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         text = template.render(messages, prompt=True)
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]
-    tokens: list[int] = list(tokenizer(prompt, verbose=False)["input_ids"])  # type: ignore[arg-type]
-    return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+    assert isinstance(prompt, str)
+    return opening_tokens(prompt, tokenizer)
 
 
 def _title(prompt: Prompt) -> str:

@@ -28,6 +28,7 @@ from megascend.app.run import (
     tell_stop,
     too_many_skips,
     utilisation,
+    with_template_date,
     write_config,
 )
 from megascend.app.run_log import RunLog, StepRecord
@@ -119,13 +120,18 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
     from megascend.app.run_samples import RunSamples
     from megascend.app.sample_limits import layout_of_run, sample_limits
     from megascend.app.token_budget import TokenBudget, check_platform, with_first_budget
+    from megascend.data.prepare import set_template
 
     check_platform(config, runtime.platform)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
+    chat_template = set_template(config.data, tokenizer)
+    config = with_template_date(config, tokenizer, resume, launch)
     samples = RunSamples.prepare(config, tokenizer, limits)
     answering = None
     if config.generation is not None:
-        answering = Answering.prepare(config.generation, config.data, tokenizer, limits, config.model)
+        answering = Answering.prepare(
+            config.generation, config.data, tokenizer, limits, config.model, config.template_date
+        )
     objective = make_objective(config, samples.learned)
     config = config.of_length(objective.units(samples.learned))
     if launch.rank == 0 and (said := disk_warning(config)):
@@ -141,6 +147,8 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
         if lora is not None:
             backend.add_adapter(ADAPTER, lora)
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
+        backend.chat_template = chat_template
+        samples.check_alike(backend)
         samples.check_lengths(backend)
         stream = samples.batches(config, objective)
         size = config.data.global_batch_size
@@ -150,6 +158,10 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
         counts, budget = Counts(), TokenBudget(config)
         if progress := begin(config, backend, event_log, overwrite, resume, ("data", "counts")):
             stream.load_state_dict(progress["data"])
+            if stream.changes:
+                event_log.event("samples_changed", changes=stream.changes)
+                if backend.rank == 0:
+                    logger.warning("data.on_changed: continue: %s", stream.changes)
             counts = Counts(**progress["counts"])
         budget.settle(config, backend, samples, adapter, (progress or {}).get("budget"), event_log)
         if backend.rank == 0:
@@ -200,6 +212,8 @@ def tell_start(config: RunConfig, backend: Backend, samples: RunSamples) -> None
     print(f"{model_line(config, backend)}: {what_is_trained(config, backend, samples)}", flush=True)
     for line in samples.remarks:
         print(f"data: {line}", flush=True)
+    for line in config.template_remarks():
+        print(line, flush=True)
     for line in config.schedule_remarks():
         logger.warning(line)
     if backend.self_check is not None:

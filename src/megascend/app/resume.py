@@ -122,6 +122,21 @@ def checkpoints_at(path: Path) -> list[Path]:
     return Retention(path / CHECKPOINTS).candidates() or Retention(path).candidates()
 
 
+def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> dict[str, Any]:
+    """Settings in the checkpoint that a run will resume from, as far as it can be read; empty without one."""
+    candidates: list[Path] = []
+    if restarted(output, launch) or str(resume) == "auto":
+        candidates = Retention(output / CHECKPOINTS).candidates()
+    if not candidates and resume is not None and str(resume) != "auto":
+        candidates = checkpoints_at(Path(resume))
+    for path in candidates:
+        try:
+            return manifest.read(path).config or {}
+        except CheckpointError:
+            continue  # as load_first_good() does, which reports it
+    return {}
+
+
 def refuse_earlier_run(output: Path) -> None:
     """Raise ConfigError if a directory holds a run."""
     held = run_files(output)

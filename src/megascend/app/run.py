@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.app.plot import require_extra
-from megascend.app.resume import decide, differences, load_first_good
+from megascend.app.resume import decide, differences, load_first_good, saved_settings
 from megascend.app.shared_output import check_shared
 from megascend.config import Adapters, Checkpoint, TrainerConfig
+from megascend.data.chat import writes_date
 from megascend.errors import CheckpointError, ConfigError
 from megascend.files import replacing
 from megascend.huggingface.architectures import make_known_to_transformers
-from megascend.huggingface.files import read_config
+from megascend.huggingface.files import copy_tokenizer, read_config
 from megascend.tracking.registry import check_trackers
 from megascend.tracking.trackers import Trackers
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.batch.sample import Sample
     from megascend.bootstrap import Runtime
+    from megascend.distributed.launch import Launch
 
+TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
 ADAPTER = "default"
 """Name of a run's adapter, the same as peft gives to one that it loads."""
 
@@ -90,6 +94,19 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
             "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from the model's source"
         )
     return tokenizer
+
+
+def with_template_date(
+    config: TrainerConfigT, tokenizer: PreTrainedTokenizerBase, resume: str | Path | None, launch: Launch
+) -> TrainerConfigT:
+    """The settings with the day that chat templates are given, where one may ask for it: the checkpoint's, or today.
+
+    It stands in config.yaml and in every checkpoint from then on, so that a resumed run renders the same text on another day.
+    """
+    if config.template_date is not None or not writes_date(tokenizer):
+        return config
+    day = saved_settings(config.output, resume, launch).get("template_date")
+    return config.model_copy(update={"template_date": date.fromisoformat(day) if day else date.today()})
 
 
 def bootstrap(config: TrainerConfig) -> Runtime:
@@ -263,6 +280,7 @@ def export(config: TrainerConfig, backend: Backend) -> Path:
     else:
         path = config.output / "adapter"
         backend.save_adapter(ADAPTER, path, optimizer=False)
+        backend.from_rank_0(lambda: copy_tokenizer(config.model, path, backend.chat_template))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -50,14 +51,15 @@ class RunSamples:
             raise DataError(
                 f"validation.path: {held_out} lies in data.path: {data.path}, so the run would train on it: move it"
             )
-        store = prepare_samples(data.path, data, tokenizer, limits, config.model)
+        day = config.template_date
+        store = prepare_samples(data.path, data, tokenizer, limits, config.model, template_date=day)
         remarks, longest = list(store.remarks), int(store.lengths.max())
         if validation is None:
             return cls(whole(store), None, longest, tuple(remarks))
         if validation.path is None:
             learned, held_out = hold_out(store, validation.fraction, config.seed)
             return cls(learned, held_out, longest, tuple(remarks))
-        other = prepare_samples(validation.path, data, tokenizer, limits, config.model, "validation.path")
+        other = prepare_samples(validation.path, data, tokenizer, limits, config.model, "validation.path", day)
         if other.has_pairs != store.has_pairs:
             raise DataError(f"of {data.path} and {validation.path} one holds preference pairs and the other does not")
         longest = max(longest, int(other.lengths.max()))
@@ -82,7 +84,37 @@ class RunSamples:
     def batches(self, config: RunConfig, objective: Objective) -> Batches[int]:
         """The stream of global batches, as numbers of samples or pairs."""
         units = range(objective.units(self.learned))
-        return batches(units, config.data.global_batch_size, config.seed, config.data.shuffle, self.learned.fingerprint)
+        data, learned = config.data, self.learned
+        return batches(
+            units,
+            data.global_batch_size,
+            config.seed,
+            data.shuffle,
+            learned.fingerprint,
+            sources=learned.sources,
+            on_changed=data.on_changed,
+        )
+
+    def check_alike(self, backend: Backend) -> None:
+        """Refuse samples that are not the same on all ranks, of hosts with other files or another date. Collective.
+
+        Raises:
+            DataError: on every rank; the message names the hosts.
+        """
+        from megascend.distributed.objects import gather_objects
+
+        prints = [part.fingerprint for part in (self.learned, self.held_out) if part is not None]
+        here = (socket.gethostname(), prints, self.learned.sources)
+        ranks = gather_objects(here, "world", backend.groups, "check_alike()")
+        host, first, sources = ranks[0]
+        for rank, (other_host, other, other_sources) in enumerate(ranks):
+            if other != first:
+                names = [name for name in sources if sources[name] != other_sources.get(name)]
+                causes = f": {', '.join(names)}" if names else ""
+                raise DataError(
+                    f"rank {rank} on {other_host} has other samples than rank 0 on {host}{causes}; give all hosts the same "
+                    "files, and set template_date where they were started around midnight or in several time zones"
+                )
 
     def drawn(self, config: RunConfig, objective: Objective) -> set[int]:
         """The numbers that come up in the steps of this run."""

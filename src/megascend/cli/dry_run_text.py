@@ -88,6 +88,7 @@ def report(found: DryRun, style: Style) -> Iterator[str]:
     yield from (f"          {line}" for line in more)
     yield f"steps     {_length(found)}"
     yield f"output    {config.output}; {in_words(found.free_disk)} free there"
+    yield from (f"          {line}" for line in config.template_remarks())
     yield from (f"          warning: {line}" for line in warnings(found))
     yield ""
     yield from memory_table(found)

@@ -73,6 +73,8 @@ def export_command(
     try:
         if adapter is not None:
             backend.load_adapter("default", adapter, optimizer=False)
+            template = adapter / "chat_template.jinja"  # what it has been trained with
+            backend.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
         backend.export_hf(out, adapter=None if adapter is None else "default")
     finally:
         backend.close()

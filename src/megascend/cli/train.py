@@ -98,7 +98,7 @@ def show_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resume
     world_size = nproc or launch.world_size
     show_messages()
     check_run(settings, world_size, overwrite, resume, starts=not under_torchrun())
-    for line in report(dry_run(settings, world_size), Style.of(sys.stdout)):
+    for line in report(dry_run(settings, world_size, resume), Style.of(sys.stdout)):
         print(line)
     print("\ndry run: nothing is wrong that can be known before training; nothing was trained or written", flush=True)
 

@@ -25,13 +25,18 @@ class Data(Section):
     )
     chat_template: Path | None = Field(
         None,
-        description="a template file to use instead of the model's, for training alone: the export keeps the model's",
+        description="a template file to use instead of the model's; the export carries it",
     )
     chat_template_options: dict[str, Any] = Field(
         {}, description="further variables of the chat template: {enable_thinking: false}"
     )
     global_batch_size: Size = Field(8, description="samples of one optimizer step over all data parallel ranks")
     shuffle: bool = True
+    on_changed: Literal["error", "continue"] = Field(
+        "error",
+        description="what a resumed run does whose samples are not those of its checkpoint (data, template, tokenizer, date): "
+        "continue takes the samples as they are now, at the same position if there are as many, else with a new epoch",
+    )
     train_on_prompt: bool = Field(False, description="chat data: also train on the user's turns")
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,6 +97,11 @@ class TrainerConfig(Section):
     lora: Lora | None = Field(
         None,
         description="freeze the model and train one LoRA adapter; default: all of the model's parameters are trained",
+    )
+    template_date: date | None = Field(
+        None,
+        description="the day that chat templates which write the date are given; default: the one on which the run began, also "
+        "when it is resumed",
     )
     provider: str | None = Field(
         None,
@@ -194,6 +200,20 @@ class RunConfig(TrainerConfig):
     dpo: Dpo | None = Field(None, description="learn from preference pairs; default: from the tokens of the data")
     generation: Generation | None = Field(None, description="have the model answer prompts at intervals")
     profile: Profile | None = Field(None, description="write a trace of some steps to OUTPUT/profile")
+
+    def template_remarks(self) -> list[str]:
+        """What becomes of the chat template and its date."""
+        where = "OUTPUT/hf" if self.lora is None else "OUTPUT/adapter"
+        place = where.replace("OUTPUT", str(self.output))
+        lines = []
+        if self.data.chat_template is not None:
+            carried = f"the export ({place}) carries it" if self.export else "nothing is exported (export: false)"
+            lines.append(f"chat template: {self.data.chat_template} in place of the model's; {carried}")
+        if self.template_date is not None:
+            lines.append(
+                f"chat template: the date that it writes is {self.template_date} (template_date), also when resumed"
+            )
+        return lines
 
     @model_validator(mode="before")
     @classmethod

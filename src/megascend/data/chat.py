@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,10 @@ Tools = Sequence[dict[str, Any]] | None
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 """Keys of messages that templates may leave out without a remark; what they leave out of the last three is looked for."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CLOCK = "strftime_now"
+"""The function by which chat templates write the date."""
+DATED = threading.RLock()
+RANDOM = re.compile(r"\|\s*random\b|\blipsum\s*\(")
 PROBE = ("firstpartofaprobe", "secondpartofaprobe")
 
 
@@ -41,6 +48,35 @@ def check_template(text: str, path: Path) -> None:
             raise DataError(f"data.chat_template: {path}:{line}: not a template: {error}") from error
 
 
+def template_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """All chat templates of a tokenizer; some have several, by name."""
+    templates = tokenizer.chat_template
+    return [str(text) for text in templates.values()] if isinstance(templates, dict) else [str(templates or "")]
+
+
+def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a chat template may ask for the date. In transformers' sandbox this function is all that knows it."""
+    return any(CLOCK in text for text in template_texts(tokenizer))
+
+
+@contextlib.contextmanager
+def fixed_date(template: str, day: date) -> Iterator[None]:
+    """Give a template midnight of ``day`` as the present time, whatever the clock says, until the block ends.
+
+    Compiled templates are shared by all of the process, so that only one thread at a time may render one with a date.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    with DATED:
+        variables = _compile_jinja_template(template).globals
+        clock = variables[CLOCK]
+        variables[CLOCK] = datetime.combine(day, time()).strftime
+        try:
+            yield
+        finally:
+            variables[CLOCK] = clock
+
+
 def syntax_error_line(error: Exception) -> int | None:
     """The line of a template that cannot be compiled; None for other errors."""
     from jinja2 import TemplateSyntaxError
@@ -55,11 +91,18 @@ class ChatTemplate:
     each of the assistant's turns is found by comparing the conversation with its beginnings, see :class:`AppendedTurns`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ) -> None:
         """
         Args:
             options: further variables of the template, for all conversations.
+            day: what the template is given as the date, at midnight; default: today.
         """
+        self._day = day or date.today()
         self._tokenizer = tokenizer
         self._options = dict(options or {})
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -71,14 +114,20 @@ class ChatTemplate:
         """The template's own text; a tokenizer may have one for conversations with tools.
 
         Raises:
-            DataError: there is none.
+            DataError: there is none, or what it writes is not the same every time.
         """
         if not self._tokenizer.chat_template:
             raise DataError(
                 "'messages' need a chat template, and the model's tokenizer has none; add chat_template.jinja to the model "
                 "directory, name one with data.chat_template, or use 'text'"
             )
-        return str(self._tokenizer.get_chat_template(None, list(tools) if tools else None))
+        template = str(self._tokenizer.get_chat_template(None, list(tools) if tools else None))
+        if draw := RANDOM.search(template):
+            raise DataError(
+                f"the chat template draws at random ({draw[0].strip()}): every rank, and a resumed run, would see other samples; "
+                "use a template without (data.chat_template)"
+            )
+        return template
 
     def marks_turns(self, tools: Tools = None) -> bool:
         """True if the template has ``{% generation %}`` blocks."""
@@ -121,6 +170,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.source(tools)
+        dated = fixed_date(template, self._day) if CLOCK in template else contextlib.nullcontext()
         variables = {**self._tokenizer.special_tokens_map, **self._options, **(options or {})}
 
         def attempt(conversation: Sequence[Message]) -> Any:
@@ -135,13 +185,14 @@ class ChatTemplate:
 
         conversation = [self._with_content(message) for message in messages]
         try:
-            try:
-                rendered, marked = attempt(conversation)
-            except Exception:
-                textual = [with_arguments_as_text(message) for message in conversation]
-                if textual == conversation:
-                    raise
-                rendered, marked = attempt(textual)  # DeepSeek's templates write arguments as they are
+            with dated:
+                try:
+                    rendered, marked = attempt(conversation)
+                except Exception:
+                    textual = [with_arguments_as_text(message) for message in conversation]
+                    if textual == conversation:
+                        raise
+                    rendered, marked = attempt(textual)  # DeepSeek's templates write arguments as they are
         except Exception as error:
             line = syntax_error_line(error)
             where = "" if line is None else f" in line {line}"

@@ -52,8 +52,9 @@ def read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"data.chat_template: {path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"data.chat_template: {path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as transformers reads the template of a model

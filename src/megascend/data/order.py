@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import xxhash
 
@@ -25,11 +25,21 @@ class Batches(Generic[T]):
     """
 
     def __init__(
-        self, samples: Sequence[T], global_batch_size: int, seed: int, shuffle: bool, fingerprint: str = ""
+        self,
+        samples: Sequence[T],
+        global_batch_size: int,
+        seed: int,
+        shuffle: bool,
+        fingerprint: str = "",
+        *,
+        sources: Mapping[str, str] | None = None,
+        on_changed: Literal["error", "continue"] | None = None,
     ) -> None:
         """
         Args:
             fingerprint: tells these samples from others, so that a position is not taken up in other data.
+            sources: what the samples were made of, for the message that they have changed.
+            on_changed: ``continue``: go on with samples that have changed; None: there is no such choice.
 
         Raises:
             DataError: there are no samples.
@@ -41,6 +51,9 @@ class Batches(Generic[T]):
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = fingerprint
+        self._sources = dict(sources or {})
+        self._on_changed = on_changed
+        self.changes = ""
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -64,21 +77,42 @@ class Batches(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iterator stands; JSON."""
-        return {"epoch": self._epoch, "position": self._position, **self._kind()}
+        return {"epoch": self._epoch, "position": self._position, **self._kind(), "sources": self._sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where ``state`` was taken.
+        """Go on from where ``state`` was taken; :attr:`changes` says in which way the samples are others, where that is allowed.
 
         Raises:
-            DataError: it was taken with another seed or other data, so the order would not be the same.
+            DataError: it was taken with another seed or other samples, so the order would not be the same.
         """
-        for key, value in self._kind().items():
-            if state[key] != value:
+        changed = [key for key, value in self._kind().items() if state[key] != value]
+        epoch, position = state["epoch"], state["position"]
+        for key in changed:
+            if key in ("seed", "shuffle"):
                 raise DataError(
-                    f"cannot resume the data order: {key} was {state[key]} when it was saved and is {value} now"
+                    f"cannot resume the data order: {key} was {state[key]} when it was saved and is {self._kind()[key]} now"
                 )
-        self._start_epoch(state["epoch"])
-        self._position = state["position"]
+        if changed:
+            report = changed_samples(state, self._kind(), state.get("sources") or {}, self._sources)
+            if self._on_changed != "continue":
+                raise DataError(f"cannot resume the data order: {report}{self._advice(state)}")
+            if "samples" in changed:
+                epoch, position = epoch + (position > 0), 0
+                report += "; a new epoch begins"
+            self.changes = report
+        self._start_epoch(epoch)
+        self._position = position
+
+    def _advice(self, state: dict[str, Any]) -> str:
+        """How to go on although samples have changed."""
+        if self._on_changed is None:
+            return ""
+        day, saved = "date in the chat template", state.get("sources") or {}
+        same_day = f"; template_date: {saved[day]} is that of the checkpoint" if day in saved else ""
+        return (
+            ". Bring back what the run began with, or set data.on_changed: continue to train on with the samples as they are now"
+            f"{same_day if self._sources.get(day) != saved.get(day) else ''}"
+        )
 
     def _kind(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same."""
@@ -99,11 +133,44 @@ class Batches(Generic[T]):
         return order
 
 
+def changed_samples(
+    before: Mapping[str, Any], now: Mapping[str, Any], saved: Mapping[str, str], sources: Mapping[str, str]
+) -> str:
+    """In which way samples are not those of a checkpoint: their data, or what else they are made of. Pure.
+
+    Args:
+        before, now: ``samples``, their number, and ``fingerprint``.
+        saved, sources: what they were made of, and are; empty where that is not known.
+    """
+    difference = " and ".join(
+        f"{key} was {before[key]} when it was saved and is {now[key]} now"
+        for key in ("samples", "fingerprint")
+        if before[key] != now[key]
+    )
+    names = [name for name in dict.fromkeys([*saved, *sources]) if saved.get(name) != sources.get(name)]
+    if not saved or not sources or not names:
+        return difference
+    causes = ", ".join(
+        f"{name} ({saved.get(name, 'none')} -> {sources.get(name, 'none')})" if name.startswith("date") else name
+        for name in names
+    )
+    if any(name.startswith("data (") for name in names):
+        return f"{difference}. The data changed, by: {causes}"
+    return f"{difference}. The samples changed and the data did not, by: {causes}"
+
+
 def batches(
-    samples: Sequence[T], global_batch_size: int, seed: int, shuffle: bool, fingerprint: str = ""
+    samples: Sequence[T],
+    global_batch_size: int,
+    seed: int,
+    shuffle: bool,
+    fingerprint: str = "",
+    *,
+    sources: Mapping[str, str] | None = None,
+    on_changed: Literal["error", "continue"] | None = None,
 ) -> Batches[T]:
     """An infinite iterator over global batches of ``samples``; see :class:`Batches`."""
-    return Batches(samples, global_batch_size, seed, shuffle, fingerprint)
+    return Batches(samples, global_batch_size, seed, shuffle, fingerprint, sources=sources, on_changed=on_changed)
 
 
 def fingerprint_of(samples: Sequence[Sample]) -> str:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import xxhash
 
 from megascend.batch.sample import Sample
 from megascend.config import Data
-from megascend.data.chat import check_template
+from megascend.data.chat import check_template, writes_date
 from megascend.data.check import read_template
 from megascend.data.files import data_files, dataset_format, iterate_documents
 from megascend.data.findings import Findings
@@ -28,14 +29,35 @@ if TYPE_CHECKING:
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Files of a model directory that decide nothing about tokens."""
+TOKENIZER = ("tokenizer", "vocab", "merges", "added_tokens", "special_tokens_map", "spiece", "sentencepiece")
+"""What the names of a tokenizer's files begin with."""
 PROGRESS_S = 20.0
 """Seconds from one line about a long tokenisation to the next."""
 PATIENCE_S = 7 * 24 * 3600.0
 """How long a rank waits for another one of its machine that turns the same data into tokens; its lock ends with its process."""
 
 
+def set_template(data: Data, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Give the tokenizer the chat template that the settings name; return its text, or None where they name none.
+
+    Raises:
+        DataError: it cannot be read or compiled.
+    """
+    template = read_template(data.chat_template)
+    if template is not None and data.chat_template is not None:
+        check_template(template, data.chat_template)
+        tokenizer.chat_template = template
+    return template
+
+
 def prepare_samples(
-    path: Path, data: Data, tokenizer: PreTrainedTokenizerBase, limits: Limits, model: Path, setting: str = "data.path"
+    path: Path,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    model: Path,
+    setting: str = "data.path",
+    template_date: date | None = None,
 ) -> SampleStore:
     """The samples of the data at ``path``, tokenised once on this machine and kept in the cache folder.
 
@@ -46,22 +68,31 @@ def prepare_samples(
         data: how to read it.
         model: the directory that the tokenizer is from.
         setting: the one that ``path`` is of.
+        template_date: what the chat template is given as the date; default: today.
 
     Raises:
         DataError: some of it cannot be trained on; the message lists all problems, with file and line.
     """
     if not dataset_format(path):
         data_files(path, Findings(setting))
-    template = read_template(data.chat_template)
-    if template is not None and data.chat_template is not None:
-        check_template(template, data.chat_template)
-        tokenizer.chat_template = template
-    how = data.model_dump(
+    set_template(data, tokenizer)
+    template_date = template_date or date.today()
+    settings = data.model_dump(
         mode="json", include={"split", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
     )
-    key = xxhash.xxh3_128(
-        json.dumps([content_of(path, setting), tokenizer_of(model), template, how, asdict(limits), versions()]).encode()
-    ).hexdigest()
+    content, files, code = content_of(path, setting), tokenizer_of(model), versions()
+    day = template_date.isoformat() if writes_date(tokenizer) else ""
+    everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code]
+    key = digest_of(everything)
+    sources = {
+        f"data ({setting})": digest_of(content[1]),
+        **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
+        "chat template": digest_of(tokenizer.chat_template),
+        **({"date in the chat template": day} if day else {}),
+        **{name: code for name, code in files if name.startswith(TOKENIZER)},
+        "longest sample": str(limits.length),
+        "versions of transformers, tokenizers, jinja2 or megascend": digest_of(code),
+    }
 
     def make(fresh: Path) -> None:
         findings = Findings(setting)
@@ -72,8 +103,9 @@ def prepare_samples(
             train_on_prompt=data.train_on_prompt,
             on_too_long=data.on_too_long,
             template_options=data.chat_template_options,
+            template_date=template_date,
         )
-        write_store(fresh, _encoded(path, data, encoder, findings), findings)
+        write_store(fresh, _encoded(path, data, encoder, findings), findings, sources)
         findings.raise_problems()
 
     limit, path_of_samples = cache_limit(), cache_folder() / "samples" / key
@@ -116,9 +148,15 @@ def content_of(path: Path, setting: str) -> list[Any]:
         raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
 
 
+def digest_of(value: Any) -> str:
+    """Digest of a value that JSON can hold, hexadecimal."""
+    return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def tokenizer_of(model: Path) -> list[list[str]]:
     """What tells a tokenizer from others: digests of all files of the model that are not weights, and of its chat templates."""
-    files = sorted(file for pattern in ("*", "chat_templates/*") for file in model.glob(pattern) if file.is_file())
+    patterns = ("*", "additional_chat_templates/*")
+    files = sorted(file for pattern in patterns for file in model.glob(pattern) if file.is_file())
     return [[file.name, digest(file, xxhash.xxh3_128)] for file in files if file.suffix not in WEIGHTS]
 
 

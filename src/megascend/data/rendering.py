@@ -180,7 +180,7 @@ class _Marker:
             changes["content"] = self._content(content, message["role"])
         elif isinstance(content, list):
             changes["content"] = [part | {"text": self._text(part["text"], "words")} for part in content]
-        thoughts = [key for key in REASONING if key in message]
+        thoughts = [key for key in REASONING if isinstance(message.get(key), str)]
         if thoughts:
             changes |= dict.fromkeys(thoughts, self._text(message[thoughts[0]], "thought"))
         if self.marking.calls and "tool_calls" in message:

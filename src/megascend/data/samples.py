@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
 from megascend.batch.packing import round_up
@@ -70,16 +71,18 @@ class Encoder:
         train_on_prompt: bool = False,
         on_too_long: TooLong = "error",
         template_options: Mapping[str, Any] | None = None,
+        template_date: date | None = None,
     ) -> None:
         """
         Args:
             findings: is told what was left out or cut.
             on_too_long: what becomes of a conversation, a completion or a pair above the limit; texts are cut into pieces.
             template_options: further variables of the chat template.
+            template_date: what the chat template is given as the date; default: today.
         """
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
-        self._template = ChatTemplate(tokenizer, template_options)
+        self._template = ChatTemplate(tokenizer, template_options, template_date)
 
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
         """The samples of a document: one of a conversation, two of a pair, as many of a text as it needs.
@@ -214,7 +217,8 @@ class Encoder:
             raise DataError(f"the tokenizer ({name}) gives no character offsets; a fast one is needed")
         # A text longer than the model's context is cut later, so the tokenizer's warning about it would only mislead.
         encoded: Any = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=offsets, verbose=False)
-        return list(encoded["input_ids"]), list(encoded["offset_mapping"]) if offsets else []
+        first = 1 if special and begins_twice(encoded["input_ids"], self._tokenizer) else 0
+        return list(encoded["input_ids"])[first:], list(encoded["offset_mapping"])[first:] if offsets else []
 
     # --- limits ---
 
@@ -296,6 +300,24 @@ def lies_within_a_token(offsets: Sequence[Span], places: Sequence[int]) -> bool:
     firsts = [first for first, _ in tokens]
     before = [bisect_left(firsts, place) - 1 for place in places]
     return any(index >= 0 and tokens[index][1] > place for index, place in zip(before, places, strict=True))
+
+
+def begins_twice(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a text begins with the beginning of a sequence, and the tokenizer has put another one before it."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and list(tokens[:2]) == [bos, bos]
+
+
+def opening_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a plain text that the model is to continue, with the special tokens that a training sample begins with.
+
+    Those that the tokenizer puts at the end are left out.
+    """
+    plain: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    closed: Any = tokenizer(text, verbose=False)["input_ids"]
+    first = next((at for at in range(len(closed) - len(plain) + 1) if closed[at : at + len(plain)] == plain), None)
+    tokens = list(plain if first is None else closed[: first + len(plain)])
+    return tokens[1:] if begins_twice(tokens, tokenizer) else tokens
 
 
 def common_messages(one: Any, other: Any) -> int:

@@ -18,6 +18,7 @@ class Part(Sequence[Sample]):
 
     Attributes:
         fingerprint: tells them from others.
+        sources: what they were made of, see :class:`SampleStore`.
     """
 
     def __init__(self, store: SampleStore, chosen: np.ndarray, fingerprint: str) -> None:
@@ -28,6 +29,7 @@ class Part(Sequence[Sample]):
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
         self.has_pairs = store.has_pairs
+        self.sources = store.sources
 
     def __len__(self) -> int:
         return len(self._indices)

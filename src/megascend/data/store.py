@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -28,12 +28,14 @@ class SampleStore(Sequence[Sample]):
     Attributes:
         fingerprint: of all samples, as :func:`megascend.data.order.fingerprint_of` has it.
         remarks: what was said while they were made.
+        sources: what they were made of, by what a message calls it: a digest, or the value.
     """
 
     def __init__(self, path: Path) -> None:
         about = json.loads((path / ABOUT).read_text())
         self.fingerprint: str = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
+        self.sources: dict[str, str] = about["sources"]
         # A row a sample: where its tokens begin, how many there are, number of the document, NO_PAIR or which of a pair.
         self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 4)
         self._tokens = _mapped(path / TOKENS, np.int32)
@@ -95,12 +97,18 @@ class SampleStore(Sequence[Sample]):
         return bool((self._index[:, 3] != NO_PAIR).all())
 
 
-def write_store(path: Path, documents: Iterable[tuple[int, list[Sample]]], findings: Findings) -> None:
+def write_store(
+    path: Path,
+    documents: Iterable[tuple[int, list[Sample]]],
+    findings: Findings,
+    sources: Mapping[str, str] | None = None,
+) -> None:
     """Write samples to a new directory, as they come.
 
     Args:
         documents: number and samples of each document.
         findings: its remarks are kept; read after the last document.
+        sources: kept, see :class:`SampleStore`.
     """
     path.mkdir()
     state, start = xxhash.xxh3_64(), 0
@@ -118,7 +126,11 @@ def write_store(path: Path, documents: Iterable[tuple[int, list[Sample]]], findi
                 side = NO_PAIR if sample.pair is None else CHOSEN if sample.chosen else REJECTED
                 index.write(np.asarray([start, len(ids), number, side], dtype=np.int64).tobytes())
                 start += len(ids)
-    about: dict[str, Any] = {"fingerprint": state.hexdigest(), "remarks": findings.lines()}
+    about: dict[str, Any] = {
+        "fingerprint": state.hexdigest(),
+        "remarks": findings.lines(),
+        "sources": dict(sources or {}),
+    }
     (path / ABOUT).write_text(json.dumps(about) + "\n")
 
 

@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
+from megascend.files import replacing
 from megascend.huggingface.model_shape import ModelShape
 
 # Files beside the weights that make a directory loadable by transformers.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+TOKENIZER_FILES = (
+    "tokenizer", "vocab", "merges", "added_tokens", "special_tokens_map", "spiece", "sentencepiece", "chat_template",
+)  # fmt: skip
+"""What the names of a tokenizer's files begin with."""
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
 LFS_POINTER = b"version https://git-lfs"
 WEIGHT_INDEX = "model.safetensors.index.json"
 # Tensors that some checkpoints carry and no model of Megatron has: they are derived from the configuration.
@@ -163,6 +169,53 @@ def copy_companions(
     for path in sorted(Path(source).iterdir()):
         if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != WEIGHT_INDEX:
             shutil.copyfile(path, target / path.name)
+    copy_additional_templates(source, target)
     config = change(json.loads((target / "config.json").read_text()))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_tokenizer(source: Path, target: Path, template: str | None) -> None:
+    """Copy a model's tokenizer beside an adapter, so that ``AutoTokenizer`` loads it from there.
+
+    Args:
+        template: the chat template that it has been trained with, where that is not the model's.
+
+    Raises:
+        CheckpointError: a file cannot be read or written.
+    """
+    try:
+        for path in sorted(Path(source).iterdir()):
+            if path.is_file() and path.name.startswith(TOKENIZER_FILES) and path.suffix in COPIED_SUFFIXES:
+                shutil.copyfile(path, target / path.name)
+        copy_additional_templates(source, target)
+    except OSError as error:
+        raise CheckpointError(f"{target}: the tokenizer of {source} could not be copied: {error}") from error
+    if template is not None:
+        write_chat_template(target, template)
+
+
+def copy_additional_templates(source: Path, target: Path) -> None:
+    """Copy the chat templates that a tokenizer has beside its default one."""
+    if (source / ADDITIONAL_TEMPLATES).is_dir():
+        shutil.copytree(source / ADDITIONAL_TEMPLATES, target / ADDITIONAL_TEMPLATES, dirs_exist_ok=True)
+
+
+def write_chat_template(folder: Path, template: str) -> None:
+    """Make ``template`` the only chat template of the tokenizer in a directory, wherever readers look for one.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        with replacing(folder / "chat_template.jinja") as fresh:
+            fresh.write_text(template, encoding="utf-8", newline="")
+        for name in ("tokenizer_config.json", "chat_template.json", "processor_config.json"):  # of earlier versions
+            path = folder / name
+            if path.is_file() and "chat_template" in (settings := _json_object(path)):
+                with replacing(path) as fresh:
+                    text = json.dumps(settings | {"chat_template": template}, indent=2, ensure_ascii=False)
+                    fresh.write_text(text + "\n", encoding="utf-8")
+        shutil.rmtree(folder / ADDITIONAL_TEMPLATES, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the chat template could not be written: {error}") from error

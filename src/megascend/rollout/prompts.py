@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascend.data.chat import ChatTemplate
+from megascend.data.findings import Findings
+from megascend.data.messages import parse_messages
+from megascend.data.samples import opening_tokens
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
@@ -62,22 +67,36 @@ def parse_prompt(line: str, source: str) -> Prompt:
     return record
 
 
-def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt: the text's, or those of the chat template up to where the assistant answers.
+def prompt_tokens(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    template_date: date | None = None,
+    findings: Findings | None = None,
+    source: str = "",
+) -> list[int]:
+    """Token ids of a prompt, as supervised training has them of the same prompt.
+
+    A text begins with the special tokens that the tokenizer puts at the beginning; a chat is rendered by the chat template up to
+    where the assistant answers.
+
+    Args:
+        template_date: what the chat template is given as the date; default: today.
+        findings: is told, of ``source``, what the chat template leaves out.
 
     Raises:
-        DataError: there is no token, ``messages`` meet a tokenizer without a chat template, or the template refuses them.
+        DataError: there is no token, ``messages`` meet a tokenizer without a chat template, or the template refuses them or
+            leaves out what the system or the user says.
     """
     if "prompt" in prompt:
-        tokens: Any = tokenizer(prompt["prompt"], add_special_tokens=False, verbose=False)["input_ids"]
+        tokens: Any = opening_tokens(prompt["prompt"], tokenizer)
     elif not tokenizer.chat_template:
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
     else:
-        try:
-            text = tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template raises whatever it likes
-            raise DataError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
-        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[arg-type]
+        template = ChatTemplate(tokenizer, day=template_date)
+        conversation = template.rendering(parse_messages(prompt["messages"], "messages")[0], prompt=True)
+        if findings is not None:
+            template.check_written(conversation, None, None, source, findings)
+        tokens = tokenizer(conversation.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokens:
         raise DataError(f"a prompt without a token: {prompt!r:.80}")
     return list(tokens)

@@ -23,6 +23,7 @@ from megascend.app.run import (
     make_trackers,
     model_line,
     tell_stop,
+    with_template_date,
     write_config,
 )
 from megascend.app.run_log import RunLog
@@ -125,6 +126,7 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
     check_transport(config.sync.transport, runtime.platform.device_type)
     reward = load_reward(config.rollout.reward)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
+    config = with_template_date(config, tokenizer, resume, launch)
     learned_from, evaluated = read_and_check(config, tokenizer, limits)
     prompts, held_out = [prompt for _, prompt in learned_from], [prompt for _, prompt in evaluated]
     if launch.rank == 0 and (said := disk_warning(config)):

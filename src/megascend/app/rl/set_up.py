@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from megascend.rollout.rewards import Reward
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 OF_RESPONSES = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
 
@@ -42,7 +44,7 @@ def make_collector(
     """
     rollout = config.rollout
     task = Task(
-        encode=lambda prompt: prompt_tokens(prompt, tokenizer),
+        encode=lambda prompt: prompt_tokens(prompt, tokenizer, config.template_date),
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         reward=reward,
         sampling=Sampling(rollout.max_tokens, stop_token_ids=stop_tokens(tokenizer, rollout.stop), seed=config.seed),
@@ -89,17 +91,25 @@ def read_and_check(
         numbered = numbered_prompts(path) if path is not None else []
         for number, prompt in numbered:
             with findings.collecting():
-                _check_prompt(prompt, f"{path}:{number}", config.rollout.max_tokens, tokenizer, limits)
+                _check_prompt(prompt, f"{path}:{number}", config, tokenizer, limits, findings)
         found.append([(f"{path}:{number}", prompt) for number, prompt in numbered])
     findings.raise_problems("prompts")
+    for line in findings.lines():
+        logger.warning("prompts: %s", line)
     return found[0], found[1]
 
 
 def _check_prompt(
-    prompt: Prompt, source: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase, limits: Limits
+    prompt: Prompt,
+    source: str,
+    config: RlConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    findings: Findings,
 ) -> None:
+    max_tokens = config.rollout.max_tokens
     try:
-        count = len(prompt_tokens(prompt, tokenizer))
+        count = len(prompt_tokens(prompt, tokenizer, config.template_date, findings, source))
     except DataError as error:
         raise DataError(f"{source}: {error}") from error
     if count + max_tokens > limits.length:
