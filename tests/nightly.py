@@ -54,6 +54,10 @@ NIGHTLY = {
     "cli/test_cli_rl.py": {
         "the_example_learns_and_resumes": "app/rl/test_loop.py",
     },
+    "cli/test_cli_template.py": {
+        f"a_run_keeps_its_date_and_exports_its_template[{kind}]": "single; huggingface/test_files.py: beside an adapter"
+        for kind in ("single, lora", "fsdp", "megatron", "megatron, lora")
+    },
     "cli/test_cli_train.py": {
         "two_processes_learn_the_same": "a cookbook script on two ranks; one process in the same file",
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,65 @@ def test_a_chat_template_that_cannot_be_read(folder: Path, content: bytes | None
         (folder / "own.jinja").write_bytes(content)
     with pytest.raises(DataError, match=rf"data.chat_template: .*own.jinja.* {said}"):
         samples_of(folder, chat_template=folder / "own.jinja")
+
+
+DATED = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+
+
+def dated(folder: Path, day: date | None = None, *, model_template: Any = None) -> SampleStore:
+    """Samples of the folder's chats by a template that writes the date, the settings' or the tokenizer's."""
+    write(folder / "data.jsonl", {"messages": CHAT})
+    (folder / "dated.jinja").write_text(DATED)
+    tokenizer = byte_tokenizer(256)
+    data = Data(path=folder / "data.jsonl", chat_template=None if model_template else folder / "dated.jinja")
+    tokenizer.chat_template = model_template or tokenizer.chat_template
+    return prepare_samples(data.path, data, tokenizer, Limits(100), folder / "model", template_date=day)
+
+
+def text_of(store: SampleStore) -> str:
+    return byte_tokenizer(256).decode(store[0].input_ids)
+
+
+def test_samples_with_a_date_are_of_their_day(folder: Path) -> None:
+    """The date is in their key: a cache does not serve those of another day, and has those of one day once."""
+    first, second = dated(folder, date(2024, 2, 29)), dated(folder, date(2024, 3, 1))
+    assert text_of(first).startswith("29 Feb 2024 00:00user")
+    assert text_of(second).startswith("01 Mar 2024 00:00user")
+    assert first.fingerprint != second.fingerprint
+    assert first.sources["date in the chat template"] == "2024-02-29"
+    assert {name for name in first.sources if first.sources[name] != second.sources[name]} == {
+        "date in the chat template"
+    }
+    assert dated(folder, date(2024, 2, 29)).fingerprint == first.fingerprint
+    assert len(stores(folder)) == 2
+    assert text_of(dated(folder)).startswith(date.today().strftime("%d %b %Y 00:00user"))
+    # The tokenizer's own methods still have the clock.
+    tokenizer = byte_tokenizer(256)
+    now = tokenizer.apply_chat_template(CHAT, chat_template=DATED, tokenize=False)
+    assert now.startswith(date.today().strftime("%d %b %Y "))
+
+
+def test_the_date_is_not_in_the_key_of_other_samples(folder: Path) -> None:
+    for day in (date(2024, 2, 29), date(2024, 3, 1)):
+        data = Data(path=folder / "data.jsonl")
+        store = prepare_samples(data.path, data, byte_tokenizer(256), LIMITS, folder / "model", template_date=day)
+        assert "date in the chat template" not in store.sources
+    assert len(stores(folder)) == 1
+
+
+def test_every_template_of_a_tokenizer_is_in_the_key(folder: Path) -> None:
+    """Also those that it has for tools, from whichever file they come."""
+    plain = DATED.partition("}}")[2]
+    first = dated(folder, model_template={"default": plain, "tool_use": "a" + plain})
+    second = dated(folder, model_template={"default": plain, "tool_use": "b" + plain})
+    assert [name for name in first.sources if first.sources[name] != second.sources[name]] == ["chat template"]
+    assert len(stores(folder)) == 2
+    dated(folder, model_template={"default": plain, "tool_use": "b" + plain})
+    assert len(stores(folder)) == 2
+
+
+@pytest.mark.parametrize("expression", ["['a', 'b'] | random", "lipsum(n=1)"])
+def test_a_template_that_draws_at_random_is_refused(folder: Path, expression: str) -> None:
+    template = "{{ " + expression + " }}" + DATED.partition("}}")[2]
+    with pytest.raises(DataError, match="the chat template draws at random"):
+        dated(folder, model_template=template)

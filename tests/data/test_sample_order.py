@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megascend.batch.sample import Sample
-from megascend.data.order import batches, fingerprint_of
+from megascend.data.order import Batches, batches, fingerprint_of
 from megascend.errors import DataError
 
 
@@ -51,6 +51,65 @@ def test_a_stream_does_not_resume_on_other_data() -> None:
 
     with pytest.raises(DataError, match="no training samples"):
         batches([], 4, seed=3, shuffle=True)
+
+
+BEFORE = {
+    "data (data.path)": "a",
+    "chat template": "b",
+    "date in the chat template": "2024-02-29",
+    "tokenizer.json": "c",
+}
+CHANGES = {
+    "data": ({"data (data.path)": "x"}, r"\. The data changed, by: data \(data\.path\)\. Bring back"),
+    "template": ({"chat template": "x"}, r"The samples changed and the data did not, by: chat template\. Bring back"),
+    "tokenizer": ({"tokenizer.json": "x"}, r"the data did not, by: tokenizer\.json\."),
+    "date": (
+        {"date in the chat template": "2024-03-01"},
+        r"the data did not, by: date in the chat template \(2024-02-29 -> 2024-03-01\)\..*; template_date: 2024-02-29 is that",
+    ),
+    "data and template": (
+        {"data (data.path)": "x", "chat template": "x"},
+        r"The data changed, by: data .*, chat template\.",
+    ),
+    "unknown": ({}, r"and is two now\. Bring back"),
+}
+
+
+def changed_stream(count: int, **changes: str) -> Batches[int]:
+    """A stream of other samples than that of :data:`BEFORE`, which goes on with them."""
+    return batches(range(count), 4, 3, True, "two", sources=BEFORE | changes, on_changed="continue")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_samples_that_changed_are_told_from_data_that_changed(change: str) -> None:
+    sources, message = CHANGES[change]
+    state = json.loads(json.dumps(batches(range(10), 4, 3, True, "one", sources=BEFORE).state_dict()))
+    stream = batches(range(10), 4, 3, True, "two", sources=BEFORE | sources, on_changed="error")
+    with pytest.raises(DataError, match="cannot resume the data order: fingerprint was one.*" + message) as caught:
+        stream.load_state_dict(state)
+    assert "data.on_changed: continue" in str(caught.value)
+    del state["sources"]  # as earlier versions wrote it
+    with pytest.raises(DataError, match=r"fingerprint was one when it was saved and is two now\. Bring back"):
+        stream.load_state_dict(state)
+
+
+def test_a_stream_continues_with_samples_that_changed() -> None:
+    """At its position if there are as many, for then the order is the same; else with a new epoch."""
+    stream = batches(range(10), 4, 3, True, "one", sources=BEFORE)
+    for _ in range(4):
+        next(stream)
+    state = stream.state_dict()
+    same = changed_stream(10, **{"chat template": "x"})
+    same.load_state_dict(state)
+    assert "by: chat template" in same.changes
+    assert [next(same) for _ in range(3)] == [next(stream) for _ in range(3)]
+    more = changed_stream(12)
+    more.load_state_dict(state)
+    assert more.changes.endswith("; a new epoch begins")
+    assert more.epochs == 2.0
+    assert sorted(next(more) + next(more) + next(more)) == list(range(12))
+    with pytest.raises(DataError, match="shuffle was True"):
+        batches(range(10), 4, 3, False, "one", on_changed="continue").load_state_dict(state)
 
 
 def test_a_fingerprint_tells_token_ids_and_weights_apart():

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
+from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import (
     WEIGHT_INDEX,
     check_vocabulary,
     copy_companions,
+    copy_tokenizer,
     read_config,
     tensor_shapes,
 )
@@ -150,3 +153,39 @@ def test_companions_are_copied_and_the_dtype_is_the_weights(folder, tmp_path, ke
     assert (target / "merges.txt").read_text() == "merges.txt"
     assert json.loads((target / "config.json").read_text()) == {"model_type": "qwen3", key or "dtype": "bfloat16"}
     assert json.loads((folder / "config.json").read_text()) == config
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("kept", ["in a file", "in the configuration", "one for tools", "none"])
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["trained with another", "trained with its own"])
+def test_a_copied_tokenizer_has_the_template_that_was_trained_with(tmp_path, kept, template):
+    source, target = tmp_path / "model", tmp_path / "adapter"
+    tokenizer = byte_tokenizer(256)
+    tokenizer.chat_template = {"none": None, "one for tools": {"default": "a", "tool_use": "b"}}.get(kept, "a")
+    tokenizer.save_pretrained(source)
+    if kept == "in the configuration":
+        (source / "chat_template.jinja").unlink()
+        path = source / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "a"}))
+    own = AutoTokenizer.from_pretrained(source).chat_template
+    assert own == tokenizer.chat_template
+    target.mkdir()
+    copy_tokenizer(source, target, template)
+    copy = AutoTokenizer.from_pretrained(target)
+    assert copy.chat_template == (own if template is None else TEMPLATE)
+    assert copy("abc") == tokenizer("abc")
+    if template is not None and kept == "in the configuration":  # for readers that know no other place
+        assert json.loads((target / "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
+
+
+def test_companions_include_templates_for_tools(tmp_path):
+    source, target = tmp_path / "model", tmp_path / "hf"
+    tokenizer = byte_tokenizer(256)
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    tokenizer.save_pretrained(source)
+    (source / "config.json").write_text('{"model_type": "qwen3"}')
+    target.mkdir()
+    copy_companions(source, target, "bfloat16")
+    assert AutoTokenizer.from_pretrained(target).chat_template == {"default": "a", "tool_use": "b"}

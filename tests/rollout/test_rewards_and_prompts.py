@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from datetime import date
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -11,10 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
+from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.data.columns import parse_record
+from megascend.data.findings import Findings
+from megascend.data.samples import Encoder, Limits
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.advantages import ESTIMATORS, advantages
-from megascend.rollout.prompts import parse_prompt, read_prompts
+from megascend.rollout.prompts import parse_prompt, prompt_tokens, read_prompts
 from megascend.rollout.rewards import checked, load_reward, reward_name
 
 CODE = """
@@ -181,3 +188,50 @@ def test_prompt_files(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(line: str) -> None:
     with pytest.raises(DataError, match=r"^prompts:7: "):
         parse_prompt(line, "prompts:7")
+
+
+def tokenizer_with_bos(*, closes: bool = False) -> PreTrainedTokenizerFast:
+    """A byte tokenizer that begins every text with a token, as Llama's, and may close it with another one."""
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    ends = [("<|im_end|>", tokenizer.convert_tokens_to_ids("<|im_end|>"))] if closes else []
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=" ".join(["<s> $A", *(name for name, _ in ends)]),
+        special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>")), *ends],
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["begins", "begins and closes"])
+@pytest.mark.parametrize("text", ["2+2=", "<s>2+2="], ids=["without", "with the beginning in the text"])
+def test_a_prompt_is_tokenised_as_in_supervised_training(text: str, closes: bool) -> None:
+    tokenizer = tokenizer_with_bos(closes=closes)
+    record = {"prompt": text, "completion": "4"}
+    [sample] = Encoder(tokenizer, Limits(99), Findings()).encode(parse_record(record, "f:1"))
+    ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
+    prompt = prompt_tokens({"prompt": text}, tokenizer)
+    assert tokenizer.decode(prompt) == "<s>2+2="
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode(ids[len(prompt) :]) == "4<|im_end|>"
+
+
+def test_a_chat_is_tokenised_as_in_supervised_training() -> None:
+    """Without a second beginning, with the run's date; what the template leaves out is reported."""
+    tokenizer = tokenizer_with_bos()
+    tokenizer.chat_template = (
+        "{{ bos_token + strftime_now('%Y-%m-%d') }}{% for m in messages if m.role != 'developer' %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    messages = [{"role": "developer", "content": "brief"}, {"role": "user", "content": "2+2?"}]
+    findings, day = Findings(), date(2024, 2, 29)
+    prompt = prompt_tokens({"messages": messages}, tokenizer, day, findings, "p:1")
+    assert tokenizer.decode(prompt) == "<s>2024-02-29<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert findings.lines()[0].startswith("p:1: messages of the role 'developer' are left out")
+    record = {"messages": [*messages, {"role": "assistant", "content": "4"}]}
+    encoder = Encoder(tokenizer, Limits(99), Findings(), template_date=day)
+    [sample] = encoder.encode(parse_record(record, "f:1"))
+    assert [int(sample.input_ids[0]), *sample.target_ids.tolist()][: len(prompt)] == prompt
+    tokenizer.chat_template = "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r"message 1 \(user\): the chat template does not write its words"):
+        prompt_tokens({"messages": messages}, tokenizer, day, findings, "p:1")
