@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,10 @@ from megascend.app.resume import (
     restarts,
     run_files,
 )
+from megascend.app.run import with_template_date
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
+from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
@@ -218,3 +221,29 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     assert differences(saved, changed) == ["gone: 1 -> None", "optimizer.lr: 0.5 -> 1e-05", "steps: 10 -> 20"]
     changed = config.model_copy(update={"lora": Lora(rank=4)})
     assert "lora.rank: None -> 4" in differences(config.model_dump(mode="json"), changed)
+
+
+def test_a_run_has_the_template_date_of_the_checkpoint_that_it_resumes_from(tmp_path: Path) -> None:
+    """Where its template writes the date, and none is set; else today, and none where it does not."""
+    output = add_run(tmp_path / "run", 4, 8, by=agent())
+    early = manifest.Manifest(4, "fp32", {}, {}, None, [], {}, config={"template_date": "2024-02-29"})
+    (Retention(output / "checkpoints").path(4) / manifest.NAME).write_text(early.to_text())  # that of step 8 is damaged
+    config = RunConfig(model=tmp_path, output=output, data={"path": tmp_path})
+    tokenizer = byte_tokenizer(256)
+    tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}"}
+    today, saved = date.today(), date(2024, 2, 29)
+    for resume, launch, day in (
+        ("auto", Launch(), saved),
+        (output, Launch(), saved),
+        (output / "checkpoints" / "step-00000004", Launch(), saved),
+        (None, AGAIN, saved),
+        (None, LATE_RANK, saved),
+        (None, Launch(), today),
+    ):
+        assert with_template_date(config, tokenizer, resume, launch).template_date == day
+    new = config.model_copy(update={"output": tmp_path / "new"})
+    assert with_template_date(new, tokenizer, "auto", Launch()).template_date == today
+    chosen = config.model_copy(update={"template_date": date(2020, 1, 1)})
+    assert with_template_date(chosen, tokenizer, "auto", Launch()) is chosen
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert with_template_date(config, tokenizer, "auto", Launch()) is config

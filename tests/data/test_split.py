@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from megascend.data.findings import Findings
 from megascend.data.samples import Limits
 from megascend.data.split import hold_out, whole
 from megascend.data.store import SampleStore, write_store
+from megascend.distributed import objects
 from megascend.errors import ConfigError, DataError
 
 RUN = {"model": "m", "output": "o", "data": {"path": "d", "global_batch_size": 4}}
@@ -47,6 +50,29 @@ def test_a_validation_set_is_not_among_what_is_learned(tmp_path: Path) -> None:
         settings = RUN | {"data": {"path": path}, "validation": {"path": validation}}
         with pytest.raises(DataError, match=r"validation\.path: .*v\.jsonl lies in data\.path"):
             RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), Limits(9))
+
+
+def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another date, for example: before any step, on all ranks alike."""
+    parts = []
+    for number, day in enumerate(("2024-02-29", "2024-03-01")):
+        sources = {"data (data.path)": "a", "date in the chat template": day}
+        write_store(tmp_path / day, [(0, [Sample.causal([number, 1])])], Findings(), sources)
+        parts.append(whole(SampleStore(tmp_path / day)))
+    samples = [RunSamples(part, None, 1, ()) for part in parts]
+    gathered: list[Any] = []
+
+    def gather(value: Any, *_: Any) -> list[Any]:
+        gathered.append((f"host-{len(gathered)}", *value[1:]))
+        return gathered
+
+    monkeypatch.setattr(objects, "gather_objects", gather)
+    backend: Any = SimpleNamespace(groups=None)
+    samples[0].check_alike(backend)
+    with pytest.raises(
+        DataError, match="rank 1 on host-1 has other samples than rank 0 on host-0: date in the chat template"
+    ):
+        samples[1].check_alike(backend)
 
 
 @pytest.mark.parametrize(("documents", "fraction"), [(1, 0.1), (2, 0.9)])

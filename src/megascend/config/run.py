@@ -178,6 +178,12 @@ class TrainerConfig(Section):
             "with the run"
         ]
 
+    def template_remarks(self) -> list[str]:
+        """What a chat template is given that a run keeps."""
+        if self.template_date is None:
+            return []
+        return [f"chat template: the date that it writes is {self.template_date} (template_date), also when resumed"]
+
     def ending_with(self, steps: int) -> Self:
         """These settings, with schedules that name no end ending with a run of ``steps`` steps.
 
@@ -203,17 +209,14 @@ class RunConfig(TrainerConfig):
 
     def template_remarks(self) -> list[str]:
         """What becomes of the chat template and its date."""
-        where = "OUTPUT/hf" if self.lora is None else "OUTPUT/adapter"
-        place = where.replace("OUTPUT", str(self.output))
-        lines = []
-        if self.data.chat_template is not None:
-            carried = f"the export ({place}) carries it" if self.export else "nothing is exported (export: false)"
-            lines.append(f"chat template: {self.data.chat_template} in place of the model's; {carried}")
-        if self.template_date is not None:
-            lines.append(
-                f"chat template: the date that it writes is {self.template_date} (template_date), also when resumed"
-            )
-        return lines
+        if self.data.chat_template is None:
+            return super().template_remarks()
+        place = self.output / ("hf" if self.lora is None else "adapter")
+        carried = f"the export ({place}) carries it" if self.export else "nothing is exported (export: false)"
+        return [
+            f"chat template: {self.data.chat_template} in place of the model's; {carried}",
+            *super().template_remarks(),
+        ]
 
     @model_validator(mode="before")
     @classmethod

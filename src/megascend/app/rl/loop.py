@@ -149,7 +149,8 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
         number = done = backend.step_count
         if main_rank:
             write_config(config)
-            print(start_line(config, backend, len(prompts)), flush=True)
+            for line in (start_line(config, backend, len(prompts)), *config.template_remarks()):
+                print(line, flush=True)
             if backend.self_check is not None:
                 print(backend.self_check.summary(), flush=True)
 
