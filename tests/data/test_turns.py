@@ -403,3 +403,18 @@ def test_templates_that_look_at_their_words_are_marked_less() -> None:
         encode({"messages": messages}, tokenizer)
     sample, _ = encode({"messages": messages}, chatml().tokenizer())
     assert learned(sample, tokenizer)[1] == "second<|im_end|>"
+
+
+def test_words_in_tags_that_the_template_looks_for_are_marked_within() -> None:
+    """As Qwen3's template looks for ``<tool_response>`` in a question."""
+    tokenizer = FAMILIES["ChatML, closed once"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% elif m.role == 'user' %}",
+        "{% elif m.role == 'user' and c.startswith('<tool_response>') and c.endswith('</tool_response>') %}"
+        "{{ '<|im_start|>tool\n' + c + '<|im_end|>\n' }}{% elif m.role == 'user' %}",
+    )
+    messages = conversation("first", "second", "third")
+    messages[2]["content"] = "<tool_response>\nfirst, blue\n</tool_response>"
+    sample, said = encode({"messages": messages}, tokenizer)
+    assert learned(sample, tokenizer) == ["first<|im_end|>", "second<|im_end|>", "third<|im_end|>\n</s>"]
+    assert said == []

@@ -375,7 +375,8 @@ class ChatTemplate:
         silent: dict[str, None] = {}
         for index, message in enumerate(conversation.messages):
             words, role = tail(message), message["role"]
-            if not words or not (words not in conversation.text or conversation.positions.is_left_out(index, "words")):
+            left_out = conversation.positions.is_left_out(index, "words")
+            if not words or not (words not in conversation.text if left_out is None else left_out):
                 continue
             if role in ("system", "user", "assistant"):
                 raise DataError(
@@ -394,8 +395,9 @@ class ChatTemplate:
     def _drops_thought(conversation: Rendering, index: int) -> bool:
         """Whether the template leaves out what a message says before ``</think>``, or under a key for it."""
         message = conversation.messages[index]
-        if conversation.positions.is_left_out(index, "thought"):
-            return True
+        left_out = conversation.positions.is_left_out(index, "thought")
+        if left_out is not None:
+            return left_out
         thought = str(message.get("reasoning_content", "")).strip()
         return bool(thought) and thought not in conversation.text
 

@@ -24,6 +24,8 @@ Render = Callable[[Sequence[Message]], tuple[str, list[Span]]]
 OPEN, CLOSE = "\ue3a0", "\ue3a1"
 MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
 THOUGHT_END = "</think>"
+TAGGED = re.compile(r"<(\w+)>\s*(?P<inner>.*?)\s*</\1>", re.DOTALL)
+"""Words in tags that a template may look for, ``<tool_response>`` in a user's message for example."""
 THOUGHT_TAG = re.compile(r"\s*<think>")
 
 
@@ -34,9 +36,15 @@ class Marking:
     beginnings: bool = True
     empty: bool = True
     calls: bool = True
+    outside_tags: bool = True
 
 
-MARKINGS = (Marking(), Marking(empty=False), Marking(beginnings=False, empty=False, calls=False))
+MARKINGS = (
+    Marking(),
+    Marking(empty=False),
+    Marking(empty=False, outside_tags=False),
+    Marking(beginnings=False, empty=False, calls=False, outside_tags=False),
+)
 """From the most telling to the least disturbing."""
 
 
@@ -45,11 +53,13 @@ class MarkedText:
     """One text of a message, and the offsets of the marks around it; none where the rendered text does not have it.
 
     Attributes:
+        is_empty: there is nothing to be found but the place.
         begins: empty, too, where only ends were marked.
     """
 
     message: int
     part: Part
+    is_empty: bool
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
@@ -72,11 +82,10 @@ class WordPositions:
         ]
         return max(ends) if ends and max(ends) >= 0 else None
 
-    def is_left_out(self, message: int, part: Part) -> bool:
-        """Whether some text of a part is not in the rendered text, as far as that is known."""
-        return any(
-            not text.begins and not text.ends for text in self.texts if (text.message, text.part) == (message, part)
-        )
+    def is_left_out(self, message: int, part: Part) -> bool | None:
+        """Whether some text of a part is not in the rendered text, or not to its end; None where that is not known."""
+        texts = [text for text in self.texts if (text.message, text.part, text.is_empty) == (message, part, False)]
+        return any(not text.ends for text in texts) if texts else None
 
     def others_within(self, message: int, start: int, end: int) -> set[int]:
         """Other messages with words or thoughts between two offsets."""
@@ -85,7 +94,8 @@ class WordPositions:
             for text in self.texts
             if text.message != message
             and text.part != "call"
-            and any(start < at < end for at in (*text.begins, *text.ends))
+            and not text.is_empty
+            and (any(start <= at < end for at in text.begins) or any(start < at <= end for at in text.ends))
         }
 
     def without_texts(self, rendered: str, messages: int) -> str | None:
@@ -97,7 +107,7 @@ class WordPositions:
         for text in self.texts:
             ends = [at for at in text.ends if at <= len(rendered)]
             if text.message < messages and text.part != "call":
-                if len(text.begins) < len(ends):
+                if len(text.begins) < len(ends) and not text.is_empty:
                     return None
                 spans += zip(text.begins, ends, strict=False)
         kept, at = [], 0
@@ -130,20 +140,17 @@ class Rendering:
         """Where the text has the texts of the messages."""
         if OPEN in self.text or CLOSE in self.text:
             return WordPositions()
-        everything = set(range(len(self.messages)))
-        for marking in MARKINGS:
-            if (positions := self._attempt(everything, marking)) is not None:
-                return positions
-        # One message keeps the others from being marked with it.
-        positions = WordPositions()
-        for index in sorted(everything):
-            for marking in MARKINGS[1:]:
-                if (alone := self._attempt({index}, marking)) is not None:
-                    positions.texts += alone.texts
-                    break
-        return positions
+        return WordPositions(self._marked_texts(range(len(self.messages))))
 
-    def _attempt(self, chosen: set[int], marking: Marking) -> WordPositions | None:
+    def _marked_texts(self, chosen: Sequence[int]) -> list[MarkedText]:
+        """The texts of some messages, marked together; where one keeps the others from being marked, half by half."""
+        for marking in MARKINGS:
+            if (positions := self._attempt(chosen, marking)) is not None:
+                return positions.texts
+        half = len(chosen) // 2
+        return self._marked_texts(chosen[:half]) + self._marked_texts(chosen[half:]) if half else []
+
+    def _attempt(self, chosen: Sequence[int], marking: Marking) -> WordPositions | None:
         """Positions by one way of marking; None if marks change the text."""
         positions = WordPositions()
         marked = [
@@ -198,17 +205,20 @@ class _Marker:
 
     def _text(self, text: str, part: Part) -> str:
         """Mark where a text begins and ends, within the white space around it that a template may trim."""
-        core = text.strip()
-        if not core and not self.marking.empty:
+        first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+        if first >= last and not self.marking.empty:
             return text
+        if not self.marking.outside_tags and (tagged := TAGGED.fullmatch(text, first, last)):
+            first, last = tagged.span("inner")
+        is_empty = first >= last
+        first = last if is_empty else first
         number = 2 * len(self.texts)
-        self.texts.append(MarkedText(self.index, part))
-        before, _, after = text.partition(core) if core else (text, "", "")
-        beginning = f"{OPEN}{number}{CLOSE}" if self.marking.beginnings else ""
-        return f"{before}{beginning}{core}{OPEN}{number + 1}{CLOSE}{after}"
+        self.texts.append(MarkedText(self.index, part, is_empty))
+        beginning = f"{OPEN}{number}{CLOSE}" if self.marking.beginnings and not is_empty else ""
+        return f"{text[:first]}{beginning}{text[first:last]}{OPEN}{number + 1}{CLOSE}{text[last:]}"
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function", call)
-        self.texts.append(MarkedText(self.index, "call"))
+        self.texts.append(MarkedText(self.index, "call", is_empty=False))
         function = function | {"name": f"{function['name']}{OPEN}{2 * len(self.texts) - 1}{CLOSE}"}
         return call | {"function": function} if "function" in call else function
