@@ -105,6 +105,10 @@ FAMILIES = {
         "<|system|>\n", "<|user|>\n", "<|assistant|>\n", "<|end|>\n", end="<|endoftext|>", eos="<|endoftext|>",
         special=PHI, learned=("@<|end|>", "@<|end|>\n<|endoftext|>"),
     ),
+    "Phi-3, opening the next": Family(
+        user="c + '<|end|>\n'", assistant="'<|assistant|>\n' + c + '<|end|>\n<|user|>\n'", prompt="<|assistant|>\n",
+        begin="<|user|>\n", eos="<|endoftext|>", special=PHI, learned=("@<|end|>", "@<|end|>"),
+    ),
     "Phi-4": Family(
         system="'<|im_start|>system<|im_sep|>' + c + '<|im_end|>'", user="'<|im_start|>user<|im_sep|>' + c + '<|im_end|>'",
         assistant="'<|im_start|>assistant<|im_sep|>' + c + '<|im_end|>'", prompt="<|im_start|>assistant<|im_sep|>",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megascend.data.document import Message
 from megascend.data.rendering import Rendering, Span
 from megascend.errors import DataError
 
 PROBE = "wordsofaprobe"
+LONGEST_END = 200
+"""Characters of what ends a turn, beyond which it is not looked for at the end of a conversation that is cut there."""
 TAGS = re.compile(r"</?\w*:?think>")
 THINKING = re.compile(rf"(?:\s|{TAGS.pattern})*")
 """What a generation prompt may have that history lacks: the beginning of a thought, or an empty one."""
@@ -113,26 +115,31 @@ class AppendedTurns:
         words = self._conversation.positions.end_of(index, start)
         if words is None:
             return None
-        messages, rest, endings = self._conversation.messages, self._conversation.text[words:], []
-        if (at := upto.positions.end_of(index, 0)) is not None:
-            endings.append(self._common_beginning(rest, upto.text[at:]))
+        messages, rest = self._conversation.messages, self._conversation.text[words:]
+        ending = ""
+        for ending in self._endings(index, rest, head, upto):
+            if ending.rstrip().endswith(self._special):
+                return words + len(ending.rstrip())
+        # Without a token that ends it: whole lines, as the rest of a line may be what the heads of two roles begin with. A call
+        # goes on behind its name.
+        return words + len(ending.rstrip() if "tool_calls" in messages[index] else ending.rpartition("\n")[0].rstrip())
+
+    def _endings(self, index: int, rest: str, head: Rendering, upto: Rendering) -> Iterator[str]:
+        """What of ``rest``, which follows a turn's words, belongs to the turn, by several comparisons, cheap ones first."""
+        messages = self._conversation.messages
+        ends = [
+            size for size in range(1, min(len(rest), len(upto.text), LONGEST_END)) if upto.text.endswith(rest[:size])
+        ]
+        yield rest[: ends[-1]] if ends else ""
         before = self._or_none(messages[:index], False)
         opening = head.text.removeprefix(before.text) if before is not None else head.text
-        if opening != head.text and (continued := self._or_none(messages[: index + 1], True)) is not None:
+        if opening and opening != head.text and (continued := self._or_none(messages[: index + 1], True)) is not None:
             at = continued.positions.end_of(index, 0)
             if at is not None and continued.text.endswith(opening):
                 ending = continued.text[at:].removesuffix(opening)
-                endings += [ending] if rest.startswith(ending) else []
-        endings = sorted((ending.rstrip() for ending in endings), key=len)
-        if not endings:
-            return None
-        closed = [ending for ending in endings if ending.endswith(self._special)]
-        if closed:
-            return words + len(closed[-1])
-        # Without a token that ends it: whole lines, as the rest of a line may be what the heads of two roles begin with. A call
-        # goes on behind its name.
-        last = endings[-1] if "tool_calls" in messages[index] else endings[-1].rpartition("\n")[0].rstrip()
-        return words + len(last)
+                yield ending if rest.startswith(ending) else ""
+        if (at := upto.positions.end_of(index, 0)) is not None:
+            yield self._common_beginning(rest, upto.text[at:])
 
     def _common_beginning(self, one: str, other: str) -> str:
         """What two texts begin with alike, without a special token or a tag of thoughts that is cut in either."""
@@ -163,11 +170,22 @@ class AppendedTurns:
             text = stripped = rest
         return len(stripped) if token and len(stripped) > start else max(start, len(text))
 
-    def _openers(self, index: int, head: Rendering) -> list[str]:
-        """Special tokens that open the assistant's turn: those behind the one that ends the message before it."""
+    def _openers(self, index: int, head: Rendering) -> set[str]:
+        """Special tokens that open turns.
+
+        Of the assistant, those behind the one that ends the message before it; of others, the last before their words.
+        """
         words = max((head.positions.of(number, "words")[-1:] for number in range(index)), default=[])
-        tokens = [match[0] for match in self._token.finditer(head.text, *words)]
-        return tokens[1:]
+        own = [match[0] for match in self._token.finditer(head.text, *words)][1:]
+        text, messages = self._conversation.text, self._conversation.messages
+        begins = [
+            begin
+            for marked in self._conversation.positions.texts
+            if marked.part == "words" and messages[marked.message]["role"] != "assistant"
+            for begin in marked.begins
+        ]
+        before = [list(self._token.finditer(text, max(0, begin - LONGEST_END), begin))[-1:] for begin in begins]
+        return {*own, *(match[0] for matches in before for match in matches)}
 
     def _or_none(self, messages: Sequence[Message], prompt: bool) -> Rendering | None:
         try:
