@@ -128,7 +128,10 @@ def _on_its_way(value: Tensor) -> Callable[[], int]:
 
 @cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    spec = find_spec("triton")
+    return (
+        spec is not None and spec.origin is not None
+    )  # a folder of that name is an importable package without content
 
 
 @cache

@@ -73,7 +73,7 @@ def test_an_unknown_name_and_a_missing_package_are_found_before_training(
 ) -> None:
     with pytest.raises(ConfigError, match=r"no 'wandbb'; there are tensorboard, wandb, swanlab, trackio, mlflow"):
         check_packages(config(tmp_path, "wandbb"))
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "is_installed", lambda name: False)
     for name, extra in (("tensorboard", "track"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         with pytest.raises(
             MissingDependencyError, match=rf"{name} needs {name}.*megascend\[{extra}\].*leave {name} out"

@@ -18,7 +18,13 @@ def run(settings: Settings, results: Results) -> None:
     """One measurement for each check."""
     command = [sys.executable, "-m", "megascend.cli.main", "doctor", "--json"]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=child_environment()
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=child_environment(),
     )
     try:
         checks = json.loads(done.stdout)["checks"]

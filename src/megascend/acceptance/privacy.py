@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megascend.surroundings import home
+
 PUBLIC_VARIABLES = re.compile(
     r"^(ASCEND_\w*(LEVEL|DEVICES|BLOCKING)|HCCL_(?!.*IF)\w*|OMP_NUM_THREADS|PYTHON(WARNINGS|UNBUFFERED)|LANG|LC_\w+|TERM|SHLVL|"
     r"MEGASCEND_(SIMNPU|ACCEPTANCE)\w*|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_NPU_ALLOC_CONF|_)$"
@@ -90,10 +92,10 @@ def of_this_machine(environment: Mapping[str, str] = os.environ) -> Scrubber:
     hosts = [host, environment.get("HOSTNAME", ""), environment.get("MASTER_ADDR", "")]
     hosts += [each.partition(".")[0] for each in hosts if not each[:1].isdigit()]
     names = [(each, "<host>") for each in hosts]
-    users = {environment.get("USER", ""), environment.get("LOGNAME", ""), _user(), Path.home().name} - {"root", ""}
+    users = {environment.get("USER", ""), environment.get("LOGNAME", ""), _user(), home().name} - {"root", ""}
     names += [(each, "<user>") for each in users]
     names += [(value, f"<{name}>") for name, value in environment.items() if is_private(name, value)]
-    names += [(str(folder), "<path>") for folder in (Path.home(), Path.cwd()) if len(folder.parts) > 1]
+    names += [(str(folder), "<path>") for folder in (home(), Path.cwd()) if len(folder.parts) > 1]
     roots = {
         str(Path(__file__).resolve().parents[2]): "megascend",
         sysconfig.get_path("purelib"): "site-packages",

@@ -32,6 +32,7 @@ from megascend.files import digest
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.kernels.compile_ahead import DRIVER, Attention, Job
 from megascend.kernels.head_sizes import rotary_fits, width_fits
+from megascend.surroundings import home
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ def _triton_cache() -> Path:
     """Where Triton keeps what it has compiled; absolute."""
     if chosen := os.environ.get("TRITON_CACHE_DIR"):
         return Path(chosen).absolute()
-    return Path(os.environ.get("TRITON_HOME") or Path.home()).absolute() / ".triton" / "cache"
+    return Path(os.environ.get("TRITON_HOME") or home()).absolute() / ".triton" / "cache"
 
 
 def _environment() -> dict[str, str]:

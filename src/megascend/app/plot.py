@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.errors import MissingDependencyError
 from megascend.files import replacing
+from megascend.surroundings import is_installed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +23,7 @@ def require_extra(package: str, setting: str) -> None:
     Raises:
         MissingDependencyError: ``package`` is not installed.
     """
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         raise MissingDependencyError(
             f"{setting}: true needs {package}, which is not installed: pip install 'megascend[track]', "
             f"or set {setting}: false"

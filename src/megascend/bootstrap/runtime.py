@@ -22,6 +22,7 @@ from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
 from megascend.changes import changed, listed, record
 from megascend.errors import ConfigError, ImportOrderError
+from megascend.surroundings import name_user
 
 if TYPE_CHECKING:
     from megascend.config import Affinity, Batching, Parallel, Precision
@@ -222,6 +223,7 @@ def bootstrap(
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
       ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
       port is set. With ``affinity="numa"`` the CPUs that its threads run on.
+    - ``HOME`` and ``USER`` where the user has neither (see :mod:`megascend.surroundings`).
     - and nothing else, for an engine without Megatron (``single``, ``fsdp``). For Megatron:
     - a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
       :mod:`megascend.bootstrap.stub_modules`).
@@ -271,6 +273,7 @@ def bootstrap(
     from megascend.config import Parallel
     from megascend.platforms import choose
 
+    record(name_user())
     if (hook := sys.modules.get("megascend_run")) is not None:  # under `megascend run`: the program has come before it
         hook.disarm()
     engine = engine or engines.DEFAULT

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from megascend.errors import PlatformError
+from megascend.surroundings import is_installed
 
 KERNEL_LEAVES = (
     # (top package, path inside it)
@@ -63,7 +64,7 @@ def _needs_triton(name: str) -> Callable[..., NoReturn]:
 
 
 def _importable(package: str) -> bool:
-    return package in sys.modules or importlib.util.find_spec(package) is not None
+    return package in sys.modules or is_installed(package)
 
 
 def _locate(package: str, inner: str) -> Path | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from importlib.util import find_spec
 from typing import ClassVar
 
 from megascend.bootstrap.providers import PatchProvider
 from megascend.errors import PlatformError
+from megascend.surroundings import is_installed
 
 
 class TransformerEngine(PatchProvider):
@@ -16,7 +16,7 @@ class TransformerEngine(PatchProvider):
     must_come_first: ClassVar[bool] = False
 
     def before_megatron(self) -> list[str]:
-        if find_spec("transformer_engine") is None:
+        if not is_installed("transformer_engine"):
             raise PlatformError(
                 "platform 'cuda' needs Transformer Engine: pip install --no-build-isolation "
                 "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "

@@ -15,11 +15,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from megascend.distributed.launch import child_environment
+from megascend.surroundings import is_installed
 
 Status = Literal["ok", "warn", "fail", "skip"]
 GIB = 1024**3
@@ -76,6 +76,7 @@ def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # in a C locale, text that is not ASCII
         env=child_environment() | {"PYTHONPATH": path} | environment,
     )
 
@@ -162,7 +163,7 @@ def check_torch(timeout: float) -> Check:
 
 def check_npu(timeout: float) -> list[Check]:
     """What the platform ``npu`` needs, one line each, where torch_npu is installed."""
-    if find_spec("torch_npu") is None:
+    if not is_installed("torch_npu"):
         return [Check("torch_npu", "skip", "not installed")]
     code = (
         "import json, sys\n"
@@ -206,7 +207,7 @@ def check_platform(timeout: float) -> Check:
     outcome = run_python(["-c", code], timeout)
     if outcome.answer is None:
         return Check("platform", "fail", *explain_import_failure(outcome.problem))
-    above = ["npu"] if find_spec("torch_npu") else []  # check_npu has said why
+    above = ["npu"] if is_installed("torch_npu") else []  # check_npu has said why
     reasons = "; ".join(reason for name, reason in outcome.answer["unavailable"].items() if name not in above)
     return Check(
         "platform", "ok", outcome.answer["chosen"] + (f"  ({reasons})" if reasons else ""), values=outcome.answer

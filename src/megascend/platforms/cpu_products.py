@@ -106,7 +106,12 @@ def _trial(environment: MutableMapping[str, str]) -> str:
     command = [sys.executable, "-c", TRIAL]
     try:
         done = subprocess.run(
-            command, env=child_environment(environment), capture_output=True, text=True, timeout=TIMEOUT_S
+            command,
+            env=child_environment(environment),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         raise PlatformError(f"a trial of bf16 products has not ended within {TIMEOUT_S:.0f} s") from None

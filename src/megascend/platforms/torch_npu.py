@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from importlib.util import find_spec
+
+from megascend.surroundings import is_installed
 
 WITHOUT_CANN = (
     "On an NPU host: source CANN's set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh). Elsewhere: pip uninstall "
@@ -16,7 +17,7 @@ ASCEND_LIBRARY = re.compile(r"lib(hccl|ascend|acl|ge_|graph|opapi|runtime)\S*\.s
 
 def torch_npu_problem() -> str | None:
     """Why torch_npu does not work here, or None. Imports torch and torch_npu."""
-    if find_spec("torch_npu") is None:
+    if not is_installed("torch_npu"):
         return "torch_npu is not installed: pip install 'megascend[npu]' on a host with Ascend's driver and CANN"
     try:
         torch_npu = import_module("torch_npu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 
 from megascend.errors import ConfigError, MissingDependencyError
+from megascend.surroundings import is_installed
 from megascend.tracking.base import OpenTracker
 
 
@@ -64,7 +64,7 @@ def check_trackers(names: Iterable[str], *, plugins: bool = False) -> None:
                 "(megascend.register_tracker; a run file names the module under plugins)"
             )
         kind = _kinds[name]
-        if kind.package is not None and find_spec(kind.package) is None:
+        if kind.package is not None and not is_installed(kind.package):
             install = f"pip install 'megascend[{kind.extra}]'" if kind.extra is not None else "install it"
             raise MissingDependencyError(
                 f"trackers: {name} needs {kind.package}, which is not installed: {install}, or leave {name} out"

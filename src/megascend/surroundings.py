@@ -1,0 +1,69 @@
+"""What a process finds around it and must not trust: the user's home, which may be missing, and folders named as packages are."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import os
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+
+def is_installed(package: str) -> bool:
+    """Check whether ``package`` can be imported, without importing it.
+
+    A folder of that name beside the run, such as W&B's ``wandb``, can be imported, too, as a package without any content (a
+    namespace package): it does not count.
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # somebody has put a module without a spec into sys.modules
+        return True
+    if spec is None:
+        return False
+    return spec.origin is not None or spec.submodule_search_locations is None or not _is_namespace(spec.loader)
+
+
+def _is_namespace(loader: object) -> bool:
+    return loader is None or type(loader).__name__.lstrip("_") == "NamespaceLoader"
+
+
+def home() -> Path:
+    """Return the user's home, or a folder of this user in the system's for temporary files.
+
+    The latter where there is none: HOME is not set, and the user has no entry in the system's list, as in a container that was
+    started with a number for its user; or HOME is ``/``, which container engines set then, and cannot be written to.
+    """
+    return _known_home() or Path(tempfile.gettempdir()) / f"megascend-home-{os.getuid()}"
+
+
+def _known_home() -> Path | None:
+    try:
+        known = Path.home()
+    except RuntimeError:
+        return None
+    return known if known != Path("/") or os.access(known, os.W_OK) else None
+
+
+def name_user(environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Set HOME and USER for this process and its children where the system knows neither: torch, transformers and triton ask for
+    them and fail, or make a folder called ``~``.
+
+    Returns:
+        A line for each change.
+    """
+    changes = []
+    if _known_home() is None:
+        folder = home()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))  # somebody else has put it there
+        environment["HOME"] = str(folder)
+        changes.append(f"HOME={folder}: this user has no home")
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        environment["USER"] = f"uid-{os.getuid()}"
+        changes.append(f"USER={environment['USER']}: this user has no name")
+    return changes

@@ -1,0 +1,80 @@
+"""A user without a home, and folders that are named as packages are."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megascend.app.plot import require_extra
+from megascend.errors import MissingDependencyError
+from megascend.files import cache_folder
+from megascend.surroundings import home, is_installed, name_user
+from megascend.tracking.registry import check_trackers
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """The environment of a user whom the system does not know."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "MEGASCEND_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return {}
+
+
+def test_a_folder_is_not_the_package_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("swanlab", "trackio", "no_such_plot", "torch", "real_package"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "real_package" / "__init__.py").write_text("")
+    (tmp_path / "real_module.py").write_text("")
+    monkeypatch.setitem(sys.modules, "put_there", ModuleType("put_there"))
+    assert [is_installed(name) for name in ("swanlab", "trackio", "no_such_plot", "nothing")] == [False] * 4
+    assert [is_installed(name) for name in ("torch", "real_package", "real_module", "put_there", "sys")] == [True] * 5
+    for name in ("swanlab", "trackio"):  # of which no environment of the tests has either
+        with pytest.raises(MissingDependencyError, match=rf"trackers: {name} needs {name}, which is not installed"):
+            check_trackers([name])
+    with pytest.raises(MissingDependencyError, match="needs no_such_plot"):
+        require_extra("no_such_plot", "plot")
+
+
+def test_a_user_without_a_home_has_a_folder_for_temporary_files(nobody: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / f"megascend-home-{os.getuid()}"
+    assert home() == folder
+    assert cache_folder() == folder / ".cache" / "megascend"
+    changes = name_user(nobody)
+    assert nobody == {"HOME": str(folder), "USER": f"uid-{os.getuid()}"}
+    assert len(changes) == 2
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_the_system_knows_is_left_as_it_is(
+    nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "mine"))
+    monkeypatch.setenv("LOGNAME", "me")
+    assert name_user(nobody) == []
+    assert nobody == {}
+    monkeypatch.setenv("HOME", "/")
+    assert home() == Path("/") if os.access("/", os.W_OK) else tmp_path / f"megascend-home-{os.getuid()}"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert name_user(nobody)[0] == f"HOME={tmp_path}/megascend-home-{os.getuid()}: this user has no home"
+
+
+def test_a_folder_that_somebody_else_has_put_there_is_not_used(
+    nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    name_user(nobody)
+    assert nobody["HOME"].startswith(f"{tmp_path}/megascend-home-54321-")
+    assert Path(nobody["HOME"]).is_dir()
