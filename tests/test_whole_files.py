@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
+import subprocess
+import sys
 import time
 
 import pytest
+import safetensors.torch
+import torch
 import xxhash
 
-from megascend.files import beside, cached, digest, prune, replace_directory, replacing
+from megascend.errors import PlatformError
+from megascend.files import (
+    beside,
+    cached,
+    digest,
+    entries,
+    is_mount_point,
+    prune,
+    replace_directory,
+    replacing,
+    replacing_directory,
+    vacant,
+    why_not_writable,
+)
+from megascend.testing import faults
 
 
 def test_a_directory_is_replaced_whole(tmp_path):
@@ -82,3 +102,180 @@ def test_digests(tmp_path):
     (tmp_path / "file").write_bytes(b"abc" * 2**21)
     assert digest(tmp_path / "file", hashlib.sha256) == hashlib.sha256(b"abc" * 2**21).hexdigest()
     assert digest(tmp_path / "file", xxhash.xxh3_128) == xxhash.xxh3_128(b"abc" * 2**21).hexdigest()
+
+
+# --- links, mount points, leftovers ---
+
+
+def content(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def write(path, text):
+    with replacing_directory(path) as fresh:
+        (fresh / "weights").write_text(text)
+
+
+LINKS = {
+    "an empty directory": lambda folder: (folder / "disk" / "out").mkdir(),
+    "a directory with an earlier one": lambda folder: write(folder / "disk" / "out", "earlier"),
+    "nothing": lambda folder: None,
+    "nothing, in a directory that is missing": lambda folder: (folder / "disk").rmdir(),
+}
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("behind", LINKS)
+def test_a_link_is_followed_and_stays(tmp_path, behind, relative):
+    (tmp_path / "disk").mkdir()
+    LINKS[behind](tmp_path)
+    link, second = tmp_path / "link", tmp_path / "second"
+    link.symlink_to("disk/out" if relative else tmp_path / "disk" / "out")
+    second.symlink_to("link")
+    for path, text in ((link, "one"), (second, "two"), (link, "three")):
+        with pytest.raises(KeyError), replacing_directory(path) as fresh:  # noqa: PT012
+            (fresh / "weights").write_text("half")
+            raise KeyError
+        write(path, text)
+        assert link.is_symlink()
+        assert second.is_symlink()
+        assert content(tmp_path / "disk" / "out") == {"weights": text}
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "link", "out", "second", "weights"]
+
+
+def test_a_file_that_a_link_leads_to_is_replaced(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk/file")
+    for text in ("one", "two"):
+        with replacing(tmp_path / "link") as fresh:
+            fresh.write_text(text)
+        assert (tmp_path / "link").is_symlink()
+        assert content(tmp_path / "disk") == {"file": text}
+
+
+def test_links_that_lead_back_to_themselves_are_an_error(tmp_path):
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    with pytest.raises(OSError, match="symbolic links"):
+        write(tmp_path / "one", "x")
+    with pytest.raises(OSError, match="symbolic links"), replacing(tmp_path / "one"):
+        pass
+    assert "symbolic links" in (why_not_writable(tmp_path / "one" / "below") or "")
+    assert (tmp_path / "one").is_symlink()
+
+
+def test_a_mount_point_is_written_within(tmp_path):
+    try:
+        context = faults.full_disk(2**20)
+        disk = context.__enter__()
+    except PlatformError as error:
+        pytest.skip(str(error))
+    try:
+        (disk / "lost+found").mkdir()
+        assert is_mount_point(disk)
+        assert vacant(disk)
+        (tmp_path / "link").symlink_to(disk)
+        for path, text in ((disk, "one"), (tmp_path / "link", "two"), (disk, "three")):
+            with pytest.raises(OSError, match="No space left"):
+                write(path, "x" * 2**21)
+            write(path, text)
+            assert {entry.name: entry.read_text() for entry in entries(disk)} == {"weights": text}
+            assert sorted(os.listdir(disk)) == ["lost+found", "weights"]
+    finally:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("failing", range(1, 7))
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_directory_that_cannot_be_renamed_is_replaced_entry_by_entry_or_not_at_all(
+    tmp_path, monkeypatch, failing, killed
+):
+    """As one of an overlay's lower layers (EXDEV). Moved: two old entries, their folder, the new entry, the folder again."""
+    target = tmp_path / "out"
+    write(target, "old")
+    (target / "config").write_text("old")
+    monkeypatch.setattr("megascend.files._exchange", lambda one, other: False)
+    real, moves = os.replace, []
+
+    def replace(source, destination):
+        if source == target:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        moves.append(destination)
+        if len(moves) == failing:
+            raise KeyboardInterrupt if killed else OSError(errno.EIO, "Input/output error")
+        real(source, destination)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with contextlib.suppress(KeyboardInterrupt, OSError):
+        write(target, "new")
+    if killed:  # and the next writer fails before it has written
+        with pytest.raises(KeyError), replacing_directory(target):
+            raise KeyError
+    old = {"weights": "old", "config": "old"}
+    assert content(target) == (old if failing <= 5 else {"weights": "new"})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_process_that_was_killed_had_moved_away_is_put_back(tmp_path):
+    write(tmp_path / "out", "earlier")
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    (tmp_path / ".out.writing").mkdir()
+    with pytest.raises(KeyError), replacing_directory(tmp_path / "out"):
+        raise KeyError
+    assert content(tmp_path / "out") == {"weights": "earlier"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_leftover_that_is_a_link_is_no_obstacle(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".out.writing").symlink_to(tmp_path / "elsewhere")
+    write(tmp_path / "out", "new")
+    assert content(tmp_path / "out") == {"weights": "new"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_mode_of_the_umask(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        with replacing_directory(tmp_path / "out") as fresh:
+            safetensors.torch.save_file({"x": torch.zeros(1)}, fresh / "weights")
+            (fresh / "script").touch(0o700)
+        with replacing(tmp_path / "file") as fresh:
+            fresh.write_text("")
+        cached(tmp_path / "cache" / "file", lambda path: safetensors.torch.save_file({"x": torch.zeros(1)}, path))
+    finally:
+        os.umask(before)
+    files = (tmp_path / "out" / "weights", tmp_path / "file", tmp_path / "cache" / "file")
+    assert [oct(path.stat().st_mode & 0o777) for path in files] == [oct(mode)] * 3
+    assert (tmp_path / "out" / "script").stat().st_mode & 0o777 == 0o700 & ~mask
+
+
+def test_a_cache_behind_a_link_to_nothing_is_made_there(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "cache")
+    assert cached(tmp_path / "link" / "samples" / "file", lambda path: path.write_text("x")).read_text() == "x"
+    assert (tmp_path / "disk" / "cache" / "samples" / "file").is_file()
+
+
+def test_what_a_killed_process_left_in_a_cache_is_removed(tmp_path):
+    for name, hours in ((".file-abc", 5), (".file-def", 0)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - hours * 3600,) * 2)
+    cached(tmp_path / "file", lambda path: path.write_text("x"))
+    assert sorted(os.listdir(tmp_path)) == [".file-def", "file"]
+
+
+def test_a_name_that_the_locale_cannot_encode_is_said(tmp_path):
+    program = "import pathlib as p; from megascend.files import why_not_writable as w; print(w(p.Path('x', chr(252))))"
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "its name has characters that the locale's encoding for files (ascii) lacks" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import glob
 import hashlib
 import math
 import os
+import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megascend.errors import ConfigError
+from megascend.surroundings import home
 
 TIMEOUT_S = 600.0
 """How long :func:`cached` and :func:`locked` wait for another process, in seconds."""
@@ -30,10 +35,13 @@ IN_USE_S = 3600.0
 
 
 def cache_folder() -> Path:
-    """What outlives the process: ``MEGASCEND_CACHE``, else megascend's folder in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
+    """What outlives the process: ``MEGASCEND_CACHE``, else megascend's folder in ``XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    A home that cannot be written to stands for none (:func:`megascend.surroundings.home`).
+    """
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megascend"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "megascend"
 
 
 def cache_limit() -> int:
@@ -107,7 +115,65 @@ def begin_writing_back(descriptor: int, offset: int, count: int) -> None:
             _sync(descriptor, offset, count, _WRITE)
 
 
+# --- links and mount points ---
+
+
+def followed(path: Path) -> Path:
+    """Return the absolute path of what ``path`` leads to if it is a link, which may be missing; else of ``path`` itself.
+
+    What replaces ``path`` is to be renamed to this: renamed to a link, it would take the link's place.
+
+    Raises:
+        OSError: links lead back to themselves (ELOOP).
+    """
+    path = path.absolute()
+    if path.is_symlink():
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()
+    elif path.name not in ("", ".."):
+        return path
+    return real(path)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, unless it is there. Links are followed, to directories that are missing too.
+
+    Raises:
+        OSError: it cannot be made, or something else is there.
+    """
+    real(path).mkdir(parents=True, exist_ok=True)
+
+
+def is_mount_point(path: Path) -> bool:
+    """Check whether a file system, or a part of one (a bind mount), is mounted at ``path``, which cannot be renamed then."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return False
+    points = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines)
+    return str(real(path)) in points
+
+
+def remove(path: Path) -> None:
+    """Remove whatever is at ``path``, a link itself and nothing behind it; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
 # --- written beside, and renamed ---
+
+WITHIN, GOING, GONE = ".megascend-writing", ".megascend-going", ".megascend-gone"
+"""In a directory that cannot be renamed: what is to be in it, and what was in it while that, then the new, is being moved."""
+RESERVED = (WITHIN, GOING, GONE, "lost+found")
+"""Names in a directory that are not its content; the last one is in every new ext4 file system."""
+NOT_RENAMED = (errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES)
+"""Errors of renaming a directory whose files may still be renamed: a mount point, one of an overlay's lower layers, one in
+another user's directory."""
 
 
 def beside(path: Path) -> Path:
@@ -119,40 +185,179 @@ def beside(path: Path) -> Path:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """A path to write a file to, which takes the place of ``path`` when the block ends, and is removed if it raises.
 
+    A link stays: the file that it leads to is replaced.
+
     Args:
         durable: its content is on the disk before it has its name.
     """
-    temporary = beside(path)
+    target = followed(path)
+    temporary = beside(target)
     try:
         yield temporary
         if durable:
             synchronise(temporary)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def replace_directory(temporary: Path, target: Path) -> None:
-    """Put a finished directory in the place of ``target``: at every moment one of the two is there, whole.
+def entries(directory: Path) -> list[Path]:
+    """Return what a directory holds, without what an interrupted replacement has left there and ``lost+found``."""
+    return [entry for entry in directory.iterdir() if entry.name not in RESERVED]
 
-    Its files are on the disk before they have their name. Where the file system cannot exchange two names in one go,
-    ``target`` is missing for an instant, and a process that is killed then leaves it as ``.NAME.old``.
+
+def vacant(path: Path) -> bool:
+    """Check whether nothing would be lost at ``path``: it is missing, or a directory that holds nothing. Links are followed."""
+    return not entries(path) if path.is_dir() else not path.exists()
+
+
+def staging(target: Path) -> Path:
+    """Return where a directory that is to take the place of ``target`` is written.
+
+    Beside it; within it where it cannot be renamed, because it is a mount point (a container's volume) or the directory above it
+    cannot be written to.
+
+    Args:
+        target: as :func:`followed` returns it.
+    """
+    if target.is_dir() and (is_mount_point(target) or not os.access(target.parent, os.W_OK | os.X_OK)):
+        return target / WITHIN
+    return beside(target)
+
+
+def stage(target: Path, temporary: Path) -> None:
+    """Make ``temporary``, the :func:`staging` directory of ``target``, new and empty.
+
+    If an earlier replacement was interrupted, what was at ``target`` before is put back first, and what else it left is removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    old = _old(target)
+    if os.path.lexists(old):
+        if os.path.lexists(target):
+            remove(old)
+        else:
+            os.replace(old, target)
+    if target.is_dir():
+        _put_entries_back(target, temporary)
+    remove(temporary)
+    make_directory(temporary.parent)
+    temporary.mkdir()
+
+
+@contextlib.contextmanager
+def replacing_directory(path: Path) -> Iterator[Path]:
+    """A new directory to write to, which takes the place of ``path`` when the block ends, and is removed if it raises.
+
+    Raises:
+        OSError: it cannot be made, or not be put in place; what was there before is there.
+    """
+    target = followed(path)
+    temporary = staging(target)
+    stage(target, temporary)
+    try:
+        yield temporary
+        replace_directory(temporary, target)
+    finally:
+        remove(temporary)
+
+
+def replace_directory(temporary: Path, target: Path) -> None:
+    """Put a finished :func:`staging` directory in the place of ``target``: at every moment one of the two is there, whole.
+
+    Its files are on the disk before they have their name, and have the mode that the umask gives to new files. Where the file
+    system cannot exchange two names in one go, ``target`` is missing for an instant, and a process that is killed then leaves it
+    as ``.NAME.old``. Where ``target`` cannot be renamed, its entries are exchanged one by one. In both cases :func:`stage` puts
+    what was there back.
+
+    Raises:
+        OSError: it could not be put in place; what was there before is there.
     """
     for path in [*temporary.rglob("*"), temporary]:
+        honour_umask(path)
         synchronise(path)
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-    if not target.exists():
+    old = _old(target)
+    if temporary.parent == target:
+        _replace_entries(temporary, target)
+    elif not os.path.lexists(target):
         os.replace(temporary, target)
-    elif _exchange(temporary, target):
-        shutil.rmtree(temporary)
-    else:
-        os.replace(target, old)
-        os.replace(temporary, target)
-        shutil.rmtree(old)
-    synchronise(target.parent)
+    elif not _exchange(temporary, target):
+        remove(old)
+        try:
+            os.replace(target, old)
+        except OSError as error:
+            if error.errno not in NOT_RENAMED:
+                raise
+            _replace_entries(temporary, target)
+        else:
+            try:
+                os.replace(temporary, target)
+            except OSError:
+                os.replace(old, target)
+                raise
+    # It is in place: what cannot be tidied up is no failure, and the next replacement tries again.
+    remove(temporary)
+    remove(old)
+    with contextlib.suppress(OSError):
+        synchronise(target.parent if temporary.parent != target else target)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def _replace_entries(temporary: Path, target: Path) -> None:
+    going, gone = target / GOING, target / GONE
+    try:
+        going.mkdir()
+        for entry in entries(target):
+            os.replace(entry, going / entry.name)
+        os.replace(going, gone)
+        for entry in entries(temporary):
+            os.replace(entry, target / entry.name)
+        temporary.rmdir()
+        os.replace(gone, target / WITHIN)  # from here on it is left over
+    except OSError:
+        _put_entries_back(target, temporary)
+        raise
+    remove(target / WITHIN)
+
+
+def _put_entries_back(target: Path, temporary: Path) -> None:
+    """Undo :func:`_replace_entries`, wherever it was interrupted."""
+    going, gone = target / GOING, target / GONE
+    if gone.is_dir():
+        temporary.mkdir(exist_ok=True)
+        for entry in entries(target):
+            os.replace(entry, temporary / entry.name)
+        os.replace(gone, going)
+    if going.is_dir():
+        for entry in going.iterdir():
+            os.replace(entry, target / entry.name)
+        going.rmdir()
+
+
+def honour_umask(path: Path) -> None:
+    """Give a file that its writer has kept to its user (mode 0600, as temporary files are) the mode of any new file.
+
+    safetensors writes such files. Directories and files of other modes stay as they are.
+    """
+    mode = path.lstat().st_mode
+    if stat.S_ISREG(mode) and stat.S_IMODE(mode) == 0o600:
+        path.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    """This process's umask; where /proc does not tell, asking for it sets it for an instant."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def synchronise(path: Path) -> None:
@@ -176,10 +381,13 @@ def _exchange(one: Path, other: Path) -> bool:
 def why_not_writable(directory: Path) -> str | None:
     """Why no file can be written to a directory, which need not be there yet; None if one can. Leaves nothing behind."""
     missing: list[Path] = []
-    there = directory
-    while not os.path.lexists(there):
-        missing.append(there)
-        there = there.parent
+    try:
+        there = directory = followed(directory)
+        while not os.path.lexists(there):
+            missing.append(there)
+            there = followed(there.parent)
+    except OSError as error:  # links that lead back to themselves
+        return f"{directory}: {error.strerror or error}"
     if not there.is_dir():
         return f"{there} is not a directory"
     made: list[Path] = []
@@ -191,6 +399,8 @@ def why_not_writable(directory: Path) -> str | None:
             return None
     except OSError as error:
         return f"{there if made == [] else directory}: {error.strerror or error}"
+    except UnicodeEncodeError as error:
+        return f"its name has characters that the locale's encoding for files ({error.encoding}) lacks; PYTHONUTF8=1 sets UTF-8"
     finally:
         for path in reversed(made):
             with contextlib.suppress(OSError):  # another process has begun to use it
@@ -264,10 +474,16 @@ def _used(path: Path) -> float | None:
 
 def replace(path: Path, make: Callable[[Path], object]) -> None:
     """Put what ``make`` writes in the place of ``path``, whatever is there. For use within :func:`locked`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = followed(path)
+    make_directory(path.parent)
+    for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
+        if (used := _used(left)) is not None and time.time() - used > IN_USE_S:  # of a process that was killed
+            remove(left)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         make(fresh)
+        if fresh.is_file():
+            honour_umask(fresh)
         if path.is_dir():
             shutil.rmtree(path)
         os.replace(fresh, path)

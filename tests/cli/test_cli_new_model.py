@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from forked_programs import run_forked
-from megascend.cli.random_checkpoint import ARCHITECTURES, ModelSize, byte_characters, byte_tokenizer, hf_settings
+from megascend.cli.random_checkpoint import (
+    ARCHITECTURES,
+    ModelSize,
+    byte_characters,
+    byte_tokenizer,
+    hf_settings,
+    write_checkpoint,
+)
 from megascend.errors import ConfigError
 
 TEXT = "Héllo,  \n\tworld 你好 <b>{}</b> don't"
@@ -129,3 +136,16 @@ def test_impossible_sizes(wrong: dict, named: str) -> None:
 def test_the_vocabulary_is_padded_for_tensor_parallelism() -> None:
     assert hf_settings(ModelSize())["vocab_size"] == 320
     assert hf_settings(ModelSize(vocab=300))["vocab_size"] == 300
+
+
+def test_a_model_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for link, target in (("one", "empty"), ("two", "missing/model")):
+        (tmp_path / link).symlink_to(target)
+        write_checkpoint(tmp_path / link, ModelSize(hidden=16, layers=1, heads=2, kv_heads=2))
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / target / "model.safetensors").stat().st_mode & 0o777 == (
+            (tmp_path / target / "config.json").stat().st_mode & 0o777
+        )
+        with pytest.raises(ConfigError, match="is not an empty directory"):
+            write_checkpoint(tmp_path / link, ModelSize())

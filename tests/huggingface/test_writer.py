@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from megascend.huggingface import pipelined_writer
 from megascend.huggingface.files import WEIGHT_INDEX
 from megascend.huggingface.safetensors_writer import SafetensorsWriter
 from megascend.huggingface.writer import CheckpointWriter
+from megascend.testing import faults
 
 TENSORS = {
     "model.embed_tokens.weight": torch.randn(7, 3).bfloat16(),
@@ -223,3 +225,44 @@ def test_the_module_brings_no_torch():
     program = "import sys, megascend.huggingface.writer; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+def export(source: Path, target: Path, value: float, fail: bool = False) -> None:
+    with CheckpointWriter(source, target, "float32", tied=False) as writer:
+        writer.add("weight", torch.full((2, 2), value))
+        if fail:
+            raise KeyError
+        writer.finish()
+
+
+@pytest.mark.parametrize("behind", ["an empty directory", "nothing", "a mount point"])
+def test_an_export_to_a_link_goes_where_it_leads(tmp_path, behind):
+    source = make_source(tmp_path / "source", {"weight": torch.zeros(2, 2)})
+    link = tmp_path / "link"
+    with contextlib.ExitStack() as stack:
+        disk = tmp_path / "disk"
+        if behind == "a mount point":
+            disk = stack.enter_context(faults.full_disk(2**20))
+        elif behind == "an empty directory":
+            disk.mkdir()
+        link.symlink_to(disk)
+        for target, value in ((link, 1.0), (disk, 2.0), (link, 3.0)):
+            before = read(disk) if disk.exists() else {}
+            with pytest.raises(KeyError):
+                export(source, target, 9.0, fail=True)
+            assert (read(disk) if disk.exists() else {}).keys() == before.keys()
+            export(source, target, value)
+            assert link.is_symlink()
+            assert read(disk)["weight"].tolist() == [[value] * 2] * 2
+            assert sorted(os.listdir(disk)) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert sorted(os.listdir(tmp_path)) == sorted(
+            {"source", "link", *(["disk"] if disk.parent == tmp_path else [])}
+        )
+    (tmp_path / "file").write_text("")
+    link.unlink()
+    for leads_to in (tmp_path / "file", link):  # a file; to itself
+        link.symlink_to(leads_to)
+        with pytest.raises(CheckpointError, match=r"exists and is not a Hugging Face checkpoint|could not be written"):
+            export(source, link, 1.0)
+        assert link.is_symlink()
+        link.unlink()

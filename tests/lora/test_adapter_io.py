@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -449,3 +450,23 @@ def by_hand(module, adapter, rank):
     return {"down_proj": product, "gate_proj": product[: len(product) // 2], "up_proj": product[len(product) // 2 :]}[
         projection
     ]
+
+
+def test_an_adapter_is_written_where_a_link_leads_and_others_may_read_it(tmp_path):
+    name = "model.layers.0.self_attn.q_proj"
+    link, disk = tmp_path / "link", tmp_path / "disk" / "adapter"
+    link.symlink_to(disk)
+    for value in (1.0, 2.0):
+        whole, *moments = ({name: Factors(torch.full((2, 4), value), torch.full((4, 2), value))} for _ in range(3))
+        saved = SavedAdapter(
+            Lora(rank=2, targets=("q_proj",)), whole, (moments[0], moments[1]), taken=1, step_count=1, loss_scale=1.0
+        )
+        before = os.umask(0o022)
+        try:
+            write(link, saved, "base", [name])
+        finally:
+            os.umask(before)
+        assert link.is_symlink()
+        assert read(disk, optimizer=True).values[name].a.unique().tolist() == [value]
+        assert {file.name: file.stat().st_mode & 0o777 for file in disk.iterdir()} == dict.fromkeys(FILES, 0o644)
+        assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["link", "disk", "adapter", *FILES])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.app.profile_table import render
 from megascend.config import Profile
-from megascend.files import replacing
+from megascend.files import make_directory, replacing
 
 if TYPE_CHECKING:
     from megascend.platforms.base import Platform
@@ -118,7 +118,7 @@ class StepProfiler:
 
     def _write(self, session: Any, steps: range) -> int:
         """The size of the trace in bytes; where it is within the limit, both files are there."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_directory(self._folder)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=self._folder) as scratch:
             whole = Path(scratch) / "trace.json"
             session.export_chrome_trace(str(whole))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.errors import ConfigError
+from megascend.files import make_directory
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
@@ -30,7 +31,7 @@ def check_shared(backend: Backend, output: Path) -> None:
     from megascend.distributed.objects import gather_objects  # imports torch, which reading a run file does not need
 
     def mark() -> str:
-        output.mkdir(parents=True, exist_ok=True)
+        make_directory(output)
         name = f".shared-{secrets.token_hex(4)}"
         (output / name).touch()
         return name

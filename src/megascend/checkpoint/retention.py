@@ -90,7 +90,10 @@ def _remove(path: Path, under: Path) -> None:
     try:
         if path != under:
             os.replace(path, under)
-        shutil.rmtree(under)
+        if under.is_symlink():
+            under.unlink()  # and nothing behind it
+        else:
+            shutil.rmtree(under)
     except OSError as error:
         logging.getLogger(__name__).error("%s cannot be removed: %s", path, error)
 

@@ -13,7 +13,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -35,9 +34,9 @@ from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.planners import SavePlanner
 from megascend.checkpoint.sent_file import SentFile
 from megascend.checkpoint.staging import Staging
-from megascend.distributed.objects import broadcast_object, gather_objects, raise_on_all_ranks
+from megascend.distributed.objects import broadcast_object, from_rank_0, gather_objects, raise_on_all_ranks
 from megascend.errors import CheckpointError
-from megascend.files import beside, replace_directory
+from megascend.files import followed, remove, replace_directory, stage, staging, vacant
 
 if TYPE_CHECKING:
     from megascend.diagnostics.hang_monitor import HangMonitor
@@ -219,10 +218,9 @@ class Saver:
             self._group = self._groups.new_gloo("checkpoint")
             self._groups.add_channel(CHANNEL)
         path = path.absolute()
-        target = path.resolve() if path.is_symlink() else path  # a link stays one
-        temporary = beside(target)
-        problem = self._make_room(target, temporary) if self._groups.rank == 0 else None
-        raise_on_all_ranks(problem, self._groups, f"whether there is room for {path}")
+        target, temporary = from_rank_0(
+            lambda: self._make_room(path), self._groups, f"whether there is room for {path}"
+        )
         try:
             contents = collect()
             contents = replace(contents, state=self._staging.copy(contents.state))
@@ -230,7 +228,7 @@ class Saver:
                 contents.write_more(temporary)
         except BaseException:
             if self._groups.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                remove(temporary)
             raise
         self._pending = pending = PendingSave(path, contents.manifest.step, self._timeout_s, self._groups.monitor)
         threading.Thread(
@@ -293,18 +291,26 @@ class Saver:
         except CheckpointError as error:
             logging.getLogger(__name__).error("%s", error)
 
-    def _make_room(self, path: Path, temporary: Path) -> CheckpointError | None:
-        """Make the directory to write to; returns why that cannot be."""
-        if path.exists() and not (path / manifest.NAME).is_file():
-            return CheckpointError(f"save: {path} exists and is not a megascend checkpoint; choose another directory")
+    def _make_room(self, path: Path) -> tuple[Path, Path]:
+        """Make the directory to write to. A link stays one: what it leads to is replaced.
+
+        Returns:
+            The directory to replace, and the one that takes its place.
+
+        Raises:
+            CheckpointError: it cannot be made, or ``path`` holds something else.
+        """
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            temporary.mkdir()
+            if not vacant(path) and not (path / manifest.NAME).is_file():
+                raise CheckpointError(
+                    f"save: {path} exists and is not a megascend checkpoint; choose another directory"
+                )
+            target = followed(path)
+            temporary = staging(target)
+            stage(target, temporary)
         except OSError as error:
-            return CheckpointError(f"save: {path} cannot be written: {error}")
-        return None
+            raise CheckpointError(f"save: {path} cannot be written: {error}") from error
+        return target, temporary
 
     # --- on the writer's thread ---
 
@@ -374,7 +380,7 @@ class Saver:
                 whole = {name: entry for part, _ in everyone for name, entry in sorted(part.items())}
                 verdict = _put_in_place(path, target, temporary, replace(contents.manifest, files=whole), after)
             if verdict is not None:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk is not to stay full of this
+                remove(temporary)  # a full disk is not to stay full of this
         return broadcast_object(verdict, CHANNEL, self._groups, 0, f"whether {path} is in place", step)
 
 

@@ -42,9 +42,9 @@ def export_command(
     model that its training exported (RUN/hf).
     """
     from megascend.errors import ConfigError
-    from megascend.files import why_not_writable
+    from megascend.files import vacant, why_not_writable
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not vacant(out):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
     if problem := why_not_writable(out):
         raise ConfigError(f"{out} cannot be written: {problem}")

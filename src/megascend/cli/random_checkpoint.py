@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError
-from megascend.files import replace, why_not_writable
+from megascend.files import replacing_directory, vacant, why_not_writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -168,12 +168,13 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     Raises:
         ConfigError: ``out`` holds something already, or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not vacant(out):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one or remove it")
     if problem := why_not_writable(out):
         raise ConfigError(f"{out} cannot be written: {problem}")
 
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
@@ -185,12 +186,13 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     )
     logging.disable_progress_bar()  # one file, written in milliseconds
 
-    def write(fresh: Path) -> None:
-        model.save_pretrained(fresh, safe_serialization=True)
-        byte_tokenizer(size.context).save_pretrained(fresh)
-        _name_tokenizer_class(fresh / "tokenizer_config.json")
-
-    replace(out, write)
+    try:
+        with replacing_directory(out) as fresh:
+            model.save_pretrained(fresh, safe_serialization=True)
+            byte_tokenizer(size.context).save_pretrained(fresh)
+            _name_tokenizer_class(fresh / "tokenizer_config.json")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{out} could not be written: {error}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 

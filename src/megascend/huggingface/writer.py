@@ -6,14 +6,13 @@ For any engine: the tensors come under the source's names, in any order, one at 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megascend.errors import CheckpointError
-from megascend.files import beside, replace_directory
+from megascend.files import followed, remove, replace_directory, stage, staging, vacant
 from megascend.huggingface import scalar_head
 from megascend.huggingface.exported import differences, extra_tensors
 from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers
@@ -61,8 +60,10 @@ class CheckpointWriter:
                 written; ``source`` is no checkpoint.
         """
         self._source, self._target, self._dtype, self._tied = source, target, dtype, tied
-        self._temporary, self._head = beside(target), head
+        self._head = head
         with self._told():
+            self._place = followed(target)  # a link stays one
+            self._temporary = staging(self._place)
             config = read_config(source)
             self._wanted = scalar_head.with_head(tensor_headers(source), head, config)
             self._extra = extra_tensors(config, self._wanted)
@@ -77,7 +78,7 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tensors.abandon()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        remove(self._temporary)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Its memory is free afterwards.
@@ -107,19 +108,15 @@ class CheckpointWriter:
                 self._dtype,
                 lambda config: scalar_head.exported_config(config, self._head),
             )
-            replace_directory(self._temporary, self._target)
+            replace_directory(self._temporary, self._place)
 
     def _make_room(self) -> None:
         target = self._target
-        if target.exists() and not (
-            target.is_dir() and (not any(target.iterdir()) or (target / "config.json").is_file())
-        ):
+        if not vacant(target) and not (target / "config.json").is_file():
             raise CheckpointError(
                 f"export: {target} exists and is not a Hugging Face checkpoint; choose another directory"
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir()
+        stage(self._place, self._temporary)
 
     def _copy_extra(self) -> None:
         """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import beside, digest, replace_directory
+from megascend.files import digest, replacing_directory, vacant
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
 from megascend.lora.peft_settings import CONFIG
@@ -57,32 +56,25 @@ COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps
 
 
 def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) -> None:
-    """Write ``saved`` beside ``path`` and move it into place; what was there before stays until then.
+    """Write ``saved`` beside ``path`` and move it into place; what was there before stays until then. Links are followed.
 
     Raises:
         CheckpointError: ``path`` holds something that is no adapter, or cannot be written.
     """
-    path = path.absolute()  # "." has no name
-    temporary = beside(path)
     try:
-        if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / CONFIG).is_file())):
+        if not vacant(path) and not (path / CONFIG).is_file():
             raise CheckpointError(f"save_adapter: {path} exists and is not an adapter; choose another directory")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        peft_format.write(temporary, saved.lora, saved.values, base_model, known)
-        if saved.moments is not None:
-            first, second = saved.moments
-            save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
-        state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
-        state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
-        state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
-        (temporary / STATE).write_text(json.dumps(state, indent=1))
-        replace_directory(temporary, path)
+        with replacing_directory(path) as temporary:
+            peft_format.write(temporary, saved.lora, saved.values, base_model, known)
+            if saved.moments is not None:
+                first, second = saved.moments
+                save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
+            state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
+            state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
+            state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
+            (temporary / STATE).write_text(json.dumps(state, indent=1))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"save_adapter: {path} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read(path: Path, *, optimizer: bool) -> SavedAdapter:

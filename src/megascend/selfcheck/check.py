@@ -111,7 +111,7 @@ def examine(
         return Verdict("not checked", str(error))
     path = place(part)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path.parent)
         with files.locked(path):
             if (known := _kept(path)) is not None:
                 return known

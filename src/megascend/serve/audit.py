@@ -6,6 +6,8 @@ import json
 from datetime import datetime, timezone
 from pathlib import Path
 
+from megascend.files import make_directory
+
 QUIET = frozenset(f"/api/v1/{path}" for path in ("session_heartbeat", "retrieve_future", "telemetry", "client/config"))
 """Paths that clients ask for all the time."""
 
@@ -22,7 +24,7 @@ class Audit:
     def __init__(self, file: Path | None) -> None:
         self._stream = None
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(file.parent)
             file.touch(mode=0o600)
             self._stream = file.open("a", encoding="utf-8", buffering=1)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megascend.files import replacing
+from megascend.files import make_directory, replacing
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import KINDS, CheckpointPath, model_of_run, run_directory
 
@@ -59,7 +59,7 @@ class Checkpoints:
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.root, self._clock = root, clock
-        root.mkdir(parents=True, exist_ok=True)
+        make_directory(root)
 
     def commit(self, tenant: str, record: Record) -> Record:
         """Make a checkpoint count whose directory is complete; with its size."""

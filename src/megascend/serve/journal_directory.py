@@ -15,7 +15,7 @@ from typing import Any
 
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import replacing, synchronise
+from megascend.files import make_directory, replacing, synchronise
 from megascend.serve.journal import Journal
 from megascend.serve.journal_writer import JournalWriter, rewrite
 from megascend.serve.journaled import Journaled
@@ -39,7 +39,7 @@ def keep_in_journal(service: Service) -> None:
     """
     folder = service.settings.storage / NAME
     saves = folder / "saves"
-    saves.mkdir(parents=True, exist_ok=True)
+    make_directory(saves)
     folder.chmod(0o700)
     lock = _lock(folder)
     _check_base(folder / "base.json", service.settings)

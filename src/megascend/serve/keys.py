@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megascend.errors import ConfigError
-from megascend.files import replacing, synchronise
+from megascend.files import make_directory, replacing, synchronise
 
 VARIABLE = "MEGASCEND_API_KEYS"
 PREFIX = "tml-"
@@ -117,7 +117,7 @@ def made_once(path: Path) -> tuple[dict[str, str], str | None]:
     if path.exists():
         return of_file(path), None
     made = new_key()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     with replacing(path, durable=True) as temporary:
         temporary.touch(0o600)
         temporary.write_text(f"local {digest_of(made)}\n", "utf-8")

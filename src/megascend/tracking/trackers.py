@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megascend.files import replacing
+from megascend.files import make_directory, replacing
 from megascend.tracking.background import BackgroundTracker
 from megascend.tracking.base import Outcome, TrackedRun
 from megascend.tracking.registry import opener
@@ -77,7 +77,12 @@ class Trackers:
         if self._trackers is None:
             known = read_run_ids(self._folder) if self._resumed_after else {}
             self._trackers = []
-            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                make_directory(self._folder)
+            except OSError as error:
+                for name in self._options:
+                    self._failed(name, f"{self._folder} cannot be made: {error.strerror or error}")
+                return self._trackers
             for name, options in self._options.items():
                 run = TrackedRun(
                     self._output.resolve().name,

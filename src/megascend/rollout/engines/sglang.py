@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import h11
 
 from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
+from megascend.files import honour_umask
 from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.http_client import exchange
 from weightwire.errors import CommitError, NotServingError, UpdateError
@@ -221,6 +222,7 @@ class SglangEngine:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self._model, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt"))
         save_file(dict(tensors), target / "model.safetensors", metadata={"format": "pt"})
+        honour_umask(target / "model.safetensors")  # the server may be another user's
 
     async def drop(self, update: str) -> None:
         """See :class:`InferenceEngine`."""
