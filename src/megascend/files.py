@@ -209,7 +209,7 @@ def entries(directory: Path) -> list[Path]:
 
 def vacant(path: Path) -> bool:
     """Check whether nothing would be lost at ``path``: it is missing, or a directory that holds nothing. Links are followed."""
-    return not entries(path) if path.is_dir() else not path.exists()
+    return not entries(path) if os.path.isdir(path) else not os.path.exists(path)
 
 
 def staging(target: Path) -> Path:

@@ -116,3 +116,24 @@ def test_a_missing_package_is_kept_too(config: RunConfig, monkeypatch: pytest.Mo
         train(config)
     (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")
     assert record["error"] == "MissingDependencyError"
+
+
+def test_lines_wait_while_the_directory_holds_another_run(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path / "run", Launch(), active=False)
+    event_log.start(wait=True, steps=3)
+    event_log.event("evaluated", reward=float("nan"), parts=[float("inf"), {"a": (1.0, float("-inf"))}])
+    assert not (tmp_path / "run").exists()
+    event_log.write_waiting()
+    event_log.event("first_step")
+    start, evaluated, first = lines(tmp_path / "run" / "events.jsonl")
+    assert (start["event"], first["event"]) == ("start", "first_step")
+    assert (evaluated["reward"], evaluated["parts"]) == (None, [None, {"a": [1.0, None]}])  # strict JSON
+
+
+def test_output_that_is_lost_is_said_with_the_next_event(tmp_path: Path) -> None:
+    losses = [("stdout", "Broken pipe")]
+    event_log = EventLog(tmp_path / "run", Launch(), losses=lambda: [losses.pop()] if losses else [])
+    event_log.start()
+    event_log.event("saved")
+    kinds = [(line["event"], line.get("stream"), line.get("problem")) for line in lines(tmp_path / "run/events.jsonl")]
+    assert kinds == [("start", None, None), ("output_lost", "stdout", "Broken pipe"), ("saved", None, None)]

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from megascend.app import plot
+from megascend.app.earlier_run import clear_output
 from megascend.app.loop import Counts, end_line
 from megascend.app.plot import plot_metrics
 from megascend.app.resume import RUN_FILES, check_start
-from megascend.app.run import check_lora, check_packages, clear_output
+from megascend.app.run import check_lora, check_packages
 from megascend.app.run_log import BarDisplay, Pace, PlainDisplay, RunLog, StepClock, StepRecord, clock
 from megascend.config import Data, Lora, RunConfig
 from megascend.distributed.launch import Launch
@@ -165,7 +166,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path))
     with pytest.raises(MissingDependencyError, match=r"plot: true needs matplotlib.*megascend\[track\]"):
         check_packages(config)
@@ -210,3 +211,37 @@ def test_the_last_line_says_how_many_steps_were_skipped(tmp_path: Path) -> None:
     assert end_line(config, skipping) == (
         "6 steps in 2 s, 5 of them skipped (non-finite gradients), last loss 5.5000, validation loss 6.0000; see out"
     )
+
+
+def test_a_resumed_run_drops_later_rows_and_needs_no_room_for_it(tmp_path: Path) -> None:
+    with RunLog(tmp_path, steps=4) as log:
+        for step in (1, 2, 3):
+            log.write(record(step))
+    metrics = tmp_path / "metrics.jsonl"
+    (tmp_path / "elsewhere").mkdir()
+    metrics.rename(tmp_path / "elsewhere" / "m")
+    metrics.symlink_to("elsewhere/m")
+    with metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    before = metrics.stat().st_ino
+    with RunLog(tmp_path, steps=4, done=2) as log:
+        log.write(record(3, loss=7.0))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert rows == log.rows
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, 7.0)]
+    assert (metrics.is_symlink(), metrics.stat().st_ino) == (True, before)
+
+
+def test_rows_wait_for_room_and_for_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    output, waiting = tmp_path / "run", [True]
+    with RunLog(output, steps=4, waiting=lambda: waiting[0]) as log:
+        log.write(record(1))
+        assert not output.exists()
+        waiting[0] = False
+        output.write_text("in the way")  # as if the disk had no room for a directory
+        log.write(record(2))
+        log.write(record(3))
+        output.unlink()
+        log.write(record(4))
+    assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert caplog.text.count("its lines are kept until it can be") == 1

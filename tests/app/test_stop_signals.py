@@ -5,16 +5,26 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from megascend.app import stop_signals
-from megascend.app.stop_signals import STOPPING, StopSignals
+from megascend.app.stop_signals import BY_DEFAULT, STOPPING, StopSignals
 
 
 def send(number: signal.Signals) -> None:
     signal.raise_signal(number)  # to this thread; one to the process may come to another, and a moment later
     time.sleep(0)  # Python runs handlers between two instructions
+
+
+@pytest.fixture(autouse=True)
+def default_actions() -> Iterator[None]:
+    """The tests may run under nohup, or beside somebody's handler."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in BY_DEFAULT}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -25,6 +35,18 @@ def test_the_first_signal_is_noted_and_the_handlers_are_put_back(number: signal.
         send(number)
         assert signals.received is number
     assert [signal.getsignal(each) for each in STOPPING] == before
+
+
+@pytest.mark.parametrize("number", BY_DEFAULT)
+def test_what_is_ignored_or_handled_by_others_stays_so(number: signal.Signals) -> None:
+    seen: list[int] = []
+    for handler in (signal.SIG_IGN, lambda number, frame: seen.append(number)):
+        signal.signal(number, handler)
+        with StopSignals() as signals:
+            send(number)
+            assert signals.received is None
+            assert signal.getsignal(number) is handler
+    assert seen == [number]
 
 
 def test_the_first_one_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megascend.cli.launch import WorkerError, launch
+from megascend.cli.launch import WorkerError, launch, why_not_started
 from megascend.cli.preflight import check_processes
-from megascend.errors import ConfigError, DataError
+from megascend.errors import ConfigError, DataError, PlatformError
 from megascend.platforms.cpu import CpuPlatform
+from megascend.testing import faults
 
 
 def ranks_see_torchrun_variables(word: str) -> tuple[str, str, str, str]:
@@ -48,6 +50,22 @@ def test_the_result_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(ranks_see_torchrun_variables, "hello", nproc=2) == ("hello", "0", "2", "1")
     assert "OMP_NUM_THREADS" not in os.environ
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
+def test_shared_memory_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose /dev/shm somebody has filled: a semaphore cannot be made."""
+    from multiprocessing import synchronize
+
+    def no_room(self: object, *arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(synchronize.SemLock, "__init__", no_room)
+    with pytest.raises(PlatformError, match=r"--nproc 2: the processes cannot be started: .*No space left on device"):
+        launch(ranks_see_torchrun_variables, "hello", nproc=2)
+    with faults.full_disk(4096) as disk:
+        said = why_not_started(OSError(errno.ENOSPC, "No space left on device"), 2, disk)
+    assert f"{disk} is full, and about 128 KiB of it are needed" in said
+    assert "--shm-size" in said
 
 
 def test_our_error_wins_over_what_it_caused(tmp_path: Path) -> None:

@@ -30,14 +30,20 @@ class CheckpointPolicy:
     """
 
     def __init__(
-        self, backend: Backend, config: TrainerConfig, event_log: EventLog, progress: Callable[[], dict[str, Any]]
+        self,
+        backend: Backend,
+        config: TrainerConfig,
+        event_log: EventLog,
+        progress: Callable[[], dict[str, Any]],
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
             progress: what the loop needs to resume, as JSON; asked for at every save.
+            before: called on every rank before a save.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
-        self._event_log, self._progress = event_log, progress
+        self._event_log, self._progress, self._before = event_log, progress, before
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
@@ -78,6 +84,7 @@ class CheckpointPolicy:
         self._settle()
 
     def _save(self, step: int) -> None:
+        self._before()
         start = time.perf_counter()
         self._settle()
         self._last, self.problem = step, None

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megascend.distributed.launch import Launch
+from megascend.files import make_directory
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,21 @@ class EventLog:
         started: True once this run's ``start`` event is due; errors before it happened on the way to the first step.
     """
 
-    def __init__(self, output: Path, launch: Launch, *, active: bool = True) -> None:
+    def __init__(
+        self,
+        output: Path,
+        launch: Launch,
+        *,
+        active: bool = True,
+        losses: Callable[[], Iterable[tuple[str, str]]] = tuple,
+    ) -> None:
+        """
+        Args:
+            losses: tells, once each, which standard streams drop what is written to them, and why.
+        """
         self._output, self._launch = output, launch
+        self._losses = losses
+        self._waiting: list[tuple[Path, str]] | None = None
         self._agent = agent()  # of an orphan it would be another one
         self.active = active
         self.started = False
@@ -42,16 +57,30 @@ class EventLog:
         self._since = round(time.time(), 3)
         self._kept: BaseException | None = None
 
-    def start(self, **values: Any) -> None:
-        """Note that this run begins; from now on the directory is its own. On every rank."""
+    def start(self, *, wait: bool = False, **values: Any) -> None:
+        """Note that this run begins; from now on the directory is its own. On every rank.
+
+        Args:
+            wait: the directory still holds an earlier run: lines wait for :meth:`write_waiting`, and an error that comes before
+                is not kept.
+        """
         self.active = self.started = True
+        self._waiting = [] if wait else None
         where = {"world_size": self._launch.world_size, "agent": self._agent, "command": command(self._launch)}
         self.event("start", **where, directory=os.getcwd(), **values)
 
+    def write_waiting(self) -> None:
+        """Write the lines that wait since :meth:`start`: the directory is this run's now. On every rank."""
+        waiting, self._waiting = self._waiting or (), None
+        for path, line in waiting:
+            self._append(path, line)
+
     def event(self, kind: str, **values: Any) -> None:
-        """Add a line on rank 0; ``values`` are JSON."""
+        """Add a line on rank 0; ``values`` are JSON, in which null stands for numbers that are not finite."""
         if self._launch.rank == 0:
             self._write(self._output / EVENTS, {"event": kind, **values})
+            for stream, problem in self._losses():
+                self._write(self._output / EVENTS, {"event": "output_lost", "stream": stream, "problem": problem})
 
     @contextlib.contextmanager
     def keeping_errors(self, step: Callable[[], int]) -> Iterator[None]:
@@ -88,9 +117,15 @@ class EventLog:
         if not self.active:
             return
         stamp = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid()}
-        line = json.dumps(values | stamp | {"attempt": self._launch.attempt}) + "\n"
+        line = json.dumps(finite(values | stamp | {"attempt": self._launch.attempt}), allow_nan=False) + "\n"
+        if self._waiting is None:
+            self._append(path, line)
+        else:
+            self._waiting.append((path, line))
+
+    def _append(self, path: Path, line: str) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             with path.open("a", encoding="utf-8") as file:
                 # A line that a crash cut off must not swallow this one.
                 file.write(("\n" if _cut_off(path) else "") + line)
@@ -98,6 +133,15 @@ class EventLog:
             if not self._failed:
                 self._failed = True
                 logger.warning("rank %d: %s cannot be written: %s", self._launch.rank, path, problem)
+
+
+def finite(value: Any) -> Any:
+    """The same value with None in the place of numbers that are not finite, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def agent() -> str:

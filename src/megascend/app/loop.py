@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.disk_room import disk_warning
 from megascend.app.event_log import EventLog
-from megascend.app.plot import plot_metrics
 from megascend.app.profile import StepProfiler
 from megascend.app.run import (
     ADAPTER,
+    Beginning,
     begin,
     check_lora,
     check_packages,
+    draw_metrics,
     export,
     keep_batch,
     load_tokenizer,
@@ -29,7 +30,6 @@ from megascend.app.run import (
     too_many_skips,
     utilisation,
     with_template_date,
-    write_config,
 )
 from megascend.app.run_log import RunLog, StepRecord
 from megascend.app.start import Start
@@ -83,8 +83,9 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
 
     Rank 0 writes to ``config.output``: metrics.jsonl and the TensorBoard log step by step; config.yaml, the exported
     model in hf/ (or, with ``lora``, in adapter/ what peft loads) and metrics.png each complete or not at all. A directory
-    that holds an earlier run is refused before anything starts, unless ``overwrite``; then the earlier run's files are
-    removed when the first step is to begin. SIGTERM and SIGINT end a run after its present step, with a checkpoint.
+    that holds an earlier run is refused before anything starts, unless ``overwrite``; then the earlier run's files stay as they
+    are until this run has done its first step, and are removed then. Signals (:mod:`megascend.app.stop_signals`) end a run after
+    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.app.lasting_output`) ends none.
 
     Args:
         resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from
@@ -98,15 +99,15 @@ def train(config: RunConfig, *, overwrite: bool = False, resume: str | Path | No
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
     start = Start(config, overwrite, resume)
-    with start.event_log.keeping_errors(lambda: 0):
-        import_plugins(config.plugins)
-        check_packages(config)
-        check_settings(config, config.data_paths(), overwrite)
-        check_lora(config)
-        try:
+    try:
+        with start.event_log.keeping_errors(lambda: 0):
+            import_plugins(config.plugins)
+            check_packages(config)
+            check_settings(config, config.data_paths(), overwrite)
+            check_lora(config)
             return run(config, start, overwrite, resume)
-        finally:
-            start.close()
+    finally:
+        start.close()
 
 
 def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | None) -> TrainResult:
@@ -156,7 +157,8 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
         counts, budget = Counts(), TokenBudget(config)
-        if progress := begin(config, backend, event_log, overwrite, resume, ("data", "counts")):
+        beginning = begin(config, backend, event_log, overwrite, resume, ("data", "counts"))
+        if progress := beginning.progress:
             stream.load_state_dict(progress["data"])
             if stream.changes:
                 event_log.event("samples_changed", changes=stream.changes)
@@ -165,7 +167,6 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
             counts = Counts(**progress["counts"])
         budget.settle(config, backend, samples, adapter, (progress or {}).get("budget"), event_log)
         if backend.rank == 0:
-            write_config(config)
             tell_start(config, backend, samples)
             start.ready()
 
@@ -176,12 +177,20 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
             config,
             event_log,
             lambda: {"data": stream.state_dict(), "counts": vars(counts), "budget": budget.state_dict()},
+            beginning.take_over,
         )
         trackers = make_trackers(config, event_log, done)
         backend.platform.reset_peak_memory()
-        with RunLog(config.output, config.steps, trackers, enabled=backend.rank == 0, done=done) as log:
+        with RunLog(
+            config.output,
+            config.steps,
+            trackers,
+            enabled=backend.rank == 0,
+            done=done,
+            waiting=lambda: beginning.waiting,
+        ) as log:
             backend.on_micro_batch = log.micro_batch
-            steps = Steps(config, backend, samples, objective, stream, counts, log, adapter, answering, event_log)
+            steps = Steps(config, backend, samples, objective, stream, counts, log, adapter, answering, beginning)
             numbers = range(done + 1, config.steps + 1)
             profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, numbers)
             for number in numbers:
@@ -192,13 +201,15 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
                 if saves.after_step(number, signals.received is not None):
                     break
             profiler.finish()
+            if number == config.steps:
+                beginning.take_over()
         saves.finish(number)
 
         # Out
         stopped = exported = None
         if number < config.steps:
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
-            tell_stop(backend, event_log, number, stopped, saves.problem)
+            tell_stop(beginning, number, stopped, saves.problem)
         else:
             exported = leave_results(config, backend, samples, log, event_log, counts)
     return TrainResult(
@@ -231,7 +242,7 @@ def leave_results(
     exported = export(config, backend) if config.export else None
     if backend.rank == 0 and config.plot:
         title = f"{model_line(config, backend)}\n{what_is_trained(config, backend, samples)}"
-        plot_metrics(log.rows, config.output / "metrics.png", title)
+        draw_metrics(config, log, title)
     event_log.event("finished", step=config.steps, loss=counts.loss)
     if backend.rank == 0:
         print(end_line(config, counts), flush=True)
@@ -259,7 +270,7 @@ class Steps:
     log: RunLog
     adapter: str | None
     answering: Answering | None
-    event_log: EventLog
+    beginning: Beginning
     _since: float = field(default_factory=time.perf_counter)
 
     def take(self, number: int) -> None:
@@ -280,9 +291,12 @@ class Steps:
             measured = objective.measure(backend, held_out, self.adapter, config.data.global_batch_size)
             self.counts.validation_loss = measured
         epochs = self.stream.epochs
+        if not step.skipped:
+            self.beginning.take_over()
         self.log.write(record(number, result, step, seconds, dispatched, self.counts, epochs, batch, backend, measured))
         if step.skipped_in_a_row > config.max_skipped_steps:
-            where = keep_batch(config, number, batch) if backend.rank == 0 else None
+            keeps = backend.rank == 0 and not self.beginning.waiting
+            where = keep_batch(config, number, batch) if keeps else None
             raise NonFiniteError(too_many_skips(config, number, step.skipped_in_a_row, where))
         if self.answering is not None and self.answering.due(number, config.steps):
             self.answer(self.answering, number)
@@ -293,7 +307,9 @@ class Steps:
         since = time.perf_counter()
         answers = answering.answer(self.backend, self.adapter)
         took = round(time.perf_counter() - since, 3)
-        self.event_log.event("answered", step=number, seconds=took, answers=[vars(answer) for answer in answers])
+        self.beginning.event_log.event(
+            "answered", step=number, seconds=took, answers=[vars(answer) for answer in answers]
+        )
         self.log.write_texts(number, {answer.prompt: answer.text for answer in answers})
 
 

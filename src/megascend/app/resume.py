@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascend.app.earlier_run import restore
 from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
 from megascend.app.liveness import process_lives
 from megascend.checkpoint import manifest
@@ -43,7 +44,7 @@ class Start:
 
     Attributes:
         candidates: checkpoints to resume from, the best first; empty: at the beginning.
-        clear: which files of an earlier run to remove first.
+        clear: which files of an earlier run to remove; all of them once this run has done a step.
         said: what the user should know about the choice.
     """
 
@@ -65,10 +66,12 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
             f"--overwrite and --resume {resume} contradict each other: the first removes the run that the second resumes; "
             "leave one out"
         )
-    if os.path.lexists(output) and not output.is_dir():
+    if os.path.exists(output) and not output.is_dir():
         raise ConfigError(f"output: {output} exists and is not a directory")
-    if launch.rank == 0 and (problem := why_not_writable(output)):
-        raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
+    if launch.rank == 0:
+        if problem := why_not_writable(output):
+            raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
+        restore(output)
     # Of a restarted run, only rank 0 is sure to be beside the launcher that it began with. With several hosts it alone decides.
     first = not restarted(output, launch) if launch.rank == 0 else launch.attempt == 0 and not launch.several_hosts
     if first and resume is None and not overwrite:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
+import logging
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megascend.app.plot import require_extra
-from megascend.app.resume import decide, differences, load_first_good, saved_settings
+from megascend.app.earlier_run import clear_output
+from megascend.app.event_log import EVENTS
+from megascend.app.plot import plot_metrics, require_extra
+from megascend.app.resume import decide, differences, load_first_good, refuse_running, run_files, saved_settings
 from megascend.app.shared_output import check_shared
 from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.data.chat import writes_date
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import replacing
+from megascend.files import make_directory, replacing
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.files import copy_tokenizer, read_config
 from megascend.tracking.registry import check_trackers
@@ -25,12 +29,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.app.event_log import EventLog
+    from megascend.app.plot import Panel
+    from megascend.app.run_log import RunLog
     from megascend.backend import Backend
     from megascend.batch.sample import Sample
     from megascend.bootstrap import Runtime
     from megascend.distributed.launch import Launch
 
 TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
+logger = logging.getLogger(__name__)
+
 ADAPTER = "default"
 """Name of a run's adapter, the same as peft gives to one that it loads."""
 
@@ -170,14 +178,11 @@ def begin(
     overwrite: bool,
     resume: str | Path | None,
     progress_keys: Sequence[str],
-) -> dict[str, Any] | None:
+) -> Beginning:
     """Put the model at its first step, or where a checkpoint left it. Collective.
 
     Args:
         progress_keys: what this kind of run saves beside the model.
-
-    Returns:
-        What the run saved beside the model, or None at its beginning.
 
     Raises:
         ConfigError, CheckpointError: as :func:`megascend.app.resume.decide`, on every rank; or the checkpoint is of another kind
@@ -186,14 +191,23 @@ def begin(
     launch = backend.groups.launch
     start = backend.from_rank_0(lambda: decide(config.output, overwrite, resume, launch))
     check_shared(backend, config.output)
-    if backend.rank == 0:
-        if start.said:
-            print(start.said, flush=True)
-        if start.clear:
-            clear_output(config.output, start.clear)
-    event_log.start(platform=backend.platform.name, steps=config.steps, every=config.checkpoint.every)
+    present, kept = backend.from_rank_0(lambda: _earlier_files(config.output, start.clear))
+    # What an attempt without a step has left is removed at once.
+    beginning = Beginning(config, backend, event_log, present, waiting=kept and EVENTS in start.clear)
+    if backend.rank == 0 and start.said:
+        print(start.said, flush=True)
+    if not beginning.waiting:
+        beginning.clear_output()
+    event_log.start(
+        wait=beginning.waiting,
+        platform=backend.platform.name,
+        steps=config.steps,
+        every=config.checkpoint.every,
+    )
     if not start.candidates:
-        return None
+        if not beginning.waiting and backend.rank == 0:
+            write_config(config)
+        return beginning
     progress, saved = load_first_good(backend, start.candidates, event_log)
     changed = differences(saved, config)
     if changed and backend.rank == 0:
@@ -203,26 +217,90 @@ def begin(
         raise CheckpointError(
             f"{start.candidates[0].parent}: this checkpoint of another kind of run has no {', '.join(missing)} beside its model"
         )
-    return progress
+    beginning.progress = progress
+    return beginning
 
 
-def clear_output(output: Path, names: Sequence[str]) -> None:
-    """Remove the files ``names`` that an earlier run left in ``output``, and nothing else."""
-    for name in names:
-        path = output / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _earlier_files(output: Path, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """Which of the files ``names`` are in ``output``, and whether they hold a run that must not be lost."""
+    present = tuple(name for name in names if os.path.lexists(output / name))
+    return present, bool(present and run_files(output))
+
+
+@dataclass
+class Beginning:
+    """How a run begins. The files of an earlier run that it replaces stay until it has done a step.
+
+    Attributes:
+        cleared: files of an earlier run, to be removed.
+        waiting: they are still there, and nothing may be written to the output directory.
+        progress: what the run saved beside the model, or None at its beginning.
+    """
+
+    config: TrainerConfig
+    backend: Backend
+    event_log: EventLog
+    cleared: tuple[str, ...] = ()
+    waiting: bool = False
+    progress: dict[str, Any] | None = None
+    _began: bool = field(default=False, init=False)
+
+    def take_over(self) -> None:
+        """The run has done a step, or has something to keep: the output directory is its own from now on. Collective; once.
+
+        Raises:
+            ConfigError: files of the earlier run cannot be removed; on every rank.
+        """
+        if self._began:
+            return
+        self._began = True
+        if self.waiting:
+            self.clear_output()
+            self.waiting = False
+        if self.backend.rank == 0:
+            write_config(self.config)
+        self.event_log.write_waiting()
+
+    def clear_output(self) -> None:
+        """Remove the earlier run's files. Collective.
+
+        Raises:
+            ConfigError: they cannot be removed, or are another process's by now; on every rank.
+        """
+
+        def clear() -> None:
+            if self.waiting:
+                refuse_running(self.config.output)  # it may have begun since
+            try:
+                clear_output(self.config.output, self.cleared)
+            except OSError as error:
+                raise ConfigError(
+                    f"output: the earlier run's files in {self.config.output} cannot be removed: {error}"
+                ) from error
+
+        if self.cleared:
+            self.backend.from_rank_0(clear)
 
 
 def write_config(config: TrainerConfig) -> None:
-    """Keep the resolved settings beside the results."""
+    """Keep the resolved settings beside the results. Without room for them, the run goes on."""
     import yaml
 
-    config.output.mkdir(parents=True, exist_ok=True)
-    with replacing(config.output / "config.yaml") as fresh:
-        fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    try:
+        make_directory(config.output)
+        with replacing(config.output / "config.yaml") as fresh:
+            fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", config.output / "config.yaml", error)
+
+
+def draw_metrics(config: TrainerConfig, log: RunLog, title: str, panels: Sequence[Panel] | None = None) -> None:
+    """Draw what the run has logged; where that cannot be written, say so: the run itself is complete. On rank 0."""
+    path = config.output / "metrics.png"
+    try:
+        plot_metrics(log.rows, path, title, panels)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)
 
 
 def make_trackers(config: TrainerConfig, event_log: EventLog, done: int) -> Trackers:
@@ -243,12 +321,16 @@ def model_line(config: TrainerConfig, backend: Backend) -> str:
     return f"{read_config(config.model).get('model_type', 'a model')} with {size} parameters ({config.model})"
 
 
-def keep_batch(config: TrainerConfig, step: int, batch: Sequence[Sample]) -> Path:
-    """Write the samples of a step whose gradients were not finite, for whoever looks for the reason."""
+def keep_batch(config: TrainerConfig, step: int, batch: Sequence[Sample]) -> Path | None:
+    """Write the samples of a step whose gradients were not finite, for whoever looks for the reason; None if that cannot be."""
     path = config.output / "non_finite" / f"step-{step}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     fields = ("input_ids", "target_ids", "weights")
-    path.write_text("".join(json.dumps({name: getattr(s, name).tolist() for name in fields}) + "\n" for s in batch))
+    try:
+        make_directory(path.parent)
+        path.write_text("".join(json.dumps({name: getattr(s, name).tolist() for name in fields}) + "\n" for s in batch))
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)
+        return None
     return path
 
 
@@ -284,7 +366,7 @@ def export(config: TrainerConfig, backend: Backend) -> Path:
     return path
 
 
-def tell_stop(backend: Backend, event_log: EventLog, step: int, signal: str, problem: str | None) -> None:
+def tell_stop(beginning: Beginning, step: int, signal: str, problem: str | None) -> None:
     """Say that a signal has stopped the run after ``step``.
 
     Args:
@@ -293,6 +375,14 @@ def tell_stop(backend: Backend, event_log: EventLog, step: int, signal: str, pro
     Raises:
         CheckpointError: there is none.
     """
+    backend, event_log = beginning.backend, beginning.event_log
+    if beginning.waiting:
+        if backend.rank == 0:
+            print(
+                f"stopped by {signal} before the first step; the earlier run in {beginning.config.output} is as it was",
+                flush=True,
+            )
+        return
     if problem is not None:
         raise CheckpointError(f"stopped by {signal} after step {step}, without a checkpoint: {problem}")
     event_log.event("stopped", step=step, signal=signal)

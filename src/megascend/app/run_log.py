@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megascend.files import replacing
+from megascend.app.event_log import finite
+from megascend.files import make_directory
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -169,13 +170,20 @@ class RunLog:
     """Context manager over the outputs of a run; a display is closed and a file flushed however the run ends."""
 
     def __init__(
-        self, output: Path, steps: int, trackers: Trackers | None = None, enabled: bool = True, done: int = 0
+        self,
+        output: Path,
+        steps: int,
+        trackers: Trackers | None = None,
+        enabled: bool = True,
+        done: int = 0,
+        waiting: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             trackers: closed with the log.
             enabled: False, as on every rank but the first: nothing is written or shown.
             done: steps of an earlier part of the run, whose rows stay; what it has of later ones is dropped.
+            waiting: the output directory still holds an earlier run: rows are written with the first one for which it does not.
         """
         self._output = output
         self._enabled = enabled
@@ -184,7 +192,8 @@ class RunLog:
         self._display = make_display(steps, done)
         self._clock = StepClock(steps, done)
         self._file: AppendFile | None = None
-        self._done = done
+        self._done, self._waiting = done, waiting
+        self._unwritten: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
 
     def __enter__(self) -> RunLog:
@@ -197,6 +206,8 @@ class RunLog:
     ) -> None:
         if self._enabled:
             self._display.stop()
+        if self._unwritten and not self._waiting():
+            self._write_rows()
         if self._file is not None:
             self._file.close()
         if self._trackers is not None:
@@ -208,12 +219,9 @@ class RunLog:
         if not self._enabled:
             return
         row = record.to_dict()
-        if self._file is None:
-            self._file = self._open()
-        self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        if self._trackers is not None:
-            self._trackers.log(record.step, row)
+        self._unwritten.append(row)
+        if not self._waiting():
+            self._write_rows()
         self._display.show(record)
         self._clock.step_done(record, record.step - self._done)
 
@@ -222,7 +230,7 @@ class RunLog:
         if not self._enabled:
             return
         self._display.tell_more(f"answers after step {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
-        if self._trackers is not None:
+        if self._trackers is not None and not self._waiting():
             self._trackers.log_texts(step, texts)
 
     def micro_batch(self, done: int, count: int) -> None:
@@ -230,28 +238,31 @@ class RunLog:
         if self._enabled and (line := self._clock.micro_batch(done, count)) is not None:
             self._display.tell(line)
 
-    def _open(self) -> AppendFile:
-        self._output.mkdir(parents=True, exist_ok=True)
-        path = self._output / "metrics.jsonl"
-        if self._done:
-            self.rows = [row for row in read_rows(path) if row["step"] <= self._done]
-            with replacing(path) as fresh:
-                fresh.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        elif path.exists():
-            path.unlink()
-        return AppendFile(path)
+    def _write_rows(self) -> None:
+        if self._file is None:
+            path = self._output / "metrics.jsonl"
+            earlier, size = rows_until(path, self._done) if self._done else ([], 0)
+            self.rows += earlier
+            self._file = AppendFile(path, size)
+        for row in self._unwritten:
+            self.rows.append(row)
+            self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+            if self._trackers is not None:
+                self._trackers.log(row["step"], row)
+        self._unwritten = []
 
 
 class AppendFile:
     """A file of lines, each on its way to the disk at once. A full disk ends no run: lines wait until there is room again."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int = 0) -> None:
         """
-        Raises:
-            OSError: the file cannot be opened.
+        Args:
+            path: created, with the directory it is in, with the first line.
+            size: bytes of what is there that stay.
         """
-        self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path, self._size = path, size
+        self._descriptor: int | None = None
         self._waiting = b""
         self._told = False
 
@@ -259,6 +270,8 @@ class AppendFile:
         """Add a line, after those that still wait."""
         self._waiting += line.encode()
         try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
             self._told = False
@@ -269,23 +282,32 @@ class AppendFile:
 
     def close(self) -> None:
         """Close the file; says what is lost, if something still waits."""
-        os.close(self._descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
         if self._waiting:
             lost = self._waiting.count(b"\n")
             logger.warning("%s: the last %d lines could not be written", self._path, lost)
 
+    def _open(self) -> int:
+        make_directory(self._path.parent)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.ftruncate(descriptor, self._size)  # needs no room, and leaves a link one
+        return descriptor
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut off by a crash is left out, and none of a file that is not there."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
+
+def rows_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a metrics.jsonl up to ``step``, and the bytes they take; none after a line that a crash cut off."""
+    rows, size = [], 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+            if row["step"] > step or not line.endswith(b"\n"):
+                break
+        except (ValueError, TypeError, KeyError):
             break
-    return rows
+        rows.append(row)
+        size += len(line)
+    return rows, size
 
 
 class Pace:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.app.event_log import EventLog
+from megascend.app.lasting_output import LastingOutput
 from megascend.app.resume import belongs, check_start
 from megascend.app.start_phases import StartPhases
 from megascend.config import TrainerConfig
@@ -42,7 +43,10 @@ class Start:
         self.phases.ended("Python")
         self.launch = Launch.from_environment()
         check_start(config.output, overwrite, resume, self.launch)
-        self.event_log = EventLog(config.output, self.launch, active=belongs(config.output, resume, self.launch))
+        self._output = LastingOutput()
+        self._output.install()
+        active = belongs(config.output, resume, self.launch)
+        self.event_log = EventLog(config.output, self.launch, active=active, losses=self._output.losses)
 
     def process(self, config: TrainerConfig) -> Runtime:
         """Make the process ready, before anything imports Megatron; transformers is there afterwards."""
@@ -104,6 +108,7 @@ class Start:
             self.self_check.close()
         if self.kernels is not None:
             self.kernels.close()
+        self._output.restore()
 
     def first_step(self) -> None:
         """The first step is done: its time and that of everything before it go to the log."""

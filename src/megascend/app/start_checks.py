@@ -44,11 +44,10 @@ def check_paths(config: TrainerConfig, read: Mapping[str, Path], overwrite: bool
                 f"output: {config.output} lies in {setting}: {path}, so the run's files would be read as data: choose another"
             )
     for setting, path in {"model": config.model, **read}.items():
-        places = {real(path), path.absolute()}  # a link itself is removed, too
+        places = {real(path), path.absolute()}  # a link itself is removed, too, and what a run has put behind its own
         for name in RUN_FILES if overwrite else ():
-            if any(
-                place.is_relative_to(above / name) for place in places for above in (output, config.output.absolute())
-            ):
+            cleared = (output / name, config.output.absolute() / name, real(output / name))
+            if any(place.is_relative_to(above) for place in places for above in cleared):
                 raise ConfigError(
                     f"{setting}: {path} is one of the files of an earlier run in output: {config.output}, which --overwrite "
                     "removes: choose another output, or copy it first"

@@ -8,13 +8,24 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+ALWAYS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that stop a run whatever they did before."""
+BY_DEFAULT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that stop a run where they would have ended the process: a connection or terminal that is lost, the warnings that
+schedulers send before a job's time is over (Slurm's ``--signal``), a limit of processor time. One that is ignored, as nohup has
+it for SIGHUP, stays ignored, and one that somebody else handles stays theirs."""
+STOPPING = (*ALWAYS, *BY_DEFAULT)
 SAME_S = 2.0
 """Under a launcher one Ctrl-C arrives twice, from the terminal and from torchrun, within so many seconds."""
 
 
+def stopping() -> tuple[signal.Signals, ...]:
+    """Return the signals that are to stop a run in this process."""
+    return (*ALWAYS, *(number for number in BY_DEFAULT if signal.getsignal(number) is signal.SIG_DFL))
+
+
 class StopSignals:
-    """Context manager that takes note of SIGTERM and SIGINT instead of ending the process.
+    """Context manager that takes note of :data:`STOPPING` signals instead of ending the process.
 
     A second SIGINT (Ctrl-C twice) interrupts at once, as Python does by itself. Outside the main thread, where Python lets nobody
     handle signals, nothing is changed.
@@ -34,7 +45,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take_note) for number in STOPPING}
+            self._before = {number: signal.signal(number, self._take_note) for number in stopping()}
         return self
 
     def __exit__(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import json
 import logging
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from megascend import errors
 from megascend.cli.stop_launch import EXIT_INTERRUPTED, StopLaunch, ended_by_signal, in_a_thread
-from megascend.errors import MegascendError
+from megascend.errors import MegascendError, PlatformError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+SEMAPHORES = 64 * 1024
+"""Bytes of shared memory that the launcher's semaphores for a process take at most."""
 
 
 class WorkerError(MegascendError, RuntimeError):
@@ -35,12 +41,13 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     """Call ``function(*args)`` in ``nproc`` fresh processes that see torchrun's environment; return rank 0's result.
 
     ``function`` must be importable by name. OMP_NUM_THREADS is 1 in the workers unless it is set, as under torchrun.
-    SIGTERM and SIGINT are passed on to the workers as SIGTERM, and their results waited for: they may take as long as they
-    need to finish a step and save.
+    Signals that stop a run are passed on to the workers (SIGINT as SIGTERM), and their results waited for: they may take as long
+    as they need to finish a step and save.
 
     Raises:
         KeyboardInterrupt: SIGINT came a second time, or before the workers could handle it; they are gone.
-        SystemExit: SIGTERM came before the workers could handle it; the code is 143.
+        SystemExit: another of them came before the workers could handle it; the code is 128 and its number.
+        PlatformError: the processes cannot be started: ``/dev/shm`` is full, for example.
         MegascendError: the first error of our hierarchy that a worker raised, with the worker's message.
         WorkerError: a worker failed in another way; the message holds its traceback or its signal.
     """
@@ -75,7 +82,24 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
                 cause = root_cause(failure, Path(folder))
                 if stop.received and isinstance(cause, WorkerError) and ended_by_signal(failure):
                     stop.exit()
+            except OSError as error:
+                raise PlatformError(why_not_started(error, nproc)) from error
     raise cause
+
+
+def why_not_started(error: OSError, nproc: int, semaphores: Path = Path("/dev/shm")) -> str:
+    """Say why the launcher could not start ``nproc`` processes: where semaphores lie, containers have little room."""
+    text = f"--nproc {nproc}: the processes cannot be started: {error}"
+    if (
+        error.errno != errno.ENOSPC
+        or not semaphores.is_dir()
+        or shutil.disk_usage(semaphores).free > SEMAPHORES * nproc
+    ):
+        return text
+    return (
+        f"{text}; {semaphores} is full, and about {SEMAPHORES * nproc // 1024} KiB of it are needed: empty it, give "
+        "the container more (docker run --shm-size=1g, or --ipc=host), or start the processes with torchrun, which needs none"
+    )
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> Any:

@@ -38,11 +38,13 @@ def rl_command(
     Rank 0 talks to the engines that CONFIG names; they sample while the trainer learns. An error exits with 2; a run that
     a signal has stopped, after saving a checkpoint, with 75.
     """
+    from megascend.app.lasting_output import LastingOutput
     from megascend.cli.launch import launch, under_torchrun
     from megascend.config.rl import load_rl_config
     from megascend.errors import ConfigError
 
     settings = load_rl_config(config, overrides)
+    LastingOutput().install()  # until the process ends
     if under_torchrun():
         if nproc is not None:
             raise ConfigError(
@@ -97,10 +99,12 @@ def rl_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: 
     """One rank of the run; returns the signal that stopped it, if one did."""
     import warnings
 
+    from megascend.app.lasting_output import LastingOutput
     from megascend.app.rl.loop import train_rl
     from megascend.cli.messages import ask_nothing, ignore_renamed, show_messages
     from megascend.config.rl import load_rl_config
 
+    LastingOutput().install()
     show_messages()
     ignore_renamed()
     # Deprecations inside these packages are nothing that a user of this command could act on.

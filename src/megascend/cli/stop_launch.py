@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for the process that has started the ranks of a run on this machine.
+"""Ctrl-C, SIGTERM and the other signals that stop a run, for the process that has started the ranks of a run on this machine.
 
 torch's launcher would signal its workers and kill them 30 seconds later, whatever they still write, and fail itself. It runs in
 a thread here, where it leaves signals alone; the main thread passes them on and waits for what the workers return.
@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megascend.app.stop_signals import STOPPING, stopping
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -23,7 +25,7 @@ LOOK_S = 0.2
 
 
 class StopLaunch:
-    """Context manager that takes note of SIGTERM and SIGINT for the workers.
+    """Context manager that takes note of the signals that stop a run, for the workers.
 
     Attributes:
         received: the first signal that came, or None.
@@ -36,7 +38,7 @@ class StopLaunch:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopLaunch:
-        self._before = {number: signal.signal(number, self._take_note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._take_note) for number in stopping()}
         return self
 
     def __exit__(
@@ -47,22 +49,23 @@ class StopLaunch:
 
     def pass_on(self) -> None:
         """Tell each worker once. Those that are still starting do not handle signals yet: they end."""
-        # Always SIGTERM: from a terminal the workers have had SIGINT themselves, and would take another one for impatience.
+        # SIGTERM for SIGINT: from a terminal the workers have had that themselves, and would take another one for impatience.
         if self.received:
             new = workers() - self._told
             self._told |= new
-            send(signal.SIGTERM, new)
+            send(signal.SIGTERM if self.received is signal.SIGINT else self.received, new)
 
     def exit(self) -> None:
         """End as a process does that the signal has ended.
 
         Raises:
             KeyboardInterrupt: for SIGINT.
-            SystemExit: for SIGTERM, code 143.
+            SystemExit: for the others, 128 and their number: 143 for SIGTERM.
         """
+        assert self.received is not None
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(128 + self.received)
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
@@ -108,4 +111,4 @@ def send(number: signal.Signals, pids: set[int]) -> None:
 def ended_by_signal(failure: ChildFailedError) -> bool:
     """True if the worker that failed first was ended by a signal to stop, not by an error of its own."""
     code = failure.get_first_failure()[1].exitcode
-    return code in (-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED)
+    return code == EXIT_INTERRUPTED or -code in STOPPING

@@ -48,6 +48,7 @@ def train_command(
     Runs one process, or --nproc processes, or as one rank of torchrun. An error exits with 2; a run that a signal has stopped,
     after saving a checkpoint, with 75.
     """
+    from megascend.app.lasting_output import LastingOutput
     from megascend.cli.launch import launch, under_torchrun
     from megascend.cli.preflight import check_run
     from megascend.config import load_config
@@ -57,6 +58,7 @@ def train_command(
     if dry_run:
         show_dry_run(settings, nproc, overwrite, resume)
         return
+    LastingOutput().install()  # until the process ends
     if profile and settings.profile is None:
         overrides = [*(overrides or []), "profile={}"]
     if under_torchrun():
@@ -110,10 +112,12 @@ def train_rank(config: Path, overrides: list[str] | None, overwrite: bool, resum
     """
     import warnings
 
+    from megascend.app.lasting_output import LastingOutput
     from megascend.app.loop import train
     from megascend.cli.messages import ask_nothing, ignore_renamed, show_messages
     from megascend.config import load_config
 
+    LastingOutput().install()
     show_messages()
     ignore_renamed()
     # Deprecations inside these packages are nothing that a user of this command could act on.

@@ -21,6 +21,7 @@ from megascend.errors import DataError, EngineError, EngineTimeoutError
 from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import faults, run_distributed
+from run_directory import snapshot
 
 REWARD = """
 import os, signal
@@ -276,3 +277,59 @@ def test_an_adapter_is_merged_for_the_engine(folder: Path) -> None:
     phases = "Python, settings, torch, transformers, data, Megatron, model, self-check, preparing, first step"
     assert list(start["seconds"]) == phases.split(", ")
     assert all(value >= 0 for value in start["seconds"].values())
+
+
+class KilledEngine(LocalEngine):
+    async def generate(self, *_: Any, **__: Any) -> list[Completion]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+class StoppedEngine(LocalEngine):
+    async def generate(self, *_: Any, **__: Any) -> list[Completion]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(DEADLINE_S)
+        return []
+
+
+def test_a_run_that_fails_before_its_first_step_touches_nothing_of_an_earlier_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascend.rollout.collector.BACKOFF_S", 0.01)
+    monkeypatch.setattr("megascend.app.rl.rollouts.SLICE_S", 0.2)
+    changes = {"steps": 1, "export": True, "checkpoint": {"every": 1, "asynchronous": False}}
+    config = settings(folder, "earlier", **changes)
+    in_a_fork(lambda: run(config, RecordedEngine))
+    before = snapshot(config.output)
+    assert {"metrics.jsonl", "hf/model.safetensors", "checkpoints/latest"} <= set(before)
+
+    def unreachable(config: RlConfig) -> list[LocalEngine]:
+        raise EngineError("127.0.0.1:9 refused the connection")
+
+    def overwriting(kind: type[LocalEngine], **changed: Any) -> RlResult:
+        return train_rl(
+            settings(folder, "earlier", **(changes | changed)),
+            overwrite=True,
+            engines=lambda config: [kind(config.model, name="engine", own_process=False)],
+        )
+
+    def fails(error: type[Exception], act: Callable[[], object]) -> None:
+        def expecting() -> None:
+            with pytest.raises(error):
+                act()
+
+        in_a_fork(expecting)
+        assert snapshot(config.output) == before
+
+    fails(EngineError, lambda: train_rl(config, overwrite=True, engines=unreachable))
+    fails(EngineError, lambda: overwriting(FailingEngine))
+    fails(DataError, lambda: overwriting(RecordedEngine, rollout={"reward": f"{folder / 'reward.py'}:broken"}))
+    run_distributed(lambda: overwriting(KilledEngine), 1, init=False, timeout_s=DEADLINE_S, expect_lost={0})
+    assert snapshot(config.output) == before
+    stopped = in_a_fork(lambda: overwriting(StoppedEngine))[0]
+    assert (stopped.stopped, stopped.steps) == ("SIGUSR1", 0)
+    assert snapshot(config.output) == before
+    in_a_fork(lambda: overwriting(RecordedEngine, export=False))
+    assert {path.name for path in config.output.iterdir()} == {
+        "metrics.jsonl", "config.yaml", "events.jsonl", "checkpoints"
+    }  # fmt: skip

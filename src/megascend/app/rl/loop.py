@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.disk_room import disk_warning
-from megascend.app.plot import plot_metrics
 from megascend.app.rl.records import PANELS
 from megascend.app.run import (
     ADAPTER,
     begin,
     check_lora,
     check_packages,
+    draw_metrics,
     export,
     load_tokenizer,
     make_trackers,
     model_line,
     tell_stop,
     with_template_date,
-    write_config,
 )
 from megascend.app.run_log import RunLog
 from megascend.app.start import Start
@@ -90,21 +89,21 @@ def train_rl(
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
     start = Start(config, overwrite, resume)
-    with start.event_log.keeping_errors(lambda: 0):
-        import_plugins(config.plugins)
-        check_packages(config)
-        check_settings(config, config.data_paths(), overwrite)
-        check_lora(config)
-        if engines is None:
-            from megascend.app.rl.engines import check_engines, make_engines
+    try:
+        with start.event_log.keeping_errors(lambda: 0):
+            import_plugins(config.plugins)
+            check_packages(config)
+            check_settings(config, config.data_paths(), overwrite)
+            check_lora(config)
+            if engines is None:
+                from megascend.app.rl.engines import check_engines, make_engines
 
-            engines = make_engines
-            if start.launch.rank == 0:
-                check_engines(config.engines)
-        try:
+                engines = make_engines
+                if start.launch.rank == 0:
+                    check_engines(config.engines)
             return run(config, start, overwrite, resume, engines)
-        finally:
-            start.close()
+    finally:
+        start.close()
 
 
 def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | None, engines: EngineFactory) -> RlResult:
@@ -144,11 +143,11 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
         main_rank = backend.rank == 0
         if config.lora is not None:
             backend.add_adapter(ADAPTER, config.lora)
-        saved = begin(config, backend, event_log, overwrite, resume, ("rollouts", "rl"))
+        beginning = begin(config, backend, event_log, overwrite, resume, ("rollouts", "rl"))
+        saved = beginning.progress
         progress = Progress(**saved["rl"]) if saved else Progress()
         number = done = backend.step_count
         if main_rank:
-            write_config(config)
             for line in (start_line(config, backend, len(prompts)), *config.template_remarks()):
                 print(line, flush=True)
             if backend.self_check is not None:
@@ -189,10 +188,16 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
 
         # Loop
         saves = CheckpointPolicy(
-            backend, config, event_log, lambda: {"rollouts": rollouts.state_dict(), "rl": vars(progress)}
+            backend,
+            config,
+            event_log,
+            lambda: {"rollouts": rollouts.state_dict(), "rl": vars(progress)},
+            beginning.take_over,
         )
         trackers = make_trackers(config, event_log, done)
-        with RunLog(config.output, config.steps, trackers, enabled=main_rank, done=done) as log:
+        with RunLog(
+            config.output, config.steps, trackers, enabled=main_rank, done=done, waiting=lambda: beginning.waiting
+        ) as log:
             steps = Steps(config, backend, rollouts, sync, offset, adapter, held_out, progress)
             for number in range(done + 1, config.steps + 1):
                 try:
@@ -203,25 +208,31 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
                     raise
                 if groups is None:
                     number -= 1
-                    saves.after_step(number, True)
+                    if number or not beginning.waiting:  # before the first step there is nothing worth an earlier run
+                        saves.after_step(number, True)
                     break
-                log.write(steps.do(number, groups))
+                record = steps.do(number, groups)
+                if not record.skipped:
+                    beginning.take_over()
+                log.write(record)
                 if number == done + 1:
                     start.first_step()
                 if saves.after_step(number, signals.received is not None):
                     break
+            if number == config.steps:
+                beginning.take_over()
         saves.finish(number)
 
         # Out
         stopped = exported = None
         if number < config.steps:
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
-            tell_stop(backend, event_log, number, stopped, saves.problem)
+            tell_stop(beginning, number, stopped, saves.problem)
         else:
             exported = export(config, backend) if config.export else None
             if main_rank and config.plot:
                 title = start_line(config, backend, len(prompts)).replace(": ", "\n", 1)
-                plot_metrics(log.rows, config.output / "metrics.png", title, PANELS)
+                draw_metrics(config, log, title, PANELS)
             event_log.event("finished", step=number, reward=progress.reward_after)
             if main_rank:
                 print(end_line(config, number, progress), flush=True)

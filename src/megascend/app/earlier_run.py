@@ -1,0 +1,70 @@
+"""The files that an earlier run has left in an output directory: they are removed together, or stay as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME
+from megascend.files import NOT_RENAMED, entries, is_mount_point, remove
+
+GOING, GONE = ".earlier-run", ".earlier-run-gone"
+"""In the output directory: the files while they are being moved away, and while they are being removed."""
+EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
+"""What a run exports, and the file by which that is known."""
+
+
+def clear_output(output: Path, names: Sequence[str]) -> None:
+    """Remove the files ``names`` that an earlier run left in ``output``, and nothing else.
+
+    If the process is killed meanwhile, :func:`restore` puts them back. Links and mount points stay: what a run has put behind
+    them is removed.
+
+    Raises:
+        OSError: they cannot be removed; those that were moved are back.
+    """
+    present = [output / name for name in names if os.path.lexists(output / name)]
+    staying = [path for path in present if path.is_symlink() or is_mount_point(path)]
+    going, gone = output / GOING, output / GONE
+    remove(gone)
+    going.mkdir()
+    try:
+        for path in present:
+            if path in staying:
+                continue
+            try:
+                os.replace(path, going / path.name)
+            except OSError as error:
+                if error.errno not in NOT_RENAMED or not path.is_dir():
+                    raise
+                staying.append(path)
+        os.replace(going, gone)
+    except OSError:
+        restore(output)
+        raise
+    for path in staying:
+        _empty(path)
+    remove(gone)
+
+
+def restore(output: Path) -> None:
+    """Put back what a process that was killed within :func:`clear_output` had moved away, and remove what it had not."""
+    remove(output / GONE)
+    going = output / GOING
+    if going.is_dir():
+        for entry in going.iterdir():
+            if not os.path.lexists(output / entry.name):
+                os.replace(entry, output / entry.name)
+        remove(going)
+
+
+def _empty(path: Path) -> None:
+    """Remove what a run has put into a directory, or a file, that stays. A directory may hold what belongs to others."""
+    if path.is_file():
+        os.truncate(path, 0)
+    elif path.is_dir() and (path.name not in EXPORTS or (path / EXPORTS[path.name]).is_file()):
+        for entry in entries(path):
+            checkpoint = entry.name == LATEST or NAME.fullmatch(entry.name) or LEFT_OVER.fullmatch(entry.name)
+            if path.name != "checkpoints" or checkpoint:
+                remove(entry)
