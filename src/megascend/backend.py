@@ -21,6 +21,7 @@ from megascend.config import Adam, Lora
 from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import AdapterTrainable, Engine, Receivers
+from megascend.engines.export import check_export
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.huggingface.files import write_chat_template
 from megascend.step.checks import check_samples, require_head
@@ -436,9 +437,10 @@ class Backend:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, whole, one at a time, on the ranks that receive.
 
-        All ranks call it and iterate to the end; where there is nothing to receive, there is nothing to iterate over. Names,
-        shapes and dtypes are those of the checkpoint that the model comes from. A tensor may be the model's own memory: copy
-        what is to outlast the next one, and change none.
+        All ranks call it and iterate to the end; where there is nothing to receive, there is nothing to iterate over. Names and
+        shapes are those of the checkpoint that the model comes from. The dtype is that of ``precision``, whatever the checkpoint
+        has; what is fp32 there and not trained (a router's correction bias) stays fp32. A tensor may be the model's own memory:
+        copy what is to outlast the next one, and change none.
 
         Args:
             adapter: merged into what comes, ``W + scaling * B A`` in float32; the model in memory stays as it is.
@@ -450,6 +452,7 @@ class Backend:
         Raises:
             ConfigError: there is no such adapter, or none was named for ``alone``.
             ProcessGroupError: while iterating: a rank left the stream before its end.
+            CheckpointError: while iterating: a number is beyond fp16's range.
         """
 
         def check() -> None:
@@ -479,9 +482,15 @@ class Backend:
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:
         """Write the model as a Hugging Face directory that ``transformers`` loads; it appears only when complete.
 
+        Tensors have the dtype of ``precision``, as in :meth:`named_weights`, and ``config.json`` names it; ``megascend export
+        --dtype`` makes another one of it.
+
         Args:
             adapter: merge this adapter into what is written, ``W + scaling * B A`` in float32; the model in memory stays as
                 it is.
+
+        Raises:
+            CheckpointError: on every rank: ``path`` is something else or cannot be written, or a number is beyond fp16's range.
         """
         with self.groups.monitor.phase("export"):
             call = f"export_hf({str(path)!r}, {adapter=})"
@@ -492,6 +501,18 @@ class Backend:
         self.engine.export(path, adapter)
         if (template := self.chat_template) is not None:
             self.from_rank_0(lambda: write_chat_template(path, template))
+
+    def check_export(self, path: str | Path) -> None:
+        """Refuse now what would keep :meth:`export_hf` from writing to ``path`` later. Nothing is written. Collective.
+
+        Raises:
+            CheckpointError: on every rank: the export would hold other tensors than the checkpoint that the model comes from, a
+                file beside the weights cannot be read, or ``path`` cannot be written.
+        """
+        engine = self.engine
+        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[engine.precision]
+        weights = engine.named_weights(receivers="main", device="meta")
+        check_export(weights, self._model_dir, Path(path), dtype, self.groups, engine.info)
 
     def save(
         self,

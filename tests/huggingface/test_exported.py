@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.huggingface.exported import differences, extra_tensors, fused_half
+from megascend.huggingface.exported import FusedPart, differences, extra_tensors, fused_part
 from megascend.huggingface.files import TensorHeader
 
 SOURCE = {
@@ -27,20 +27,19 @@ def exported(**changes: TensorHeader | None) -> dict[str, TensorHeader]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "dtype", "tied", "expected"),
+    ("changes", "dtype", "expected"),
     [
-        ({}, "BF16", False, None),
-        ({"lm_head": None}, "BF16", True, None),
-        ({"lm_head": None}, "BF16", False, "it lacks lm_head.weight"),
-        ({"new": TensorHeader("BF16", (1,))}, "BF16", False, "it would have new, which the source has not"),
-        ({"lm_head": TensorHeader("BF16", (8, 5))}, "BF16", False, "lm_head.weight [8, 5] instead of [8, 4]"),
-        ({"lm_head": TensorHeader("F32", (8, 4))}, "BF16", False, "lm_head.weight F32 instead of BF16"),
-        ({}, "F16", False, "model.embed_tokens.weight BF16 instead of F16, lm_head.weight BF16 instead of F16"),
-        ({"correction": TensorHeader("BF16", (2,))}, "BF16", False, None),
+        ({}, "BF16", None),
+        ({"lm_head": None}, "BF16", "it lacks lm_head.weight"),
+        ({"new": TensorHeader("BF16", (1,))}, "BF16", "it would have new, which the source has not"),
+        ({"lm_head": TensorHeader("BF16", (8, 5))}, "BF16", "lm_head.weight [8, 5] instead of [8, 4]"),
+        ({"lm_head": TensorHeader("F32", (8, 4))}, "BF16", "lm_head.weight F32 instead of BF16"),
+        ({}, "F16", "model.embed_tokens.weight BF16 instead of F16, lm_head.weight BF16 instead of F16"),
+        ({"correction": TensorHeader("BF16", (2,))}, "BF16", None),
     ],
 )
-def test_differences_are_named(changes, dtype, tied, expected):
-    found = differences(SOURCE, exported(**changes), dtype, tied=tied)
+def test_differences_are_named(changes, dtype, expected):
+    found = differences(SOURCE, exported(**changes), dtype)
     assert not found if expected is None else expected in "; ".join(found)
 
 
@@ -63,10 +62,20 @@ def test_what_no_layer_here_has(name, extra):
         assert extra_tensors(config, [name]) == ([name] if extra else [])
 
 
-def test_halves_are_joined_only_where_the_source_has_the_whole():
+def test_fused_part_is_found_only_where_the_source_has_the_whole():
     fused, apart = "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
-    assert fused_half(apart, {fused}) == (fused, "gate")
-    assert fused_half(apart.replace("gate", "up"), {fused}) == (fused, "up")
-    assert fused_half(apart, {apart}) is None
-    assert fused_half(apart, {"model.layers.1.mlp.gate_up_proj.weight"}) is None
-    assert fused_half("model.layers.0.mlp.gate.weight", {fused}) is None
+    assert fused_part(apart, {fused}) == FusedPart(fused, None, "gate")
+    assert fused_part(apart.replace("gate", "up"), {fused}) == FusedPart(fused, None, "up")
+    assert fused_part(apart, {apart}) is None
+    assert fused_part(apart, {"model.layers.1.mlp.gate_up_proj.weight"}) is None
+    assert fused_part("model.layers.0.mlp.gate.weight", {fused}) is None
+
+
+def test_fused_part_of_an_expert_names_its_number_and_half():
+    experts = "model.layers.0.mlp.experts"
+    whole = {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
+    assert fused_part(f"{experts}.3.gate_proj.weight", whole) == FusedPart(f"{experts}.gate_up_proj", 3, "gate")
+    assert fused_part(f"{experts}.12.up_proj.weight", whole) == FusedPart(f"{experts}.gate_up_proj", 12, "up")
+    assert fused_part(f"{experts}.0.down_proj.weight", whole) == FusedPart(f"{experts}.down_proj", 0, None)
+    assert fused_part(f"{experts}.0.down_proj.weight", {f"{experts}.0.down_proj.weight"}) is None
+    assert fused_part(f"{experts}.0.down_proj.weight", {f"{experts}.gate_up_proj"}) is None

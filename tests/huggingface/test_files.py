@@ -19,6 +19,7 @@ from megascend.huggingface.files import (
     copy_tokenizer,
     read_config,
     tensor_shapes,
+    with_dtype,
 )
 from megascend.huggingface.model_shape import ModelShape
 
@@ -68,7 +69,7 @@ def test_shapes_of_several_files_are_put_together(folder):
     names = {"a.weight": "one.safetensors", "b.bias": "two.safetensors", "c": "two.safetensors"}
     save_file({"a.weight": TENSORS["a.weight"]}, folder / "one.safetensors")
     save_file({name: TENSORS[name] for name in ("b.bias", "c")}, folder / "two.safetensors")
-    (folder / WEIGHT_INDEX).write_text(json.dumps({"weight_map": names}))
+    (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     assert tensor_shapes(folder) == SHAPES
     (folder / "two.safetensors").unlink()
     with pytest.raises(CheckpointError, match=rf"two\.safetensors is listed in {WEIGHT_INDEX} but missing"):
@@ -122,10 +123,7 @@ def test_embedding_and_output_must_have_the_configs_sizes():
             assert f"{name} has shape {shape}, config.json says (10, 4)" in str(raised.value)
 
 
-@pytest.mark.parametrize("key", ["torch_dtype", "dtype", None])
-def test_companions_are_copied_and_the_dtype_is_the_weights(folder, tmp_path, key):
-    config = {"model_type": "qwen3"} | ({key: "float32"} if key else {})
-    (folder / "config.json").write_text(json.dumps(config))
+def test_companions_are_copied_without_indexes_of_weights(folder, tmp_path):
     for name in (
         "tokenizer.json",
         "merges.txt",
@@ -135,12 +133,12 @@ def test_companions_are_copied_and_the_dtype_is_the_weights(folder, tmp_path, ke
         "q.tiktoken",
     ):
         (folder / name).write_text(name)
-    for name in (WEIGHT_INDEX, "pytorch_model.bin", "README.md"):
+    for name in (WEIGHT_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "README.md"):
         (folder / name).write_text("{}")
     (folder / "subfolder.json").mkdir()
     target = tmp_path / "target"
     target.mkdir()
-    copy_companions(folder, target, "bfloat16")
+    copy_companions(folder, target, {"model_type": "qwen3", "author": "Æ"})
     assert sorted(path.name for path in target.iterdir()) == [
         "chat_template.jinja",
         "config.json",
@@ -151,8 +149,7 @@ def test_companions_are_copied_and_the_dtype_is_the_weights(folder, tmp_path, ke
         "tokenizer.model",
     ]
     assert (target / "merges.txt").read_text() == "merges.txt"
-    assert json.loads((target / "config.json").read_text()) == {"model_type": "qwen3", key or "dtype": "bfloat16"}
-    assert json.loads((folder / "config.json").read_text()) == config
+    assert json.loads((target / "config.json").read_bytes()) == {"model_type": "qwen3", "author": "Æ"}
 
 
 TEMPLATE = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
@@ -187,5 +184,23 @@ def test_companions_include_templates_for_tools(tmp_path):
     tokenizer.save_pretrained(source)
     (source / "config.json").write_text('{"model_type": "qwen3"}')
     target.mkdir()
-    copy_companions(source, target, "bfloat16")
+    copy_companions(source, target, {"model_type": "qwen3"})
     assert AutoTokenizer.from_pretrained(target).chat_template == {"default": "a", "tool_use": "b"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"dtype": "bfloat16"}),
+        ({"torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
+        ({"dtype": "float32", "torch_dtype": "float16"}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
+        (
+            {"text_config": {"dtype": "float32", "n": 1}, "other_config": {"n": 2}},
+            {"text_config": {"dtype": "bfloat16", "n": 1}, "other_config": {"n": 2}, "dtype": "bfloat16"},
+        ),
+    ],
+)
+def test_with_dtype_changes_every_place_that_names_one(config, expected):
+    before = json.dumps(config)
+    assert with_dtype(config, "bfloat16") == expected
+    assert json.dumps(config) == before

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megascend.errors import CheckpointError
-from megascend.huggingface.files import tensor_shapes
-from megascend.huggingface.info import inspect_checkpoint, linear_layers
+from megascend.huggingface.files import tensor_headers, tensor_shapes
+from megascend.huggingface.info import inspect_checkpoint, is_tied, linear_layers
+from megascend.huggingface.model_shape import ModelShape
 from megascend.testing.parity import case_checkpoint
 from megascend.testing.reference import run_reference
 
@@ -110,9 +111,10 @@ def test_the_head_of_a_reward_model_is_refused_by_name(parity_folder, tmp_path, 
     """With a tied embedding, engine single trained such a model without its head."""
     source = case_checkpoint(parity_folder, "qwen3", **({"tie_word_embeddings": True} if tied else {}))
     target = Path(shutil.copytree(source, tmp_path / "reward-model"))
+    (target / "model.safetensors").rename(target / "model-layers.safetensors")
     save_file({"score.weight": numpy.zeros((1, HIDDEN), numpy.float32)}, target / "model-score.safetensors")
     index = {name: path.name for path in target.glob("*.safetensors") for name in tensor_headers_of(path)}
-    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     with pytest.raises(CheckpointError, match=r"score\.weight is the head of .*a reward model"):
         inspect_checkpoint(target)
 
@@ -120,3 +122,28 @@ def test_the_head_of_a_reward_model_is_refused_by_name(parity_folder, tmp_path, 
 def tensor_headers_of(path: Path) -> list[str]:
     with safe_open(path, "numpy") as file:
         return list(file.keys())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "head", "expected"),
+    [
+        ("llama", True, "other", False),
+        ("llama", True, "equal", True),
+        ("llama", False, "equal", False),
+        ("llama", True, "near", False),
+        ("gemma", None, "absent", True),  # the architecture's own default
+        ("gemma", None, "other", False),
+        ("llama", None, "equal", False),
+    ],
+)
+def test_is_tied_follows_the_files(tmp_path, kind, said, head, expected):
+    config = {"model_type": kind} | ({} if said is None else {"tie_word_embeddings": said})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    embedding = numpy.arange(12, dtype=numpy.float32).reshape(4, 3)
+    other = embedding.copy()
+    other[3, 2] = numpy.nextafter(other[3, 2], 0)  # the last of the bytes
+    heads = {"equal": embedding, "near": other, "other": -embedding}
+    found = {"model.embed_tokens.weight": embedding} | ({"lm_head.weight": heads[head]} if head in heads else {})
+    save_file(found, tmp_path / "model.safetensors")
+    shape = ModelShape(3, num_layers=1, num_heads=1, num_query_groups=1, vocab_size=4, ffn_hidden_size=8)
+    assert is_tied(config, shape, tensor_headers(tmp_path), tmp_path) is expected

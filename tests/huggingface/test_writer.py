@@ -18,7 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from megascend.errors import CheckpointError
 from megascend.huggingface import pipelined_writer
-from megascend.huggingface.files import WEIGHT_INDEX
+from megascend.huggingface.exported import extra_tensors
+from megascend.huggingface.files import WEIGHT_INDEX, read_config, tensor_headers
+from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.model_shape import ModelShape
 from megascend.huggingface.safetensors_writer import SafetensorsWriter
 from megascend.huggingface.writer import CheckpointWriter
 from megascend.testing import faults
@@ -142,8 +145,16 @@ WEIGHTS = {
 }
 
 
-def write(source: Path, target: Path, tensors: dict[str, torch.Tensor], *, tied: bool = False) -> None:
-    with CheckpointWriter(source, target, "float32", tied=tied) as writer:
+def info_of(source: Path) -> ModelInfo:
+    """Return what an engine knows of a checkpoint with layers of these names only."""
+    headers = tensor_headers(source)
+    extra = {name: headers.pop(name) for name in extra_tensors(read_config(source), headers)}
+    shape = ModelShape(4, num_layers=2, num_heads=1, num_query_groups=1, vocab_size=8, ffn_hidden_size=8)
+    return ModelInfo(shape, headers, 0, 0, 4, extra=extra)
+
+
+def write(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with CheckpointWriter(source, target, "float32", info_of(source)) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         writer.finish()
@@ -168,11 +179,16 @@ def test_a_source_may_be_written_over(tmp_path):
     assert all(torch.equal(read(source)[name], -tensor) for name, tensor in WEIGHTS.items())
 
 
-def test_a_tied_output_layer_need_not_come(tmp_path):
-    source = make_source(tmp_path / "source", WEIGHTS)
-    rest = {name: tensor for name, tensor in WEIGHTS.items() if name != "lm_head.weight"}
-    write(source, tmp_path / "out", rest, tied=True)
-    assert set(read(tmp_path / "out")) == set(rest)
+@pytest.mark.parametrize("where", ["top", "text_config", "nowhere"])
+def test_config_of_an_untied_export_says_so(tmp_path, where):
+    """Readers that believe the setting would make the output layer of the embedding."""
+    said = {"tie_word_embeddings": True}
+    config = {"top": said, "text_config": {"text_config": said}, "nowhere": {}}[where]
+    source = make_source(tmp_path / "source", WEIGHTS, **config)
+    write(source, tmp_path / "out", WEIGHTS)
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    part = found["text_config"] if where == "text_config" else found
+    assert part["tie_word_embeddings"] is False
 
 
 def without_one(tensors):
@@ -202,7 +218,7 @@ def test_a_consumer_that_fails_half_way_leaves_nothing(tmp_path):
     source = make_source(tmp_path / "source", WEIGHTS)
 
     def fail_half_way():
-        with CheckpointWriter(source, tmp_path / "out", "float32", tied=False) as writer:
+        with CheckpointWriter(source, tmp_path / "out", "float32", info_of(source)) as writer:
             writer.add("model.layers.0.w", WEIGHTS["model.layers.0.w"])
             raise KeyError
 
@@ -216,7 +232,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
     with pytest.raises(CheckpointError, match="is not a Hugging Face checkpoint"):
-        CheckpointWriter(source, tmp_path / "out", "float32", tied=False)
+        CheckpointWriter(source, tmp_path / "out", "float32", info_of(source))
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
     assert not list(tmp_path.glob(".*"))
 

@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING
 
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.errors import CheckpointError
-from megascend.huggingface.writer import CheckpointWriter
+from megascend.files import why_not_writable
+from megascend.huggingface.files import TensorHeader, companions
+from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.distributed.process_groups import ProcessGroups
-    from megascend.huggingface.scalar_head import ScalarHead
+    from megascend.huggingface.info import ModelInfo
+
+_FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError)
+"""What files and names that nobody foresaw raise on the rank that writes, while others wait for its word."""
 
 
 def export(
@@ -24,19 +30,17 @@ def export(
     target: Path,
     dtype: str,
     groups: ProcessGroups,
-    *,
-    tied: bool,
-    head: ScalarHead | None = None,
+    info: ModelInfo,
 ) -> None:
     """Write ``weights`` as a Hugging Face directory; ``target`` appears only when it is complete. Collective.
 
-    It holds the tensors of ``source``, by name, shape and dtype; those that are not built here are copied from it.
+    It holds the tensors of ``source``, by name and shape, in ``dtype``; what is fp32 in ``source`` and not trained stays fp32,
+    and tensors that are not built here are copied from it as they are.
 
     Args:
         weights: a stream that nobody has begun, with the main rank (0) as its receiver.
         dtype: ``float32``, ``float16`` or ``bfloat16``: what the parameters have.
-        tied: the output layer is the embedding.
-        head: the model's scalar head, which may stand in the place of the source's output layer.
+        info: of the model as it was built from ``source``.
 
     Raises:
         CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
@@ -46,7 +50,7 @@ def export(
         writer, problem = None, None
         if groups.rank == 0:
             try:
-                writer = stack.enter_context(CheckpointWriter(source, target, dtype, tied=tied, head=head))
+                writer = stack.enter_context(CheckpointWriter(source, target, dtype, info))
             except CheckpointError as error:
                 problem = error
         raise_on_all_ranks(problem, groups, f"whether there is room for {target}")
@@ -64,4 +68,52 @@ def _write(weights: Iterator[tuple[str, Tensor]], writer: CheckpointWriter | Non
             writer.finish()
     except CheckpointError as error:
         return error
+    except _FAULTS as error:
+        return _unexpected(error)
     return None
+
+
+def check_export(
+    weights: Iterator[tuple[str, Tensor]],
+    source: Path,
+    target: Path,
+    dtype: str,
+    groups: ProcessGroups,
+    info: ModelInfo,
+) -> None:
+    """Refuse what would keep :func:`export` from succeeding after hours of training. Collective.
+
+    Args:
+        weights: the stream of an export, on torch's ``meta`` device.
+
+    Raises:
+        CheckpointError: on every rank: the export would hold other tensors than ``source``, a file beside the weights cannot be
+            read, or ``target`` cannot be written.
+    """
+    problem: CheckpointError | None = None
+    try:
+        with contextlib.closing(weights):  # type: ignore[reportArgumentType]  a generator
+            written = {
+                name: TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+                for name, tensor in weights
+            }
+        if groups.rank == 0:
+            require_same_tensors(source, info, written, dtype)
+            exported_config(source, info, dtype)
+            for path in companions(source):
+                with path.open("rb") as file:
+                    file.read(1)
+            check_target(target)
+            if reason := why_not_writable(target):
+                problem = CheckpointError(f"export: {target} cannot be written: {reason}")
+    except CheckpointError as error:
+        problem = error
+    except _FAULTS as error:
+        problem = _unexpected(error)
+    raise_on_all_ranks(problem, groups, f"whether {target} can be written at the end")
+
+
+def _unexpected(error: Exception) -> CheckpointError:
+    problem = CheckpointError(f"export: {type(error).__name__}: {error}")
+    problem.__cause__ = error
+    return problem

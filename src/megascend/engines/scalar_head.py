@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megascend.config import Adapters
-from megascend.errors import ConfigError
+from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.scalar_head import BIAS, WEIGHT, ScalarHead
 
 
@@ -40,6 +40,24 @@ def model_class(config: Any, head: ScalarHead | None) -> Any:
     config.token_classification_bias = head.bias  # transformers 5.23; for older ones see without_bias()
     config.tie_word_embeddings = False
     return AutoModelForTokenClassification
+
+
+def tie_embeddings(config: Any, tied: bool) -> None:
+    """Have transformers' ``config`` say whether the output layer is the embedding; the checkpoint's files decide it."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.tie_word_embeddings = tied
+
+
+def check_tied(model: Any, tied: bool) -> None:
+    """Raise CheckpointError if transformers' causal language model is not tied as the checkpoint's files are."""
+    output = model.get_output_embeddings()
+    if output is None or (output.weight is model.get_input_embeddings().weight) == tied:
+        return
+    is_tied, are_tied = ("", "not ") if not tied else ("not ", "")
+    raise CheckpointError(
+        f"model: the output layer of transformers' {type(model).__name__} is {is_tied}its embedding, and by the files of the "
+        f"checkpoint it is {are_tied}: correct tie_word_embeddings in config.json"
+    )
 
 
 def without_bias(model: Any, head: ScalarHead | None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megascend.huggingface.files import DERIVED, TensorHeader
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HALVES = re.compile(r"^(?P<mlp>.*\.)(?P<half>gate|up)_proj\.weight$")
+ONE_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight$")
 OUTPUT = "lm_head.weight"
 
 
@@ -30,26 +32,46 @@ def extra_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     return [name for name in names if is_extra(name)]
 
 
-def fused_half(name: str, wanted: Collection[str]) -> tuple[str, str] | None:
-    """(name of the fused tensor, ``gate`` or ``up``) if ``name`` is half of one that the source stores fused, else None."""
-    half = HALVES.match(name)
-    if half is None or name in wanted or f"{half['mlp']}gate_up_proj.weight" not in wanted:
+@dataclass(frozen=True)
+class FusedPart:
+    """A weight of its own that the source stores as a part of a larger one.
+
+    Attributes:
+        whole: name of the larger one.
+        expert: number of the expert, the first dimension of ``whole``; None if it has none.
+        half: ``gate`` or ``up``, the first or second half of the rows; None: all rows.
+    """
+
+    whole: str
+    expert: int | None
+    half: str | None
+
+
+def fused_part(name: str, wanted: Collection[str]) -> FusedPart | None:
+    """Return where the source stores a weight that it stores fused: gate and up (GLM-4), experts (transformers 5); else None."""
+    if name in wanted:
         return None
-    return f"{half['mlp']}gate_up_proj.weight", half["half"]
+    expert = ONE_EXPERT.match(name)
+    if expert is not None:
+        half = None if expert["part"] == "down" else expert["part"]
+        whole = f"{expert['experts']}.{'down_proj' if half is None else 'gate_up_proj'}"
+        return FusedPart(whole, int(expert["number"]), half) if whole in wanted else None
+    match = HALVES.match(name)
+    if match is None or f"{match['mlp']}gate_up_proj.weight" not in wanted:
+        return None
+    return FusedPart(f"{match['mlp']}gate_up_proj.weight", None, match["half"])
 
 
-def differences(
-    source: Mapping[str, TensorHeader], exported: Mapping[str, TensorHeader], dtype: str, *, tied: bool
-) -> list[str]:
+def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, TensorHeader], dtype: str) -> list[str]:
     """In what an export is not the checkpoint that it comes from; empty if transformers will find what it looks for.
 
     Args:
+        source: the model's weights (:attr:`megascend.huggingface.info.ModelInfo.tensors`).
         dtype: of the export, as safetensors calls it (``BF16``). What is fp32 in the source may also stay that: correction
             biases of routers do.
-        tied: the output layer is the embedding, and its own tensor need not be there.
     """
     found = []
-    missing = [name for name in source if name not in exported and not (tied and name == OUTPUT)]
+    missing = [name for name in source if name not in exported]
     new = [name for name in exported if name not in source]
     if missing:
         found.append(f"it lacks {some(missing)}")

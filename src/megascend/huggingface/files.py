@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import shutil
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ TOKENIZER_FILES = (
 """What the names of a tokenizer's files begin with."""
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 LFS_POINTER = b"version https://git-lfs"
-WEIGHT_INDEX = "model.safetensors.index.json"
+WEIGHT_FILE = "model.safetensors"
+WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_SHARD_OF_RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_DTYPE_KEYS = ("torch_dtype", "dtype")
 # Tensors that some checkpoints carry and no model of Megatron has: they are derived from the configuration.
 DERIVED = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
@@ -64,11 +69,18 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a safetensors file says about a tensor: dtype as that format spells it (``F32``, ``BF16``), shape, and where it is."""
+    """What a safetensors file says about a tensor.
+
+    Attributes:
+        dtype: as that format spells it (``F32``, ``BF16``).
+        file: holds the tensor; None if it is not in a file.
+        span: first byte of its data in the file, and the one after the last.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     file: Path | None = None
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
 def tensor_headers(model_dir: Path) -> dict[str, TensorHeader]:
@@ -89,25 +101,67 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+    """Return the safetensors files of a checkpoint, those that transformers reads, in its order.
+
+    These are ``model.safetensors`` or what the index names. transformers passes over all others (shards of an earlier save,
+    variants, ``pytorch_model.bin``, ``consolidated.safetensors``). Where several files hold a tensor, the last one counts.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are none, or an index and ``model.safetensors`` that it does not name, of which readers choose
+            differently; or transformers would load something else from this directory.
     """
-    index = model_dir / WEIGHT_INDEX
-    if index.is_file():
-        weight_map = _json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map that says which file holds which tensor")
-        if not all(isinstance(name, str) and name for name in weight_map.values()):
-            raise CheckpointError(f"{index}: its weight_map must give the name of a file for every tensor")
-        return [model_dir / name for name in sorted(set(weight_map.values()))]
-    if (model_dir / "model.safetensors").is_file():
-        return [model_dir / "model.safetensors"]
-    raise CheckpointError(
-        f"{model_dir} holds neither model.safetensors nor {WEIGHT_INDEX}; other weight formats have to be converted first "
-        "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+    _refuse_other_readings(model_dir)
+    whole, index = model_dir / WEIGHT_FILE, model_dir / WEIGHT_INDEX
+    if not index.is_file():
+        if whole.is_file():
+            return [whole]
+        raise CheckpointError(
+            f"{model_dir} holds neither {WEIGHT_FILE} nor {WEIGHT_INDEX}; other weight formats have to be converted first "
+            "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+        )
+    content = _json_object(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map that says which file holds which tensor")
+    if not all(isinstance(name, str) and name for name in weight_map.values()):
+        raise CheckpointError(f"{index}: its weight_map must give the name of a file for every tensor")
+    names = sorted(set(weight_map.values()))
+    if whole.is_file() and names != [WEIGHT_FILE]:
+        raise CheckpointError(
+            f"{model_dir} holds {WEIGHT_FILE}, which transformers would read, and {WEIGHT_INDEX}, which names {names[0]} and "
+            "which other programs would follow: remove the one that is left from an earlier save"
+        )
+    if not isinstance(content.get("metadata"), dict):
+        raise CheckpointError(
+            f'{index} has no metadata, without which transformers does not load it: add "metadata": {{}}'
+        )
+    return [model_dir / name for name in names]
+
+
+def _refuse_other_readings(model_dir: Path) -> None:
+    """Raise CheckpointError where transformers would load more than the weights, or weights of another name."""
+    if (model_dir / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{model_dir} holds {ADAPTER_CONFIG} beside the model's weights: transformers would add that adapter to them, "
+            f"megascend does not. If it is merged into the weights already, move {ADAPTER_CONFIG} and adapter_model.safetensors "
+            "away; if not, move them into a directory of their own and merge it first: megascend export MODEL OUT --adapter "
+            "DIRECTORY"
+        )
+    config = model_dir / "config.json"
+    named = _json_object(config).get("transformers_weights") if config.is_file() else None
+    if named is not None:
+        raise CheckpointError(
+            f"{config}: transformers_weights is {named!r}, the file that transformers would load; name that file {WEIGHT_FILE} "
+            f"(or {WEIGHT_INDEX}) and remove the entry"
+        )
+    of_ranks = next(
+        (path.name for path in sorted(model_dir.glob("shard-*")) if _SHARD_OF_RANKS.fullmatch(path.name)), None
     )
+    if of_ranks is not None:
+        raise CheckpointError(
+            f"{model_dir} holds {of_ranks}, a distributed checkpoint of transformers, which it would load instead of "
+            f"{WEIGHT_FILE}: save it whole (from_pretrained(...).save_pretrained(...)), or move the shard-* files away"
+        )
 
 
 def _headers(path: Path) -> dict[str, TensorHeader]:
@@ -135,8 +189,14 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
     header.pop("__metadata__", None)
     try:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
+        start = length + 8
         found = {
-            name: TensorHeader(str(entry["dtype"]), tuple(map(operator.index, entry["shape"])), path)
+            name: TensorHeader(
+                str(entry["dtype"]),
+                tuple(map(operator.index, entry["shape"])),
+                path,
+                (start + entry["data_offsets"][0], start + entry["data_offsets"][1]),
+            )
             for name, entry in header.items()
         }
     except (KeyError, TypeError, IndexError) as error:
@@ -158,21 +218,32 @@ def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> N
             )
 
 
-def copy_companions(
-    source: Path, target: Path, dtype: str, change: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
-) -> None:
-    """Copy configuration and tokenizer files beside exported weights, with the dtype that the weights now have.
+def companions(source: Path) -> list[Path]:
+    """Return the files beside a checkpoint's weights that belong to its model, without indexes of weights."""
+    return [
+        path
+        for path in sorted(Path(source).iterdir())
+        if path.is_file() and path.suffix in COPIED_SUFFIXES and not path.name.endswith(".index.json")
+    ]
 
-    Args:
-        change: what becomes of ``config.json``.
-    """
-    for path in sorted(Path(source).iterdir()):
-        if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != WEIGHT_INDEX:
-            shutil.copyfile(path, target / path.name)
+
+def copy_companions(source: Path, target: Path, config: Mapping[str, Any]) -> None:
+    """Copy configuration and tokenizer files beside exported weights, with ``config`` as the content of ``config.json``."""
+    for path in companions(source):
+        shutil.copyfile(path, target / path.name)
     copy_additional_templates(source, target)
-    config = change(json.loads((target / "config.json").read_text()))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a ``config.json`` that names ``dtype``, under each key that it has for it, in its parts (``text_config``) too."""
+    changed = dict(config)
+    for name, value in config.items():
+        if name in _DTYPE_KEYS:
+            changed[name] = dtype
+        elif name.endswith("_config") and isinstance(value, dict) and any(key in value for key in _DTYPE_KEYS):
+            changed[name] = with_dtype(value, dtype)
+    return changed if any(key in config for key in _DTYPE_KEYS) else changed | {"dtype": dtype}
 
 
 def copy_tokenizer(source: Path, target: Path, template: str | None) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head as scalar_heads
-from megascend.huggingface.exported import extra_tensors
+from megascend.huggingface.exported import LAYER, OUTPUT, extra_tensors
 from megascend.huggingface.files import TensorHeader, check_vocabulary, read_config, tensor_headers
 from megascend.huggingface.model_shape import ModelShape, optional_size
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
@@ -21,12 +23,14 @@ class ModelInfo:
     """Shape and weights of a checkpoint.
 
     Attributes:
-        shape: what the topology has to divide.
-        tensors: headers of all weights in the checkpoint that the model has; heads for multi-token prediction are not built.
+        shape: what the topology has to divide; ``shape.tied`` is what engines build, whatever ``config.json`` says.
+        tensors: headers of all weights in the checkpoint that the model has; heads for multi-token prediction are not built,
+            and a tied model has no output layer of its own.
         parameter_count: elements of these weights.
         active_matmul_parameters: elements of the weights that multiply each token (embedding look-up excluded, the
             output projection included, of the experts only those a token is sent to).
         scalar_head: what stands in the output layer's place; None for a causal language model.
+        extra: headers of weights that the model does not have and an export copies.
     """
 
     shape: ModelShape
@@ -35,6 +39,7 @@ class ModelInfo:
     active_matmul_parameters: int
     attention_width: int
     scalar_head: ScalarHead | None = None
+    extra: Mapping[str, TensorHeader] = field(default_factory=dict)
 
     @property
     def tensor_names(self) -> list[str]:
@@ -74,7 +79,7 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
-    """Read ``config.json`` and the headers of the weight files.
+    """Read ``config.json`` and the headers of the weight files. Every engine trains what this function describes.
 
     Args:
         head: what the model shall end with.
@@ -93,12 +98,13 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
     tensors = tensor_headers(model_dir)
     check_vocabulary(shape, {name: header.shape for name, header in tensors.items()})
-    for name in extra_tensors(config, tensors):
-        del tensors[name]
+    extra = {name: tensors.pop(name) for name in extra_tensors(config, tensors)}
     scalar_head = scalar_heads.find(head, config, tensors, model_dir)
+    tied = scalar_head is None and is_tied(config, shape, tensors, Path(model_dir))
+    if tied:
+        tensors.pop(OUTPUT, None)
     tensors = scalar_heads.with_head(tensors, scalar_head, config)
     shapes = {name: header.shape for name, header in tensors.items()}
-    tied = "lm_head.weight" not in shapes and scalar_head is None
     active = 0.0
     for name, dims in shapes.items():
         size = math.prod(dims)
@@ -107,10 +113,101 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
     head_dim = head_dim or shape.hidden_size // shape.num_heads
     return ModelInfo(
-        shape=shape,
+        shape=replace(shape, tied=tied),
         tensors=tensors,
         parameter_count=sum(math.prod(dims) for dims in shapes.values()),
         active_matmul_parameters=int(active),
         attention_width=shape.num_heads * head_dim,
         scalar_head=scalar_head,
+        extra=extra,
     )
+
+
+def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, TensorHeader], model_dir: Path) -> bool:
+    """Decide whether a causal language model's output layer is its embedding, as transformers 5 decides it.
+
+    An output layer in the files that differs from the embedding is a layer of its own, even where ``config.json`` says
+    ``tie_word_embeddings: true``; one that is equal is tied if the configuration says so.
+
+    Args:
+        tensors: of the checkpoint.
+
+    Raises:
+        CheckpointError: the files lack the output layer or the embedding that the configuration needs.
+    """
+    tables = [
+        name
+        for name, header in tensors.items()
+        if header.shape == (shape.vocab_size, shape.hidden_size) and not LAYER.search(name)
+    ]
+    if OUTPUT not in tables:
+        tied = _says_tied(config, model_dir)
+        if not tied and len(tables) == 1:
+            raise CheckpointError(
+                f"{model_dir}: config.json says tie_word_embeddings: false, and no file holds {OUTPUT}, which transformers would "
+                "draw at random: set tie_word_embeddings: true if the output layer is the embedding, else fetch the tensor"
+            )
+        return tied
+    others = sorted((name for name in tables if name != OUTPUT), key=lambda name: ".embed_tokens." not in f".{name}")
+    if not others:
+        raise CheckpointError(
+            f"{model_dir} holds {OUTPUT} and no embedding (model.embed_tokens.weight): store the tensor under the name of the "
+            "embedding, or fetch what is missing"
+        )
+    return _says_tied(config, model_dir) and equal_tensors(tensors[others[0]], tensors[OUTPUT], others[0], OUTPUT)
+
+
+def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
+    """``tie_word_embeddings`` of a configuration, or its architecture's default."""
+    for part in (config.get("text_config") or {}, config):
+        if part.get("tie_word_embeddings") is not None:
+            return bool(part["tie_word_embeddings"])
+    from transformers import AutoConfig
+
+    from megascend.huggingface.architectures import make_known_to_transformers
+
+    make_known_to_transformers(model_dir)
+    try:
+        full = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:  # its validators raise classes without a common base
+        raise CheckpointError(f"model: transformers cannot read {model_dir / 'config.json'}: {error}") from error
+    return bool(getattr(full.get_text_config(), "tie_word_embeddings", False))
+
+
+def equal_tensors(one: TensorHeader, other: TensorHeader, one_name: str, other_name: str) -> bool:
+    """Compare two tensors of a checkpoint by their values; bytes are compared where dtypes are the same.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    assert one.file is not None
+    assert other.file is not None
+    try:
+        if one.shape != other.shape:
+            return False
+        if one.dtype != other.dtype:
+            from safetensors import safe_open
+
+            with safe_open(one.file, "pt") as first, safe_open(other.file, "pt") as second:
+                return bool((first.get_tensor(one_name).double() == second.get_tensor(other_name).double()).all())
+        written = tuple(path.stat().st_mtime_ns for path in (one.file, other.file))
+        return _equal_bytes(one.file, one.span, other.file, other.span, written)
+    except OSError as error:
+        raise CheckpointError(f"{one.file.parent}: {one_name} or {other_name} cannot be read: {error}") from None
+
+
+@lru_cache(maxsize=8)  # a run looks at its checkpoint several times before it starts
+def _equal_bytes(
+    one: Path, one_span: tuple[int, int], other: Path, other_span: tuple[int, int], written: tuple[int, ...]
+) -> bool:
+    piece = 2**24
+    with one.open("rb") as first, other.open("rb") as second:
+        first.seek(one_span[0])
+        second.seek(other_span[0])
+        left = one_span[1] - one_span[0]
+        while left > 0:
+            count = min(piece, left)
+            if first.read(count) != second.read(count):
+                return False
+            left -= count
+    return True

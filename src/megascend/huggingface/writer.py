@@ -9,19 +9,18 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
 from megascend.files import followed, remove, replace_directory, stage, staging, vacant
 from megascend.huggingface import scalar_head
-from megascend.huggingface.exported import differences, extra_tensors
-from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers
+from megascend.huggingface.exported import OUTPUT, differences
+from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers, with_dtype
+from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.safetensors_writer import DTYPES, FILE_BYTES, SafetensorsWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megascend.huggingface.scalar_head import ScalarHead
 
 
 class CheckpointWriter:
@@ -29,7 +28,7 @@ class CheckpointWriter:
 
     ::
 
-        with CheckpointWriter(source, target, "bfloat16", tied=False) as writer:
+        with CheckpointWriter(source, target, "bfloat16", inspect_checkpoint(source)) as writer:
             for name, tensor in weights:
                 writer.add(name, tensor)
             writer.finish()
@@ -42,33 +41,28 @@ class CheckpointWriter:
         source: Path,
         target: Path,
         dtype: str,
+        info: ModelInfo,
         *,
-        tied: bool,
         file_bytes: int = FILE_BYTES,
-        head: ScalarHead | None = None,
     ) -> None:
         """
         Args:
             source: the checkpoint that the weights come from; may be ``target`` itself.
             dtype: ``float32``, ``float16`` or ``bfloat16``: of what is added, for the configuration.
-            tied: the output layer is the embedding, and its own tensor need not be there.
+            info: of the model as it was built from ``source``.
             file_bytes: see :class:`~megascend.huggingface.safetensors_writer.SafetensorsWriter`.
-            head: the model's scalar head, which may stand in the place of the source's output layer.
 
         Raises:
             CheckpointError: ``target`` exists and is no Hugging Face directory (it would be replaced), or cannot be
                 written; ``source`` is no checkpoint.
         """
-        self._source, self._target, self._dtype, self._tied = source, target, dtype, tied
-        self._head = head
+        self._source, self._target, self._dtype, self._info = source, target, dtype, info
         with self._told():
             self._place = followed(target)  # a link stays one
             self._temporary = staging(self._place)
-            config = read_config(source)
-            self._wanted = scalar_head.with_head(tensor_headers(source), head, config)
-            self._extra = extra_tensors(config, self._wanted)
+            self._config = exported_config(source, info, dtype)
             self._make_room()
-            self._tensors = SafetensorsWriter(self._temporary, self._wanted, file_bytes)
+            self._tensors = SafetensorsWriter(self._temporary, [*info.tensors, *info.extra], file_bytes)
         self._unknown: dict[str, TensorHeader] = {}
 
     def __enter__(self) -> CheckpointWriter:
@@ -86,7 +80,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the disk is full, or the tensor came before.
         """
-        if name not in self._wanted or name in self._extra:
+        if name not in self._info.tensors:
             self._unknown[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
             return  # told by finish(), with what is missing instead
         with self._told():
@@ -102,43 +96,27 @@ class CheckpointWriter:
             self._copy_extra()
             self._tensors.finish()
             self._hold_against_source()
-            copy_companions(
-                self._source,
-                self._temporary,
-                self._dtype,
-                lambda config: scalar_head.exported_config(config, self._head),
-            )
+            copy_companions(self._source, self._temporary, self._config)
             replace_directory(self._temporary, self._place)
 
     def _make_room(self) -> None:
-        target = self._target
-        if not vacant(target) and not (target / "config.json").is_file():
-            raise CheckpointError(
-                f"export: {target} exists and is not a Hugging Face checkpoint; choose another directory"
-            )
+        check_target(self._target)
         stage(self._place, self._temporary)
 
     def _copy_extra(self) -> None:
         """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""
         from safetensors import safe_open
 
-        for name in self._extra:
-            file = self._wanted[name].file
-            assert file is not None
-            with safe_open(file, framework="pt") as opened:
+        for name, header in self._info.extra.items():
+            assert header.file is not None
+            with safe_open(header.file, framework="pt") as opened:
                 self._tensors.add(name, opened.get_tensor(name))
 
     def _hold_against_source(self) -> None:
-        def own(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-            return {name: header for name, header in headers.items() if name not in self._extra}
-
-        exported = own(tensor_headers(self._temporary)) | self._unknown
-        dtype = DTYPES[f"torch.{self._dtype}"]
-        if found := differences(own(self._wanted), exported, dtype, tied=self._tied):
-            raise CheckpointError(
-                f"export: not the tensors that {self._source} has, so transformers would not load it as the same model: "
-                f"{'; '.join(found)}. Nothing has been written; please report the model's architecture"
-            )
+        written = {
+            name: header for name, header in tensor_headers(self._temporary).items() if name not in self._info.extra
+        }
+        require_same_tensors(self._source, self._info, written | self._unknown, self._dtype)
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -149,3 +127,36 @@ class CheckpointWriter:
             yield
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"export: {self._target} could not be written: {error}") from error
+
+
+def check_target(target: Path) -> None:
+    """Raise CheckpointError if an export to ``target`` would replace something that is no Hugging Face directory."""
+    if not vacant(target) and not (target / "config.json").is_file():
+        raise CheckpointError(f"export: {target} exists and is not a Hugging Face checkpoint; choose another directory")
+
+
+def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]:
+    """Return the ``config.json`` of an export: what its files hold, which the source's may not say.
+
+    Raises:
+        CheckpointError: the source's cannot be read, or does not tell the class of a model with such a head.
+    """
+    config = scalar_head.exported_config(read_config(source), info.scalar_head)
+    if info.scalar_head is None and not info.shape.tied and OUTPUT in info.tensors:
+        # Readers other than transformers 5 believe this setting and would drop the output layer.
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        for part in parts:
+            if part.get("tie_word_embeddings"):
+                part["tie_word_embeddings"] = False
+        if all(part.get("tie_word_embeddings") is None for part in parts):
+            config["tie_word_embeddings"] = False
+    return with_dtype(config, dtype)
+
+
+def require_same_tensors(source: Path, info: ModelInfo, exported: Mapping[str, TensorHeader], dtype: str) -> None:
+    """Raise CheckpointError unless ``exported`` are the tensors of the model that came from ``source``, in ``dtype``."""
+    if problems := differences(info.tensors, exported, DTYPES[f"torch.{dtype}"]):
+        raise CheckpointError(
+            f"export: not the tensors that {source} has, so transformers would not load it as the same model: "
+            f"{'; '.join(problems)}. Nothing has been written; please report the model's architecture"
+        )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megascend.config import Lora
+from megascend.kernels.fp16_range import to_dtype
 from megascend.lora.factors import Factors
 from megascend.lora.target_modules import is_embedding
 
@@ -23,7 +24,8 @@ def merged(
     """What adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
     Experts may be stored one by one or fused; gate and up, too. An embedding's weight [vocabulary, hidden] is that of a
-    linear layer transposed. None stays None (ranks that write nothing).
+    linear layer transposed. None stays None (ranks that write nothing). The result has the weight's dtype; a number that is
+    beyond it is a CheckpointError of the function that is returned.
 
     Args:
         transposed: fused experts whose weights are [experts, in, out].
@@ -38,7 +40,7 @@ def merged(
             return weight
         if name in transposed:
             delta = delta.mT
-        return (weight.float() + delta.to(weight.device)).to(weight.dtype)
+        return to_dtype(name, weight.float() + delta.to(weight.device), weight.dtype)
 
     return merge
 

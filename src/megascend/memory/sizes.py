@@ -68,7 +68,7 @@ class ModelSizes:
             experts=shape.num_experts or 0,
             topk=int(text.get("num_experts_per_tok") or 0),
             vocabulary=shape.vocab_size,
-            tied="lm_head.weight" not in names,
+            tied=shape.tied,
             qk_norm=any(name.endswith("q_norm.weight") for name in names),
             gated=any(".gate_proj" in name or ".gate_up_proj" in name or ".w3." in name for name in names),
             latent=text.get("kv_lora_rank") is not None,

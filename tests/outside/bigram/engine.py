@@ -76,7 +76,7 @@ class BigramEngine:
 
     def export(self, path, adapter):
         weights = self.named_weights(adapter, receivers="main", device="cpu")
-        export(weights, self.model_dir, path, "float32", self.groups, tied=False)
+        export(weights, self.model_dir, path, "float32", self.groups, self.info)
 
     def random_streams(self):
         return None

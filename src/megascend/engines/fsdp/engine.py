@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Precision, Recompute, Schedule
+from megascend.distributed.objects import raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines import caching
 from megascend.engines.base import OnOutput, Trainable
@@ -30,11 +31,11 @@ from megascend.engines.fsdp.router_loss import RouterLoss
 from megascend.engines.fsdp.sequence import HeadExchange, check_heads
 from megascend.engines.fsdp.sharding import freeze, reshard, shard
 from megascend.engines.fsdp.shards import shards
-from megascend.engines.fsdp.sources import hf_parts, pieces
+from megascend.engines.fsdp.sources import Piece, hf_parts, pieces
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
-from megascend.engines.scalar_head import fresh_weights, output_layer, refuse_adapters
-from megascend.errors import ConfigError
+from megascend.engines.scalar_head import fresh_weights, refuse_adapters
+from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.merge import merged
 from megascend.topology.topology import Topology
@@ -90,13 +91,12 @@ class FsdpEngine:
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
         self._seed(seed + groups.rank)
         refuse_adapters(info.scalar_head, adapters)
-        self.model = transformers_api.meta_model(model_dir, info.scalar_head)
-        self._tied = output_layer(self.model).weight is self.model.get_input_embeddings().weight
+        self.model = transformers_api.meta_model(model_dir, info.shape.tied, info.scalar_head)
         if topology.context > 1:
             text = self.model.config.get_text_config()
             heads = text.num_attention_heads
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
-        sources = pieces(self.model, self._tied, info.tensors)
+        sources = pieces(self.model, info.tensors)
         layers = transformers_api.layers(self.model)
         recomputation.recompute(layers, recompute.granularity)
         if fsdp.compile:
@@ -118,7 +118,7 @@ class FsdpEngine:
                 dtype=DTYPES[precision],
                 device=self.device,
                 model_dir=model_dir,
-                tied=self._tied,
+                tied=info.shape.tied,
                 share=self._share,
             )
             freeze(self.model, DTYPES[precision])
@@ -137,7 +137,7 @@ class FsdpEngine:
         self._hf_parts = hf_parts(sources, info.tensors)
         scalar = info.scalar_head
         fresh = fresh_weights(scalar, info.shape.hidden_size, seed) if scalar else {}
-        self.bytes_read = loading.load(self._shards, sources, info.tensors, fresh)
+        self.bytes_read = self._load(sources, fresh)
         layers_of_adapters = self.adapters and self.adapters.layers
         self._head = LossHead(self.model, info.shape.vocab_size, layers_of_adapters, scalar=scalar is not None)
         if self.adapters is not None:
@@ -147,6 +147,16 @@ class FsdpEngine:
             self.optimizer = Optimizer(trained, adam, schedule, precision, groups, fsdp.replicate)
             self.trainable = FullModel(self.optimizer)
         self.model.train()
+
+    def _load(self, sources: Mapping[str, Sequence[Piece]], fresh: Mapping[str, torch.Tensor]) -> int:
+        """Fill this rank's shards; what is wrong with one rank's is an error on all."""
+        problem, read = None, 0
+        try:
+            read = loading.load(self._shards, sources, self.info.tensors, fresh, DTYPES[self.precision])
+        except CheckpointError as error:
+            problem = error
+        raise_on_all_ranks(problem, self.groups, f"whether {self.model_dir} could be loaded")
+        return read
 
     @staticmethod
     def _seed(seed: int) -> None:
@@ -249,7 +259,6 @@ class FsdpEngine:
             self.groups,
             self.info.tensors,
             DTYPES[self.precision],
-            tied=self._tied,
             merge=merge,
             receivers=receivers,
             device=device,
@@ -259,7 +268,7 @@ class FsdpEngine:
     def export(self, path: Path, adapter: str | None) -> None:
         dtype = str(DTYPES[self.precision]).removeprefix("torch.")
         weights = self.named_weights(adapter, receivers="main")
-        export(weights, self.model_dir, path, dtype, self.groups, tied=self._tied, head=self.info.scalar_head)
+        export(weights, self.model_dir, path, dtype, self.groups, self.info)
 
     def random_streams(self) -> None:
         """There are none."""

@@ -14,6 +14,7 @@ from megascend.engines.fsdp.shards import LocalShard
 from megascend.engines.fsdp.sources import Piece
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
+from megascend.kernels.fp16_range import out_of_range
 from megascend.kernels.nan import names_with_nan
 
 
@@ -23,17 +24,19 @@ def load(
     sources: Mapping[str, Sequence[Piece]],
     headers: Mapping[str, TensorHeader],
     fresh: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> int:
     """Fill this rank's shards.
 
     Args:
         fresh: by their names in a checkpoint, whole tensors that are in no file.
+        dtype: that the model computes in.
 
     Returns:
         Bytes read from the files.
 
     Raises:
-        CheckpointError: a file cannot be read, or something was left unread.
+        CheckpointError: a file cannot be read, something was left unread, or a number is beyond fp16's range.
     """
     files: dict[Path, Any] = {}
     read = 0
@@ -41,7 +44,7 @@ def load(
         if shard.local.is_floating_point():
             shard.local.fill_(torch.nan)
         for piece in sources[shard.name]:
-            read += _read(shard, piece, headers[piece.source], files, fresh or {})
+            read += _read(shard, piece, headers[piece.source], files, fresh or {}, dtype)
     holes = names_with_nan({shard.name: shard.local for shard in shards})
     if holes:
         raise CheckpointError(f"model: {holes[0]} is not a number in places, or was not read whole")
@@ -49,7 +52,12 @@ def load(
 
 
 def _read(
-    shard: LocalShard, piece: Piece, header: TensorHeader, files: dict[Path, Any], fresh: Mapping[str, Tensor]
+    shard: LocalShard,
+    piece: Piece,
+    header: TensorHeader,
+    files: dict[Path, Any],
+    fresh: Mapping[str, Tensor],
+    dtype: torch.dtype,
 ) -> int:
     """Copy what ``piece`` and ``shard`` have in common."""
     starts = [max(a, b) for a, b in zip(shard.offsets, piece.offsets, strict=True)]
@@ -74,5 +82,7 @@ def _read(
         values: Tensor = file.get_slice(piece.source)[tuple(in_source)] if in_source else file.get_tensor(piece.source)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"model: {header.file}: {piece.source} cannot be read: {error}") from error
+    if problem := out_of_range(piece.source, values, dtype):
+        raise CheckpointError(f"model: {header.file}: {problem}")
     target.copy_(values.reshape(target.shape))
     return values.numel() * values.element_size()

@@ -22,6 +22,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.exported import differences
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.kernels.fp16_range import to_dtype
 from megascend.topology.weight_routes import Receivers, ranks_of
 
 
@@ -31,7 +32,6 @@ def named_weights(
     wanted: Mapping[str, TensorHeader],
     dtype: torch.dtype,
     *,
-    tied: bool,
     merge: Callable[[str, Tensor], Tensor] | None = None,
     receivers: Receivers = "all",
     device: torch.device | str | None = None,
@@ -45,9 +45,8 @@ def named_weights(
     Args:
         wanted: headers of the checkpoint that the model comes from; names, shapes and dtypes are held against them.
         dtype: of what comes; what the model keeps in fp32 because its checkpoint does, stays so.
-        tied: the output layer is the embedding.
         merge: what is made of each parameter, by transformers' name, before it comes.
-        device: where to; default: where ranks compute.
+        device: where to; default: where ranks compute. ``meta``: shapes and dtypes, and no shard travels.
         share: which experts are this rank's; None: all.
 
     Raises:
@@ -56,7 +55,10 @@ def named_weights(
     """
     receives = groups.rank in ranks_of(receivers, groups.topology)
     meetings = Meetings(groups, 0)
-    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives, merge, share)
+    problems: list[str] = []
+    describes = device is not None and torch.device(device).type == "meta"
+    gathered = _described if describes else _gathered
+    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives, merge, share, problems, gathered)
     found: dict[str, TensorHeader] = {}
     try:
         while True:
@@ -69,6 +71,8 @@ def named_weights(
             del entry
             found[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
             try:
+                if problems:  # found by the stream, which must not end where other ranks go on
+                    raise CheckpointError(f"named_weights: {problems[0]}")
                 yield name, tensor if device is None else tensor.to(device)
                 del tensor
             except BaseException as error:
@@ -85,7 +89,7 @@ def named_weights(
                 "is not the whole model"
             ) from None
         return
-    if receives and (problems := differences(wanted, found, DTYPES[str(dtype)], tied=tied)):
+    if receives and (problems := differences(wanted, found, DTYPES[str(dtype)])):
         raise CheckpointError(
             f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
             "report the model's architecture"
@@ -101,18 +105,34 @@ def _stream(
     receives: bool,
     merge: Callable[[str, Tensor], Tensor] | None,
     share: ExpertShare | None,
+    problems: list[str],
+    gather: Callable[[LocalShard, torch.device, ExpertShare | None], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
+    """Gather a layer after the other; ``problems`` collects what is beyond the range of ``dtype``."""
     for _, of_layer in groupby(shards(model, share), key=lambda shard: layer_of(shard.name)):
         before_layer()
         whole: dict[str, Tensor] = {}
         for shard in of_layer:
-            gathered = _gathered(shard, groups.device, share)
+            gathered = gather(shard, groups.device, share)
             kept = not shard.trained and shard.name in wanted and wanted[shard.name].dtype == "F32"
             if receives:
-                whole[shard.name] = gathered if kept or not gathered.is_floating_point() else gathered.to(dtype)
-                if merge is not None:
-                    whole[shard.name] = merge(shard.name, whole[shard.name])
-        yield from in_checkpoint(model, whole).items()
+                try:
+                    cast = not kept and gathered.is_floating_point()
+                    whole[shard.name] = to_dtype(shard.name, gathered, dtype) if cast else gathered
+                    if merge is not None:
+                        whole[shard.name] = merge(shard.name, whole[shard.name])
+                except CheckpointError as error:
+                    problems.append(str(error))
+                    whole[shard.name] = gathered
+        yield from in_checkpoint(model, whole, wanted).items()
+
+
+def _described(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:
+    """Return a tensor without memory in place of :func:`_gathered`'s."""
+    shape = list(shard.whole.shape)
+    if share is not None and shard.divided != 1:
+        shape[0] *= share.size
+    return torch.empty(shape, dtype=shard.whole.dtype, device="meta")
 
 
 def _gathered(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megascend.engines.fsdp.transformers_api import in_checkpoint
 from megascend.engines.hf_parts import HfPart
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import LAYER
+from megascend.huggingface.exported import LAYER, some
 from megascend.huggingface.files import TensorHeader
 
 _NUMBERS = 2**32
@@ -39,13 +39,12 @@ class Piece:
     sizes: tuple[int, ...]
 
 
-def pieces(model: Any, tied: bool, headers: Mapping[str, TensorHeader]) -> dict[str, list[Piece]]:
+def pieces(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, list[Piece]]:
     """What each parameter, and each buffer that checkpoints hold, is read from.
 
     Args:
         model: of transformers; may be without memory, not yet sharded.
-        tied: the output layer is the embedding, whose name alone is used.
-        headers: of the checkpoint.
+        headers: of the checkpoint's tensors that the model has.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, has one that nothing here needs, or holds one in a way that is not known.
@@ -55,11 +54,11 @@ def pieces(model: Any, tied: bool, headers: Mapping[str, TensorHeader]) -> dict[
     for _, names in groupby(shapes, key=layer_of):
         found |= _pieces_of(model, {name: shapes[name] for name in names}, headers)
     used = {piece.source for parts in found.values() for piece in parts}
-    output = "lm_head.weight" if tied else None
-    left = sorted(name for name in headers if name not in used and name != output)
+    left = sorted(name for name in headers if name not in used)
     if left:
         raise CheckpointError(
-            f"model: {left[0]} is in the checkpoint, and nothing in {type(model).__name__} is read from it"
+            f"model: {some(left)} in the checkpoint, and nothing in {type(model).__name__}, as config.json describes it, is read "
+            "from there: correct config.json, or remove the tensors from the files"
         )
     for name, parts in found.items():
         covered = sum(math.prod(part.sizes) for part in parts)
@@ -95,12 +94,17 @@ def _pieces_of(
     model: Any, shapes: Mapping[str, tuple[int, ...]], headers: Mapping[str, TensorHeader]
 ) -> dict[str, list[Piece]]:
     names = list(shapes)
-    rows = in_checkpoint(model, {name: _numbers(shapes[name], number, 0) for number, name in enumerate(names)})
-    columns = in_checkpoint(model, {name: _numbers(shapes[name], number, 1) for number, name in enumerate(names)})
+    rows, columns = (
+        in_checkpoint(model, {name: _numbers(shapes[name], number, dim) for number, name in enumerate(names)}, headers)
+        for dim in (0, 1)
+    )
     found: dict[str, list[Piece]] = {name: [] for name in names}
     for source, values in rows.items():
         if source not in headers:
-            raise CheckpointError(f"model: the checkpoint has no {source}")
+            raise CheckpointError(
+                f"model: the checkpoint has no {source}, which {type(model).__name__}, as config.json describes it, needs: correct "
+                "config.json, or fetch the files again"
+            )
         name = names[int(values.flatten()[0]) // _NUMBERS]
         piece = _box(source, values % _NUMBERS, columns[source] % _NUMBERS, shapes[name])
         if tuple(size for size in piece.sizes if size > 1) != tuple(s for s in headers[source].shape if s > 1):

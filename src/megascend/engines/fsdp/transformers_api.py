@@ -7,7 +7,7 @@ rank on which an expert has no token waits for others for ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megascend.changes import changed, patch
 from megascend.engines.fsdp import attention, grouped_experts, routing
 from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
 from megascend.engines.fsdp.grouped_experts import Experts
-from megascend.engines.scalar_head import model_class, output_layer, without_bias
+from megascend.engines.scalar_head import check_tied, model_class, output_layer, tie_embeddings, without_bias
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.scalar_head import ScalarHead
@@ -46,10 +46,11 @@ def check_version() -> None:
         )
 
 
-def meta_model(model_dir: Path, scalar_head: ScalarHead | None = None) -> Any:
+def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = None) -> Any:
     """A model of a directory's configuration, fp32, its parameters without memory, tied ones tied.
 
     Args:
+        tied: the output layer is the embedding, whatever the configuration says.
         scalar_head: in the place of a causal language model's output layer, or None.
 
     Raises:
@@ -62,6 +63,7 @@ def meta_model(model_dir: Path, scalar_head: ScalarHead | None = None) -> Any:
     _register()
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        tie_embeddings(config, tied)
         with torch.device("meta"):
             model = model_class(config, scalar_head).from_config(config, dtype=torch.float32, attn_implementation=NAME)
     except (OSError, ValueError, KeyError) as error:
@@ -72,6 +74,7 @@ def meta_model(model_dir: Path, scalar_head: ScalarHead | None = None) -> Any:
     head = output_layer(model)
     if head is None or (scalar_head is None and getattr(head, "bias", None) is not None):
         raise ConfigError(f"engine fsdp: {type(model).__name__} has no output layer without a bias; use another engine")
+    check_tied(model, tied)
     if has_experts(model):
         # The public setter knows transformers' own names only.
         patch(config, "_experts_implementation_internal", NAME, "experts keep their routing in recomputation")
@@ -122,11 +125,23 @@ def compute_buffers(model: Any, device: torch.device) -> None:
             )
 
 
-def in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model, all those of a layer, under the names of its checkpoint, with fused experts taken apart."""
+def in_checkpoint(model: Any, tensors: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
+    """Return tensors of a model, all those of a layer, under the names of its checkpoint and in its parts.
+
+    transformers fuses experts that many checkpoints keep apart; they are taken apart again, as ``save_pretrained`` does, unless
+    the checkpoint has them fused.
+
+    Args:
+        stored: names of the checkpoint's tensors.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, dict(tensors))
+    reverted = revert_weight_conversion(model, dict(tensors))
+    if all(name in stored for name in reverted):
+        return reverted
+    as_they_are = {name: tensor for name, tensor in tensors.items() if name in stored}
+    others = {name: tensor for name, tensor in tensors.items() if name not in stored}
+    return as_they_are | (revert_weight_conversion(model, others) if others else {})
 
 
 def _register() -> None:

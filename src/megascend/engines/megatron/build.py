@@ -44,8 +44,13 @@ def build_config(
     recompute: Recompute,
     platform: Platform,
     head: ScalarHead | None = None,
+    *,
+    tied: bool | None = None,
 ) -> ModelConfig:
     """mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
+
+    Args:
+        tied: the output layer is the embedding, whatever ``config.json`` says; None: what it says.
 
     Raises:
         CheckpointError: mcore-bridge does not know the architecture.
@@ -61,6 +66,8 @@ def build_config(
     arguments.update(recompute_arguments(recompute))
     arguments.update(layer_arguments(hf_config.to_dict()))
     arguments.update(ROUTING)
+    if tied is not None:
+        arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):

@@ -114,7 +114,8 @@ class MegatronEngine:
         )
         refuse_adapters(info.scalar_head, adapters)
         seed_everything(seed)
-        self.config = build_config(model_dir, topology, precision, recompute, runtime.platform, info.scalar_head)
+        scalar, tied = info.scalar_head, info.shape.tied
+        self.config = build_config(model_dir, topology, precision, recompute, runtime.platform, scalar, tied=tied)
         routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
         overlap = adam.overlap_grad_reduce and adapters is None
         group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
@@ -138,7 +139,7 @@ class MegatronEngine:
         if runtime.platform.implicit_causal_masks:
             attention_mask.install(self.bare_chunks, self.config)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else None
-        weights.load(self.bare_chunks, self.config.bridge, model_dir, info.tensor_names, groups, fresh)
+        weights.load(self.bare_chunks, self.config.bridge, model_dir, info.tensors, groups, fresh)
         self.routers = routers.Routers(self.bare_chunks, self.config, moe, groups)
         last = self.bare_chunks[-1]
         self.head = None
@@ -441,8 +442,7 @@ class MegatronEngine:
         device = "cpu" if parameters / self.info.shape.num_layers > LARGE_LAYER else None
         weights = self.named_weights(adapter, receivers="main", device=device)
         dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
-        tied = not self.config.untie_embeddings_and_output_weights
-        export(weights, self.model_dir, path, dtype, self.groups, tied=tied, head=self.info.scalar_head)
+        export(weights, self.model_dir, path, dtype, self.groups, self.info)
 
     def random_streams(self) -> Any:
         return tensor_parallel.get_cuda_rng_tracker().get_states()  # type: ignore[reportOptionalMemberAccess]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from megascend.engines.hf_parts import HfPart, check_sizes
 from megascend.engines.megatron.state import Entry, tensors_of
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import fused_half
+from megascend.huggingface.exported import fused_part
 from megascend.huggingface.files import TensorHeader
 
 _NUMBERS = 2**40
@@ -67,15 +67,19 @@ def hf_parts(
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError) as error:
             raise CheckpointError(f"mcore-bridge converts this architecture in a way of its own ({error})") from error
         for name, numbers in weights:
-            half = fused_half(name, headers)
-            weight = name if half is None else half[0]
+            fused = fused_part(name, headers)
+            weight = name if fused is None else fused.whole
             if weight not in headers:
                 raise CheckpointError(f"{weight} is not in Hugging Face's checkpoint")
-            shape = headers[weight].shape
-            start = shape[0] // 2 if half is not None and half[1] == "up" else 0
-            rows = shape if half is None else (shape[0] // 2, *shape[1:])
-            for key, part in _parts(weight, rows, start, numbers, probe.rows):
-                found.setdefault(key, []).append(part)
+            expert = () if fused is None or fused.expert is None else (fused.expert,)
+            rows, *columns = headers[weight].shape[len(expert) :]
+            start = 0
+            if fused is not None and fused.half is not None:
+                rows //= 2
+                start = rows if fused.half == "up" else 0
+            for key, part in _parts(weight, (rows, *columns), start, numbers, probe.rows):
+                inside = replace(part, weight_offsets=(*expert, *part.weight_offsets))
+                found.setdefault(key, []).append(inside)
     check_sizes(found, {rows.key: rows.shape for rows in probe.rows})
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.meetings import Meetings, Stopped
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import differences, fused_half
+from megascend.huggingface.exported import FusedPart, differences, fused_part
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.kernels.fp16_range import out_of_range
 from megascend.topology.weight_routes import Receivers, Route, participants, ranks_of, route
 
 Merge = Callable[[str, Tensor], Tensor]
@@ -65,7 +67,7 @@ def named_weights(
         chunks: the model chunks of this rank, without wrappers.
         wanted: headers of the checkpoint that the model comes from, without what is not built
             (:attr:`megascend.huggingface.info.ModelInfo.tensors`). Fused tensors are joined as they are there, and names,
-            shapes and dtypes are held against them. The output layer's is left out where it is the embedding. Used by receivers.
+            shapes and dtypes are held against them. Used by receivers.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
         receivers: global ranks that get the tensors.
         device: where to; default: where the model is. ``meta``: shapes and dtypes, and no shard travels.
@@ -98,6 +100,8 @@ def named_weights(
             try:
                 if merge is not None:
                     tensor = merge(name, tensor)
+                if problem := out_of_range(name, tensor, tensor.dtype):
+                    raise CheckpointError(f"named_weights: {problem}")
                 found[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
                 yield name, tensor
                 del tensor
@@ -119,28 +123,44 @@ def named_weights(
         _hold_against(wanted, found, config)
 
 
-def joined(stream: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """``stream`` with gate and up as one tensor where the source has them so (GLM-4): mcore-bridge reads it, but gives two."""
-    halves: dict[str, dict[str, Tensor]] = {}
+def joined(stream: Iterable[tuple[str, Tensor]], wanted: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Tensor]]:
+    """Join weights that the source stores fused, which mcore-bridge reads so and gives one by one: gate and up, experts.
+
+    A layer's experts are joined in their order, in memory of one layer beside the model.
+    """
+    unfinished: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in stream:
-        half = fused_half(name, wanted)
-        if half is None:
+        part = fused_part(name, wanted)
+        if part is None:
             yield name, tensor
             del tensor
             continue
-        whole, part = half
-        found = halves.setdefault(whole, {})
-        found[part] = tensor
-        if len(found) == 2:
-            del halves[whole]
-            yield whole, torch.cat([found.pop("gate"), found.pop("up")])
-    if halves:
-        raise CheckpointError(f"of {', '.join(halves)} there was only one half")
+        whole, missing = unfinished.pop(part.whole, (None, math.prod(wanted[part.whole].shape)))
+        if whole is None:
+            whole = tensor.new_empty(wanted[part.whole].shape)
+        _place(part, whole).copy_(tensor)
+        missing -= tensor.numel()
+        del tensor
+        if missing > 0:
+            unfinished[part.whole] = (whole, missing)
+        else:
+            yield part.whole, whole
+        del whole
+    if unfinished:
+        raise CheckpointError(f"named_weights: of {', '.join(unfinished)} some parts are missing")
+
+
+def _place(part: FusedPart, whole: Tensor) -> Tensor:
+    """Return the view of a fused tensor that a part of it fills."""
+    inside = whole if part.expert is None else whole[part.expert]
+    if part.half is None:
+        return inside
+    rows = inside.shape[0] // 2
+    return inside[:rows] if part.half == "gate" else inside[rows:]
 
 
 def _hold_against(wanted: Mapping[str, TensorHeader], found: Mapping[str, TensorHeader], config: Any) -> None:
-    tied = not config.untie_embeddings_and_output_weights
-    if problems := differences(wanted, found, DTYPES[str(config.params_dtype)], tied=tied):
+    if problems := differences(wanted, found, DTYPES[str(config.params_dtype)]):
         raise CheckpointError(
             f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
             "report the model's architecture"

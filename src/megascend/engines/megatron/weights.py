@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from mcore_bridge.bridge import gpt_bridge
+from mcore_bridge.utils import SafetensorLazyLoader
 from torch import Tensor
 
 from megascend.changes import patched
@@ -16,27 +17,52 @@ from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import OUTPUT, some
+from megascend.huggingface.exported import some
+from megascend.huggingface.files import TensorHeader
+from megascend.kernels.fp16_range import out_of_range
 from megascend.kernels.nan import names_with_nan
 
 
 class _Tracked:
-    """A lazy tensor of mcore-bridge that remembers having been read."""
+    """A lazy tensor of mcore-bridge that remembers having been read, and refuses what the model's dtype cannot hold."""
 
-    def __init__(self, lazy: Any, name: str, used: dict[str, None]) -> None:
-        self._lazy, self._name, self._used = lazy, name, used
+    def __init__(self, lazy: Any, name: str, used: dict[str, None], dtype: torch.dtype) -> None:
+        self._lazy, self._name, self._used, self._dtype = lazy, name, used, dtype
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in ("load", "load_slice"):
-            self._used[self._name] = None
-        return getattr(self._lazy, attribute)
+        value = getattr(self._lazy, attribute)
+        if attribute not in ("load", "load_slice"):
+            return value
+        self._used[self._name] = None
+
+        def load(*args: Any, **options: Any) -> Tensor:
+            tensor = value(*args, **options)
+            if problem := out_of_range(self._name, tensor, self._dtype):
+                raise CheckpointError(problem)
+            return tensor
+
+        return load
+
+
+class _Loader(SafetensorLazyLoader):
+    """mcore-bridge's loader of the tensors that megascend has decided on; it would read the index first, transformers last."""
+
+    def __init__(self, model_dir: str, headers: Mapping[str, TensorHeader]) -> None:
+        self._headers = headers
+        super().__init__(model_dir)
+
+    def _load_index(self) -> None:
+        self._weight_map = {name: str(header.file) for name, header in self._headers.items() if header.file is not None}
+
+    def _open_file(self, filename: str) -> Any:
+        return super()._open_file(str(Path(filename).absolute()))
 
 
 def load(
     chunks: list[Any],
     bridge: Any,
     model_dir: Path,
-    names: list[str],
+    tensors: Mapping[str, TensorHeader],
     groups: ProcessGroups,
     fresh: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -46,6 +72,7 @@ def load(
     start out as NaN here, and any that is still NaN afterwards is an error on every rank.
 
     Args:
+        tensors: headers of all that the model has.
         fresh: of a scalar head, what does not come from the checkpoint.
 
     Raises:
@@ -57,11 +84,17 @@ def load(
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
     try:
-        with _no_progress_bars():
-            bridge.load_weights(chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used)))
+        with _no_progress_bars(), _loads(tensors):
+            dtype = chunks[0].config.params_dtype
+            bridge.load_weights(
+                chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used, dtype))
+            )
+    except CheckpointError as error:
+        problem = str(error)
     except KeyError as error:
         problem = (
-            f"the checkpoint has no tensor {error}, which the model that config.json describes needs{_after(used)}"
+            f"the checkpoint has no tensor {error}, which the model that config.json describes needs{_after(used)}; "
+            "correct config.json, or fetch the files again"
         )
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
@@ -78,15 +111,15 @@ def load(
     failed = None if problem is None else CheckpointError(f"{model_dir}: {problem} (rank {groups.rank})")
     raise_on_all_ranks(failed, groups, f"whether {model_dir} could be loaded")
 
+    names = list(tensors)
     counts = all_reduce_numbers(
         [float(name in used) for name in names], "world", groups, "max", "tensors that were used"
     )
     left = [name for name, count in zip(names, counts, strict=True) if not count and name not in (fresh or {})]
-    left = [name for name in left if not (name == OUTPUT and _tied(chunks))]
     if left:
         raise CheckpointError(
             f"{model_dir} holds tensors that this architecture has no place for: {some(left)}. config.json and weights "
-            "are of different models"
+            "are of different models: correct config.json, or remove the tensors from the files"
         )
 
 
@@ -107,5 +140,12 @@ def _no_progress_bars() -> Iterator[None]:
         yield
 
 
-def _tied(chunks: list[Any]) -> bool:
-    return not chunks[0].config.untie_embeddings_and_output_weights
+@contextlib.contextmanager
+def _loads(tensors: Mapping[str, TensorHeader]) -> Iterator[None]:
+    """Have mcore-bridge read these tensors, from the files that hold them."""
+
+    def loader(model_dir: str, **options: Any) -> _Loader:
+        return _Loader(model_dir, tensors)
+
+    with patched(gpt_bridge, "SafetensorLazyLoader", loader, "reads the tensors that the other engines would read"):
+        yield

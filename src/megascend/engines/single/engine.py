@@ -6,11 +6,13 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from safetensors import safe_open
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.config import Adam, Adapters, Batching, Moe, Precision, Recompute, Schedule
@@ -22,10 +24,12 @@ from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
 from megascend.engines.plain_head import HeadOutput
 from megascend.engines.scalar_head import (
+    check_tied,
     fresh_weights,
     model_class,
     output_layer,
     refuse_adapters,
+    tie_embeddings,
     values_of,
     without_bias,
 )
@@ -36,8 +40,10 @@ from megascend.engines.single.optimizer import Optimizer
 from megascend.engines.single.output_head import check_plain_head, hidden_states
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.exported import some
 from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.scalar_head import BIAS, ScalarHead
+from megascend.huggingface.scalar_head import BIAS
+from megascend.kernels.fp16_range import out_of_range
 from megascend.lora.merge import merged
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
@@ -84,8 +90,7 @@ class SingleEngine:
         seed_everything(seed)
         refuse_adapters(info.scalar_head, adapters)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else {}
-        self.model = load_model(model_dir, DTYPES[precision], self.device, info.scalar_head, fresh)
-        self._tied = output_layer(self.model).weight is self.model.get_input_embeddings().weight
+        self.model = load_model(model_dir, DTYPES[precision], self.device, info, fresh)
         if info.scalar_head is None:
             check_plain_head(self.model, info.shape.vocab_size)
         frozen, recomputed = adapters is not None, recompute.granularity == "full"
@@ -190,7 +195,7 @@ class SingleEngine:
             from megascend.engines.fsdp import sources
 
             try:
-                found = sources.pieces(self.model, self._tied, self.info.tensors)
+                found = sources.pieces(self.model, self.info.tensors)
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
                 raise CheckpointError(
                     f"transformers converts this architecture in a way of its own ({error})"
@@ -205,13 +210,14 @@ class SingleEngine:
         if adapter is not None:
             assert self.adapters is not None
             merge = merged(self.adapters.factors(adapter))
-        for name, tensor in named_weights(self.model, merge):
-            yield name, tensor if device is None else tensor.to(device)
+        for name, tensor in named_weights(self.model, self.info.tensors, merge, device):
+            if problem := out_of_range(name, tensor, tensor.dtype):
+                raise CheckpointError(f"named_weights: {problem}")
+            yield name, tensor
 
     def export(self, path: Path, adapter: str | None) -> None:
         dtype = str(DTYPES[self.precision]).removeprefix("torch.")
-        weights, head = self.named_weights(adapter), self.info.scalar_head
-        export(weights, self.model_dir, path, dtype, self.groups, tied=self._tied, head=head)
+        export(self.named_weights(adapter), self.model_dir, path, dtype, self.groups, self.info)
 
     def random_streams(self) -> None:
         """There are none."""
@@ -227,23 +233,27 @@ def load_model(
     model_dir: Path,
     dtype: torch.dtype,
     device: torch.device,
-    head: ScalarHead | None = None,
+    info: ModelInfo,
     fresh: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """transformers' model of a directory, complete.
 
     Args:
-        head: its scalar head, or None.
+        info: of the directory: the model's scalar head, if it has one, and whether its embeddings are tied.
         fresh: the head's weights that are not in the directory.
 
     Raises:
-        CheckpointError: transformers cannot load it, or would draw some of its weights at random.
+        CheckpointError: transformers cannot load it, would draw some of its weights at random, or passes over some of them; or a
+            number is beyond fp16's range.
     """
     from transformers import AutoConfig
 
+    head = info.scalar_head
     make_known_to_transformers(model_dir)
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        if head is None:
+            tie_embeddings(config, info.shape.tied)
         loader = model_class(config, head)
         with _no_progress_bars(known_differences=head is not None):
             model, report = loader.from_pretrained(
@@ -254,12 +264,34 @@ def load_model(
     for what in ("missing_keys", "mismatched_keys"):
         own = set() if head is None else {BIAS, *(fresh or {})} - (set() if head.fresh else {*head.names})
         if found := set(report[what]) - own:
-            raise CheckpointError(f"model: {model_dir}: {what.replace('_', ' ')}: {sorted(found)[:3]}")
+            raise CheckpointError(
+                f"model: {model_dir}: {what.replace('_', ' ')}: {sorted(found)[:3]}: correct config.json, or "
+                "fetch the files again"
+            )
+    if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
+        raise CheckpointError(
+            f"{model_dir} holds tensors that transformers has no place for in the {type(model).__name__} that config.json "
+            f"describes: {some(unused)}: correct config.json, or remove the tensors from the files"
+        )
+    if head is None:
+        check_tied(model, info.shape.tied)
     without_bias(model, head)
     with torch.no_grad():
         for name, values in (fresh or {}).items():
             model.get_parameter(name).copy_(values)
+    if dtype == torch.float16:
+        _check_range(info)
     return model.to(device)
+
+
+def _check_range(info: ModelInfo) -> None:
+    """Raise CheckpointError for a stored number that has become infinite in fp16."""
+    by_file = sorted((header.file, name) for name, header in info.tensors.items() if header.file is not None)
+    for file, names in groupby(by_file, key=lambda entry: entry[0]):
+        with safe_open(file, "pt") as opened:
+            for _, name in names:
+                if problem := out_of_range(name, opened.get_tensor(name)):
+                    raise CheckpointError(f"model: {file}: {problem}")
 
 
 @contextlib.contextmanager

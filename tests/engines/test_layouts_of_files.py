@@ -1,0 +1,90 @@
+"""Which files a checkpoint is: every engine loads what transformers loads, or refuses the directory in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import layouts_of_files
+import pytest
+import torch
+from layouts_of_files import HEAD, LAYOUTS, build, results
+
+from forked_programs import run_forked
+from megascend.testing import run_distributed
+
+ENGINES = ("megatron", "fsdp", "single")
+REFUSED = {
+    "untied, no head": "tie_word_embeddings: false, and no file holds lm_head.weight",
+    "no embedding": "holds lm_head.weight and no embedding",
+    "adapter beside": "adapter_config.json beside the model's weights",
+    "adapter config alone": "adapter_config.json beside the model's weights",
+    "shard absent": "is listed in model.safetensors.index.json but missing",
+    "index beside whole": "remove the one that is left from an earlier save",
+    "index without metadata": 'add "metadata"',
+    "variant alone": "holds neither model.safetensors nor",
+    "other file by config": "transformers_weights is 'other.safetensors'",
+    "distributed shards": "shard-00000-model-00001-of-00001.safetensors",
+    "tensor missing": "model.layers.1.self_attn.q_proj",
+    "bias without a place": "model.layers.1.self_attn.q_proj.bias",
+    "config with fewer layers": "model.layers.1.",
+}
+"""Layouts that no engine loads, and words of the sentence that says so."""
+IN_CI = ("tied, equal head", "tied, other head", "tensor in two shards", "adapter beside", "bias without a place")
+TIED = ("tied, no head", "tied, equal head", "tied, equal head of another dtype")
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.nightly) for name in names]
+
+
+def program(engine: str, folder: Path) -> dict[str, Any]:
+    result = folder / f"{engine}.result"
+    done = run_forked(Path(layouts_of_files.__file__), engine, folder, result)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(result, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def table_of(tmp_path_factory, megatron_imported):
+    """Return what each engine makes of a group of layouts, and transformers of the layouts and of the exports."""
+
+    @cache
+    def make(in_ci: bool) -> dict[str, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("layouts")
+        build(folder, [name for name in LAYOUTS if (name in IN_CI) is in_ci])
+        [megatron] = run_distributed(results, 1, "megatron", folder, init=False)
+        found = {"megatron": megatron} | {engine: program(engine, folder) for engine in ("fsdp", "single")}
+        return found | {"transformers": program("transformers", folder)}
+
+    return lambda layout: make(layout in IN_CI)
+
+
+def far_apart(one, other) -> float:
+    return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("layout", marked(name for name in LAYOUTS if name not in REFUSED))
+def test_engine_loads_and_exports_what_transformers_loads(table_of, engine, layout):
+    table = table_of(layout)
+    expected, found = table["transformers"][layout], table[engine][layout]
+    assert not isinstance(expected, str), expected
+    assert not isinstance(found, str), found
+    logprobs, names, tied = found
+    assert far_apart(logprobs, expected) < 2e-5
+    exported = table["transformers"][f"{engine}-exports/{layout}"]
+    assert not isinstance(exported, str), exported
+    assert far_apart(exported, expected) < 2e-5
+    assert (HEAD in names) is (layout not in TIED)
+    assert tied is (layout in TIED)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("layout", marked(REFUSED))
+def test_engine_refuses_what_it_would_load_otherwise_than_transformers(table_of, engine, layout):
+    found = table_of(layout)[engine][layout]
+    assert isinstance(found, str), "it was loaded"
+    assert REFUSED[layout] in found
