@@ -15,6 +15,7 @@ from megascend.distributed.memory import with_room, with_room_everywhere
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDeviceMemoryError
+from megascend.lora import peft_format
 from megascend.lora.adapter import Adapter
 from megascend.lora.adapter_io import COUNTERS, SavedAdapter, read, write
 from megascend.lora.base_weights import check_base_weights
@@ -184,7 +185,7 @@ class AdapterSet:
         problem = None
         if saved is not None:
             try:
-                write(path, saved, base_model, list(self.registry.projections))
+                write(path, saved, base_model, list(self.registry.adaptable))
             except CheckpointError as error:
                 problem = CheckpointError(f"{error} (rank 0)")
         raise_on_all_ranks(problem, self._groups, f"whether {path} could be written")
@@ -212,6 +213,7 @@ class AdapterSet:
                 raise CheckpointError(
                     f"{path} adapts {missing[0]}, which adapters.targets does not allow in this model"
                 )
+            peft_format.check_complete(path, saved.values, self.registry.adaptable)
         except (CheckpointError, OSError) as error:
             problem = CheckpointError(f"{error} (rank {self._groups.rank})")
         raise_on_all_ranks(problem, self._groups, f"whether {path} can be read")
@@ -260,7 +262,7 @@ class AdapterSet:
         if found is None:
             return None
         lora, factors = found
-        return to_config(lora, factors, base_model, list(self.registry.projections)), to_tensors(factors, lora.rank)
+        return to_config(lora, factors, base_model, list(self.registry.adaptable)), to_tensors(factors, lora.rank)
 
     def forget(self, name: str) -> None:
         """Remove an adapter with all that belongs to it."""

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError
+from megascend.huggingface.exported import some
 from megascend.lora.factors import Factors
-from megascend.lora.peft_settings import CONFIG, check_plain, to_config, to_lora
+from megascend.lora.peft_settings import CONFIG, check_plain, targeted, to_config, to_lora
 from megascend.lora.peft_tensors import WEIGHTS, to_factors, to_tensors
 
 
@@ -47,7 +48,7 @@ def write(
         tensors = to_tensors(factors, lora.rank)
         config = to_config(lora, factors, base_model, known)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     except (CheckpointError, OSError, SafetensorError) as error:
         raise CheckpointError(f"adapter {folder} could not be written: {error}") from None
 
@@ -70,6 +71,26 @@ def read(folder: Path) -> tuple[Lora, dict[str, Factors]]:
         return to_lora(config, factors), factors
     except CheckpointError as error:
         raise CheckpointError(f"adapter {folder}: {error}") from None
+
+
+def check_complete(folder: Path, names: Collection[str], adaptable: Collection[str]) -> None:
+    """Refuse an adapter whose file lacks a layer that its configuration targets; peft would fill it with random factors.
+
+    Args:
+        names: the projections that the file adapts.
+        adaptable: those of the base model that an adapter could adapt.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    targets = targeted(_load_config(folder / CONFIG), adaptable)
+    missing = [name for name in adaptable if name in targets and name not in names]
+    if missing:
+        raise CheckpointError(
+            f"adapter {folder}: {WEIGHTS} has no factors of {some(missing)}, which {CONFIG} targets (target_modules, "
+            "target_parameters, layers_to_transform): copy the file again if it is damaged; if these layers were not trained, "
+            f"leave them out of {CONFIG}"
+        )
 
 
 def _load_config(path: Path) -> dict[str, Any]:

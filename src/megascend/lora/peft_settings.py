@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -135,13 +136,46 @@ def to_lora(config: Mapping[str, Any], names: Collection[str]) -> Lora:
     )
 
 
-def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
-    """As listed in the configuration, if that means exactly ``names`` to us too; else ``names``."""
-    modules = config.get("target_modules") or []
-    parameters = [
+def targeted(config: Mapping[str, Any], adaptable: Iterable[str]) -> set[str]:
+    """Return those of a base model's projections that peft would adapt by a configuration that :func:`check_plain` passed."""
+    modules, excluded = config.get("target_modules"), config.get("exclude_modules")
+    layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or r"[^.]+"
+    numbers = {layers} if isinstance(layers, int) else set(layers or ())
+    at = re.compile(rf"\.(?:{'|'.join([pattern] if isinstance(pattern, str) else pattern)})\.(\d+)\.")
+    parameters = _parameters(config)
+    found = set()
+    for name in adaptable:
+        layer = at.search(f".{name}")
+        elsewhere = layers is not None and (layer is None or int(layer[1]) not in numbers)
+        if is_expert_parameter(name):
+            chosen = matches(name, parameters)
+        else:
+            chosen = _names(modules, name) and not elsewhere and not _names(excluded, name)
+            chosen = chosen or matches(name, parameters)
+        if chosen:
+            found.add(name)
+    return found
+
+
+def _names(targets: Any, name: str) -> bool:
+    """Check whether ``target_modules`` or ``exclude_modules`` mean a module: a list of ends, a pattern, or ``all-linear``."""
+    if isinstance(targets, str):
+        return matches(name, "all-linear") if targets == "all-linear" else re.fullmatch(targets, name) is not None
+    return matches(name, targets or ())
+
+
+def _parameters(config: Mapping[str, Any]) -> list[str]:
+    """Return ``target_parameters`` in our names."""
+    return [
         f"experts.{target}" if target in EXPERT_PARAMETERS else target.removesuffix(".weight")
         for target in config.get("target_parameters") or []
     ]
+
+
+def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
+    """As listed in the configuration, if that means exactly ``names`` to us too; else ``names``."""
+    modules = config.get("target_modules") or []
+    parameters = _parameters(config)
     narrowed = any(config.get(f) is not None for f in ("layers_to_transform", "layers_pattern", "exclude_modules"))
     if isinstance(modules, str) or narrowed:
         return tuple(sorted(names))

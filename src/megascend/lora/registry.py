@@ -26,6 +26,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         limits: what adapters may ask for.
         shape_groups: this rank's layers that they act on.
         projections: names of all Hugging Face weights in the model that they may target.
+        adaptable: names of those that an adapter could target if ``limits`` allowed it.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         shape_groups: Sequence[ShapeGroup],
         projections: Sequence[str],
         *,
+        adaptable: Sequence[str] | None = None,
         adam: Adam,
         schedule: Schedule,
         seed: int,
@@ -41,6 +43,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         device: torch.device,
     ) -> None:
         self.limits, self.shape_groups, self.projections = limits, tuple(shape_groups), tuple(projections)
+        self.adaptable = self.projections if adaptable is None else tuple(adaptable)
         self._adam, self._schedule, self._seed = adam, schedule, seed
         self._scales_loss, self._device = scales_loss, device
         self._adapters: dict[str, Adapter] = {}
@@ -73,6 +76,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
             limits,
             shape_groups([target for each in found if (target := restrict(each, limits.targets)) is not None]),
             [name for name in everything if matches(name, limits.targets)],
+            adaptable=everything,
             adam=adam,
             schedule=schedule,
             seed=seed,

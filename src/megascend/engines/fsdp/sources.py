@@ -102,8 +102,8 @@ def _pieces_of(
     for source, values in rows.items():
         if source not in headers:
             raise CheckpointError(
-                f"model: the checkpoint has no {source}, which {type(model).__name__}, as config.json describes it, needs: correct "
-                "config.json, or fetch the files again"
+                f"model: the checkpoint has no {source}, which {type(model).__name__}, as config.json describes it, needs: "
+                "correct config.json, or fetch the files again"
             )
         name = names[int(values.flatten()[0]) // _NUMBERS]
         piece = _box(source, values % _NUMBERS, columns[source] % _NUMBERS, shapes[name])
