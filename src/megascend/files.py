@@ -149,7 +149,7 @@ def is_mount_point(path: Path) -> bool:
     if os.path.ismount(path):
         return True
     try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return False
     points = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines)
@@ -352,7 +352,7 @@ def honour_umask(path: Path) -> None:
 def _umask() -> int:
     """This process's umask; where /proc does not tell, asking for it sets it for an instant."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
     mask = os.umask(0o077)

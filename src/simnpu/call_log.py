@@ -65,7 +65,7 @@ class CallLog:
         if folder:
             path = Path(folder) / f"rank{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(call)) + "\n")
 
 

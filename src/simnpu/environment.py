@@ -105,7 +105,7 @@ def metadata_folder() -> Path:
     try:
         info.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            if not (info / name).is_file() or (info / name).read_text() != text:
+            if not (info / name).is_file() or (info / name).read_text(encoding="utf-8") != text:
                 write_at_once(info / name, text)
     except OSError as error:
         raise PlatformError(
@@ -117,6 +117,6 @@ def metadata_folder() -> Path:
 
 def write_at_once(path: Path, text: str) -> None:
     """Write a file so that a rank starting at the same moment reads all of it or none."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
     os.replace(file.name, path)

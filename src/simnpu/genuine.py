@@ -43,7 +43,13 @@ def import_failure(search_path: tuple[str, ...]) -> str | None:
     env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(search_path)}
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", "import torch_npu"], env=env, capture_output=True, text=True, timeout=PROBE_S
+            [sys.executable, "-c", "import torch_npu"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         raise PlatformError(

@@ -64,7 +64,14 @@ def describe() -> str:
     alone = {name: value for name, value in environment().items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", PROBE], env=alone, capture_output=True, text=True, timeout=PROBE_S, check=False
+            [sys.executable, "-c", PROBE],
+            env=alone,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         raise PlatformError(

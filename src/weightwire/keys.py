@@ -129,6 +129,6 @@ def write_key(path: str | Path) -> Key:
     """
     text = generate_key()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         stream.write(text + "\n")
     return Key(text)

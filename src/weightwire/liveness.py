@@ -65,7 +65,7 @@ def memory_space() -> str:
 
 def _space() -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""  # not Linux: heartbeats alone
@@ -73,7 +73,7 @@ def _space() -> str:
 
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat after the name: the first one is the state, the 20th the start."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def _started(pid: int) -> int:

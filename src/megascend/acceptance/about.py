@@ -49,5 +49,5 @@ def version_in(path: Path) -> str:
     """The version that a file of Ascend's states; empty if there is none."""
     if not path.is_file():
         return ""
-    found = VERSION.search(path.read_text(errors="replace"))
+    found = VERSION.search(path.read_text(errors="replace", encoding="utf-8"))
     return found[1] if found else ""

@@ -21,10 +21,11 @@ def run(settings: Settings, results: Results) -> None:
         command,
         capture_output=True,
         text=True,
-        errors="replace",
         check=False,
         stdin=subprocess.DEVNULL,
         env=child_environment(),
+        encoding="utf-8",
+        errors="replace",
     )
     try:
         checks = json.loads(done.stdout)["checks"]

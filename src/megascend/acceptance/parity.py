@@ -69,7 +69,9 @@ def compare(case: Case, folder: Path, checkpoint: Path) -> list[Measurement]:
     """Losses, gradient norms and logits of a layout against the reference's, and the ranks against each other."""
     from safetensors.torch import load_file
 
-    found = [json.loads(trajectory_file(folder, case, rank).read_text()) for rank in range(case.world_size)]
+    found = [
+        json.loads(trajectory_file(folder, case, rank).read_text(encoding="utf-8")) for rank in range(case.world_size)
+    ]
     if odd := [rank for rank, other in enumerate(found) if other != found[0]]:
         return [failed(case.name, f"rank {odd[0]} reports other losses or gradient norms than rank 0")]
     tokens = token_lists()

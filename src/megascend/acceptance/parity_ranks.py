@@ -32,7 +32,7 @@ def main(argument: str) -> None:
             save_file(logits, logits_file(folder, case))
         file = trajectory_file(folder, case, rank)
         with replacing(file) as fresh:
-            fresh.write_text(json.dumps({"losses": seen.losses, "grad_norms": seen.grad_norms}))
+            fresh.write_text(json.dumps({"losses": seen.losses, "grad_norms": seen.grad_norms}), encoding="utf-8")
         if rank == 0:
             print(f"{name}: done", flush=True)
 

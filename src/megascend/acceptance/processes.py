@@ -55,7 +55,7 @@ def run(command: Sequence[str], log: Path, deadline_s: float, environment: Mappi
             code = None
         finally:
             _end(process)
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines()
     return Ended(code, "\n".join(lines[-TAIL_LINES:]), time.monotonic() - start)
 
 

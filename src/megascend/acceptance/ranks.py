@@ -17,7 +17,7 @@ def run_ranks(
     name = f"{module.rpartition('.')[2]}-{job.get('name', ranks)}".replace(" ", "_")
     path = settings.folder / "jobs" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(job))
+    path.write_text(json.dumps(job), encoding="utf-8")
     ended = run(torchrun(ranks, module, str(path)), settings.folder / "logs" / f"{name}.log", deadline_s, environment)
     if ended.code != 0:
         print(f"== the end of {name}\n{ended.tail}", flush=True)
@@ -26,7 +26,7 @@ def run_ranks(
 
 def read_job(argument: str) -> dict[str, Any]:
     """A rank's job."""
-    return json.loads(Path(argument).read_text())
+    return json.loads(Path(argument).read_text(encoding="utf-8"))
 
 
 def last_error(ended: Ended) -> str:

@@ -37,6 +37,8 @@ def run(settings: Settings, results: Results) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        encoding="utf-8",
+        errors="replace",
     ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)

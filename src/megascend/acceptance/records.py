@@ -125,7 +125,7 @@ class Results:
 
     def add(self, measurement: Measurement) -> None:
         """Append one."""
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(plain(asdict(measurement)), allow_nan=False) + "\n")
         self.names.add(measurement.name)
 
@@ -138,7 +138,7 @@ class Results:
 def read_results(path: Path) -> tuple[Measurement, ...]:
     """The measurements of a file of results; a line that was cut off by a kill is left out."""
     found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             found.append(Measurement(**json.loads(line)))
         except json.JSONDecodeError:

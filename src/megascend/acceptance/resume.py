@@ -59,4 +59,4 @@ def launch(mode: str, ranks: int, settings: Settings) -> tuple[dict[str, Any] | 
     limit = LIMIT_S * (2 if settings.simulated else 1)
     ended = run_ranks(settings, ranks, "megascend.acceptance.resume_ranks", job, limit, **DETERMINISTIC)
     answer = folder / f"{mode}.json"
-    return (json.loads(answer.read_text()) if ended.code == 0 and answer.is_file() else None), ended
+    return (json.loads(answer.read_text(encoding="utf-8")) if ended.code == 0 and answer.is_file() else None), ended

@@ -51,7 +51,7 @@ def main(argument: str) -> None:
     backend.export_hf(folder / mode)
     if backend.rank == 0:
         answer = {"first_step": first, "losses": losses, "grad_norms": norms, "weights": digest(folder / mode)}
-        (folder / f"{mode}.json").write_text(json.dumps(answer))
+        (folder / f"{mode}.json").write_text(json.dumps(answer), encoding="utf-8")
     backend.close()
 
 

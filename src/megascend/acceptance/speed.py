@@ -71,7 +71,7 @@ def run(settings: Settings, results: Results) -> None:
         if ended.code != 0 or not answer.is_file():
             results.add(failed(name, f"{ended.problem(limit)}: {last_error(ended)}"))
             continue
-        results.extend(figures(name, ranks, json.loads(answer.read_text()), load.warm_up))
+        results.extend(figures(name, ranks, json.loads(answer.read_text(encoding="utf-8")), load.warm_up))
 
 
 def figures(name: str, ranks: int, seen: dict[str, Any], warm_up: int) -> list[Measurement]:

@@ -53,7 +53,7 @@ def main(argument: str) -> None:
             "parameters": backend.parameter_count,
             "flops_per_token": backend.flops_per_token(job["length"]),
         }
-        Path(job["answer"]).write_text(json.dumps(answer))
+        Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")
     backend.close()
 
 

@@ -109,7 +109,7 @@ def job_of(config: TrainerConfig) -> Job:
         PackageNotFoundError: there is no Triton.
     """
     info, tensor = inspect_checkpoint(config.model), config.parallel.tensor
-    raw: Mapping[str, Any] = json.loads((config.model / "config.json").read_text())
+    raw: Mapping[str, Any] = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
     text: Mapping[str, Any] = raw.get("text_config") or raw
     shape = info.shape
     width = info.attention_width // shape.num_heads

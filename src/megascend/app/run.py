@@ -289,7 +289,7 @@ def write_config(config: TrainerConfig) -> None:
     try:
         make_directory(config.output)
         with replacing(config.output / "config.yaml") as fresh:
-            fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     except OSError as error:
         logger.warning("%s cannot be written: %s", config.output / "config.yaml", error)
 
@@ -327,7 +327,10 @@ def keep_batch(config: TrainerConfig, step: int, batch: Sequence[Sample]) -> Pat
     fields = ("input_ids", "target_ids", "weights")
     try:
         make_directory(path.parent)
-        path.write_text("".join(json.dumps({name: getattr(s, name).tolist() for name in fields}) + "\n" for s in batch))
+        path.write_text(
+            "".join(json.dumps({name: getattr(s, name).tolist() for name in fields}) + "\n" for s in batch),
+            encoding="utf-8",
+        )
     except OSError as error:
         logger.warning("%s cannot be written: %s", path, error)
         return None

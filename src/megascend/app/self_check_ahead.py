@@ -79,7 +79,7 @@ class SelfCheckAhead:
             make_known_to_transformers(config.model)
             found = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
             full = json.loads(found.to_json_string(use_diff=False))
-            raw = json.loads((config.model / "config.json").read_text())
+            raw = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
             limits = [config.batching.max_length, inspect_checkpoint(config.model).shape.max_position]
         except Exception:  # noqa: BLE001  a configuration may be anything
             return None

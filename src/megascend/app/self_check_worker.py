@@ -48,7 +48,7 @@ def main() -> None:
     if not (job_path := sys.stdin.readline().strip()):
         return
     started = time.perf_counter()
-    job = json.loads(Path(job_path).read_text())
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     for architecture in job["architectures"]:
         register_architecture(**architecture)
     folder = Path(job["folder"])
@@ -67,7 +67,7 @@ def main() -> None:
         "reference_seconds": made_ready - started,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    Path(job["result"]).write_text(json.dumps(result))
+    Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 # --- transformers ---
@@ -84,7 +84,7 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(trial["config"]))
+    (folder / "config.json").write_text(json.dumps(trial["config"]), encoding="utf-8")
     try:
         make_known_to_transformers(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -95,7 +95,7 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the report carries it
         return {"transformers_problem": described(error)}
     # As the user's file has it: transformers writes the configuration in its own words.
-    (folder / "config.json").write_text(json.dumps(trial["config"]))
+    (folder / "config.json").write_text(json.dumps(trial["config"]), encoding="utf-8")
     return chosen | {"full": settings(config), "default": settings(type(config)())}
 
 

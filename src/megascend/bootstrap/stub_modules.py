@@ -40,7 +40,7 @@ def install_missing_leaves() -> list[str]:
                 _insert(name, {each: _needs_triton(f"{name}.{each}") for each in functions})
                 changes.append(f"{name}: {len(functions)} functions that raise (triton is not installed)")
     gemma = _locate("mcore_bridge", "model/mm_gpts/gemma4.py")
-    wants_swift = gemma is not None and "from swift.utils import get_logger" in gemma.read_text()
+    wants_swift = gemma is not None and "from swift.utils import get_logger" in gemma.read_text(encoding="utf-8")
     if wants_swift and not _importable("swift"):
         # ``swift`` itself is put in place only because a submodule cannot be imported without its parent.
         _insert("swift", {}, is_package=True)
@@ -51,7 +51,7 @@ def install_missing_leaves() -> list[str]:
 
 def public_functions(file: Path) -> list[str]:
     """Names of the functions defined at the top level of a Python file, without those that start with ``_``."""
-    tree = ast.parse(file.read_text())
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 

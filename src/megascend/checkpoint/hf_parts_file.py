@@ -29,7 +29,7 @@ def read(directory: Path) -> HfParts:
         CheckpointError: the checkpoint is from before there was this file, or its engine could not say.
     """
     try:
-        values = json.loads((directory / NAME).read_text())
+        values = json.loads((directory / NAME).read_text(encoding="utf-8"))
         if "problem" in values:
             raise CheckpointError(values["problem"])
         return {

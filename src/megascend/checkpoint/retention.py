@@ -47,7 +47,7 @@ class Retention:
     def latest(self) -> int | None:
         """The step that ``latest`` names, or None if there is no such file or it names no checkpoint."""
         try:
-            step = self._step(((self.directory / LATEST).read_text()).strip())
+            step = self._step(((self.directory / LATEST).read_text(encoding="utf-8")).strip())
         except (OSError, UnicodeDecodeError):  # missing or damaged: the checkpoints are there all the same
             return None
         return step if step is not None and self.path(step).is_dir() else None
@@ -64,7 +64,7 @@ class Retention:
             OSError: the file cannot be written. The checkpoint itself is complete.
         """
         with replacing(self.directory / LATEST, durable=True) as fresh:
-            fresh.write_text(path.name + "\n")
+            fresh.write_text(path.name + "\n", encoding="utf-8")
         for entry in list(self.directory.iterdir()):
             if LEFT_OVER.fullmatch(entry.name):
                 _remove(entry, entry)

@@ -343,8 +343,10 @@ class Saver:
             if rank == 0:
                 self._write_adapters(temporary, contents)
                 if contents.hf_parts is not None:
-                    (temporary / hf_parts_file.NAME).write_text(hf_parts_file.to_text(contents.hf_parts))
-                (temporary / "metadata.json").write_text(json.dumps(MEGATRON_CONFIG))
+                    (temporary / hf_parts_file.NAME).write_text(
+                        hf_parts_file.to_text(contents.hf_parts), encoding="utf-8"
+                    )
+                (temporary / "metadata.json").write_text(json.dumps(MEGATRON_CONFIG), encoding="utf-8")
                 with (temporary / "common.pt").open("wb") as file, _the_systems_words():
                     torch.save({"step": contents.manifest.step}, file)
             names = _files_of(temporary, rank)
@@ -388,7 +390,7 @@ def _put_in_place(
     path: Path, target: Path, temporary: Path, complete: Manifest, after: Callable[[Path], None] | None
 ) -> str | None:
     try:
-        (temporary / manifest.NAME).write_text(complete.to_text())
+        (temporary / manifest.NAME).write_text(complete.to_text(), encoding="utf-8")
         replace_directory(temporary, target)
         if after is not None:
             after(path)

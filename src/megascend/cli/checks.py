@@ -76,8 +76,9 @@ def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        errors="replace",  # in a C locale, text that is not ASCII
         env=child_environment() | {"PYTHONPATH": path} | environment,
+        encoding="utf-8",
+        errors="replace",
     )
 
 

@@ -121,7 +121,7 @@ def root_cause(failure: ChildFailedError, folder: Path) -> MegascendError:
     moment, and the launcher reports a single one; what each worker recorded lies in ``folder``.
     """
     for path in sorted(folder.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
-        ours = _our_error(_message(json.loads(path.read_text())["message"]))
+        ours = _our_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
         if ours is not None:
             return ours
     rank, worker = failure.get_first_failure()

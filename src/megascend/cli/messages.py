@@ -49,7 +49,7 @@ def ignore_renamed() -> None:
 
 def ask_nothing() -> None:
     """Let no package ask the user: a tracker without a key would wait for an answer behind the progress bar. For commands."""
-    sys.stdin = open(os.devnull)  # noqa: SIM115  until the process ends
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  until the process ends
 
 
 class RankFormatter(logging.Formatter):

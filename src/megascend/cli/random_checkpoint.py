@@ -198,6 +198,6 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
 
 def _name_tokenizer_class(path: Path) -> None:
     """transformers 5 writes a class name that transformers 4 lacks; both know this one."""
-    values = json.loads(path.read_text())
+    values = json.loads(path.read_text(encoding="utf-8"))
     values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -327,7 +327,7 @@ def _problems(checkpoint: Path, verify: bool) -> list[str]:
 
 def _latest(directory: Path) -> str | None:
     try:
-        return (directory / "latest").read_text(errors="replace").strip()
+        return (directory / "latest").read_text(errors="replace", encoding="utf-8").strip()
     except OSError:
         return None
 

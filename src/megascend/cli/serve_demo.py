@@ -69,4 +69,4 @@ def _fill(directory: Path) -> None:
 
     if not (directory / "model" / "config.json").exists():
         write_checkpoint(directory / "model", ModelSize(hidden=128, layers=2, context=512))
-    (directory / "demo_client.py").write_text(CLIENT)
+    (directory / "demo_client.py").write_text(CLIENT, encoding="utf-8")

@@ -32,7 +32,7 @@ class SampleStore(Sequence[Sample]):
     """
 
     def __init__(self, path: Path) -> None:
-        about = json.loads((path / ABOUT).read_text())
+        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         self.fingerprint: str = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
         self.sources: dict[str, str] = about["sources"]
@@ -131,7 +131,7 @@ def write_store(
         "remarks": findings.lines(),
         "sources": dict(sources or {}),
     }
-    (path / ABOUT).write_text(json.dumps(about) + "\n")
+    (path / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

@@ -31,7 +31,7 @@ class Process:
         """The calling process."""
         number = os.getpid()
         try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
             return cls(f"{boot}/{os.readlink('/proc/self/ns/pid')}", number, started(number))
         except (OSError, psutil.Error):  # no Linux, or no access: nothing can be said about processes then
             return cls(number=number)

@@ -56,7 +56,7 @@ def chunks(sizes: dict[Path, int]) -> list[Chunk]:
 def available_memory() -> int:
     """Bytes that Linux could give to programs without swapping; 0 where that is not known."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError):

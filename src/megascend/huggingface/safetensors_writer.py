@@ -112,7 +112,7 @@ class SafetensorsWriter:
             self._path(number).rename(self._folder / name)
             weight_map |= dict.fromkeys(names, name)
         index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (self._folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def abandon(self) -> None:
         """Close what is open; the files are of no use."""

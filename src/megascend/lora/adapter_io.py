@@ -72,7 +72,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) ->
             state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
             state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
             state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
-            (temporary / STATE).write_text(json.dumps(state, indent=1))
+            (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"save_adapter: {path} could not be written: {error}") from error
 
@@ -92,7 +92,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
             raise CheckpointError(f"{path} has {OPTIMIZER} but no {STATE}; it is not complete")
         return SavedAdapter(lora, values)
     try:
-        state = json.loads((path / STATE).read_text())
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{path / STATE} has format {state.get('format')!r}; this megascend reads {FORMAT}")
         for name, expected in state["sha256"].items():

@@ -39,7 +39,9 @@ def nodes_with_cpus(folder: Path = NODES) -> dict[int, frozenset[int]]:
     """
     found = {}
     for path in folder.glob("node*/cpulist"):
-        if (name := re.fullmatch(r"node(\d+)", path.parent.name)) and (cpus := cpus_of(path.read_text())):
+        if (name := re.fullmatch(r"node(\d+)", path.parent.name)) and (
+            cpus := cpus_of(path.read_text(encoding="utf-8"))
+        ):
             found[int(name[1])] = cpus
     return dict(sorted(found.items()))
 
@@ -49,7 +51,7 @@ def node_of_device(address: str | None, folder: Path = PCI_DEVICES) -> int | Non
     path = folder / (address or "") / "numa_node"
     if address is None or not path.is_file():
         return None
-    node = int(path.read_text())
+    node = int(path.read_text(encoding="utf-8"))
     return node if node >= 0 else None  # -1: the firmware does not say
 
 

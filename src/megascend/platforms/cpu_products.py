@@ -75,7 +75,7 @@ def shows_amx(cpuinfo: Path = CPUINFO) -> bool:
 
 
 def _flags(cpuinfo: Path) -> list[str]:
-    for line in cpuinfo.read_text().splitlines():
+    for line in cpuinfo.read_text(encoding="utf-8").splitlines():
         if line.startswith("flags"):
             return line.split(":", 1)[1].split()
     return []
@@ -84,8 +84,8 @@ def _flags(cpuinfo: Path) -> list[str]:
 def _kept_trials(place: Path, environment: MutableMapping[str, str]) -> tuple[str, str]:
     """:func:`_trials`, once for all processes that share ``place``."""
     try:
-        files.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment))))
-        with_amx, without = json.loads(place.read_text())
+        files.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment)), encoding="utf-8"))
+        with_amx, without = json.loads(place.read_text(encoding="utf-8"))
     except OSError as error:  # TimeoutError among them
         logging.getLogger(__name__).warning(
             "a trial of bf16 products could not be kept in %s (%s): each start repeats it; MEGASCEND_CACHE names another folder",
@@ -110,8 +110,9 @@ def _trial(environment: MutableMapping[str, str]) -> str:
             env=child_environment(environment),
             capture_output=True,
             text=True,
-            errors="replace",
             timeout=TIMEOUT_S,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         raise PlatformError(f"a trial of bf16 products has not ended within {TIMEOUT_S:.0f} s") from None

@@ -53,7 +53,7 @@ def require_agreement(
     Raises:
         SelfCheckError: on every rank: transformers and Megatron disagree.
     """
-    raw = json.loads((model_dir / "config.json").read_text())
+    raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
         verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force, worker), groups)
     if verdict.status == "differs":
@@ -129,12 +129,12 @@ def examine(
 
 def keep(path: Path, verdict: Verdict) -> None:
     """Write a verdict for the next start; for use under the lock of ``path``."""
-    files.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1)))
+    files.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1), encoding="utf-8"))
 
 
 def _kept(path: Path) -> Verdict | None:
     try:
-        return Verdict.from_dict(json.loads(path.read_text()))
+        return Verdict.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, KeyError, TypeError):  # not there, or not what this version writes
         return None
 

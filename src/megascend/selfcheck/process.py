@@ -110,6 +110,8 @@ class Worker:
                 text=True,
                 env=plain_environment() | faster_start(),
                 cwd=self._path,
+                encoding="utf-8",
+                errors="replace",
             )
         # A thread in the background is not asked when the process ends.
         atexit.register(self.close)
@@ -147,16 +149,17 @@ class Worker:
                     "trials": [vars(trial) for trial in trials],
                     "architectures": [vars(each) for each in found_outside.values() if each is not None],
                 }
-            )
+            ),
+            encoding="utf-8",
         )
         try:
             self._process.communicate(f"{job}\n", timeout=deadline_s)
         except subprocess.TimeoutExpired as error:
             raise PlatformError(f"its process has taken longer than {deadline_s:.0f} s") from error
         if self._process.returncode or not result.is_file():
-            end = " ".join((self._path / "errors").read_text(errors="replace").split())[-600:]
+            end = " ".join((self._path / "errors").read_text(errors="replace", encoding="utf-8").split())[-600:]
             raise PlatformError(f"its process has ended with exit code {self._process.returncode}: {end}")
-        found = json.loads(result.read_text())
+        found = json.loads(result.read_text(encoding="utf-8"))
         findings = [TrialResult(**each) for each in found["findings"]]
         return Report(findings, found["seconds"], found["peak_bytes"])
 

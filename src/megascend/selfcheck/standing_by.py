@@ -26,7 +26,7 @@ def worker_for(model_dir: Path, max_length: int | None) -> Worker | None:
         max_length: of ``batching``.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError, PackageNotFoundError):
-        raw = json.loads((model_dir / "config.json").read_text())
+        raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         if raw.get("sliding_window") is None and not _mark(model_dir, max_length).exists():
             return Worker()
     return None
@@ -39,6 +39,6 @@ def asked(model_dir: Path, max_length: int | None) -> None:
 
 
 def _mark(model_dir: Path, max_length: int | None) -> Path:
-    content = [(model_dir / "config.json").read_text(), max_length, versions()]
+    content = [(model_dir / "config.json").read_text(encoding="utf-8"), max_length, versions()]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / f"{digest}.asked"

@@ -81,7 +81,7 @@ def run_rank(
         gc.freeze()  # what the parent left to collect may own threads (process groups), which a fork does not copy
         os.setpgid(0, 0)  # so that whatever this rank starts can be ended together with it
         _capture_output(files.output)
-        with open(files.stack, "w") as stack:
+        with open(files.stack, "w", encoding="utf-8") as stack:
             faulthandler.enable(sys.stderr)  # a crash shows its stack in this rank's output
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             outcome = _outcome_of(call, files, world_size, backend, timeout_s)

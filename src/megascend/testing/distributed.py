@@ -171,9 +171,13 @@ class Rank:
         elif self.status is not None:
             text = f"{rank} exited with code {self.status} before its function returned"
         else:
-            stack = _from_function(self.files.stack.read_text(errors="replace")) if self.files.stack.exists() else ""
+            stack = (
+                _from_function(self.files.stack.read_text(errors="replace", encoding="utf-8"))
+                if self.files.stack.exists()
+                else ""
+            )
             text = f"{rank} did not finish; its Python stack:\n{stack or '(none: it did not answer SIGUSR1)'}"
-        output = self.files.output.read_text(errors="replace") if self.files.output.exists() else ""
+        output = self.files.output.read_text(errors="replace", encoding="utf-8") if self.files.output.exists() else ""
         return f"{text}\n--- output of {rank} ---\n{output[-OUTPUT_TAIL:].rstrip()}" if output.strip() else text
 
 
@@ -295,7 +299,7 @@ def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
 def _exits(pid: int) -> bool:
     """Whether a process has ended but for what the kernel still does about it, as far as can be seen."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return False
     return bool(int(stat.rpartition(")")[2].split()[6]) & PF_EXITING)

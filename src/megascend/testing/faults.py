@@ -108,7 +108,13 @@ def read_only(path: str | Path) -> Iterator[Path]:
 def _mounted(script: str, folder: Path) -> Iterator[Path]:
     """Run a shell script that mounts something on ``folder`` ("$1"); yields the path at which this process sees it."""
     direct = subprocess.run(
-        ["sh", "-c", script, "sh", str(folder)], capture_output=True, text=True, timeout=MOUNT_S, check=False
+        ["sh", "-c", script, "sh", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=MOUNT_S,
+        check=False,
+        encoding="utf-8",
+        errors="replace",
     )
     if direct.returncode == 0:
         try:
@@ -140,6 +146,8 @@ def _mounted_in_namespace(script: str, folder: Path, why_not_directly: str) -> I
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
+            errors="replace",
         )
     except FileNotFoundError as error:
         raise PlatformError(f"cannot mount on {folder}: {why_not_directly}; and there is no unshare command") from error

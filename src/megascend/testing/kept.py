@@ -93,14 +93,14 @@ def _surroundings() -> list[str]:
 def _pack(made: Path, entry: Path) -> None:
     entry.mkdir()
     _copy(made, entry / "content")
-    (entry / "sha256").write_text(digest(entry / "content"))
+    (entry / "sha256").write_text(digest(entry / "content"), encoding="utf-8")
 
 
 def _copied(entry: Path, target: Path) -> bool:
     """Copy an entry to ``target``; nothing is there afterwards if the entry is missing or damaged."""
     try:
         _copy(entry / "content", target)
-        if digest(target) == (entry / "sha256").read_text():
+        if digest(target) == (entry / "sha256").read_text(encoding="utf-8"):
             os.utime(entry)
             return True
     except (OSError, shutil.Error):  # not there, or another process has just dropped it

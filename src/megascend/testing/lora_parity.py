@@ -115,7 +115,7 @@ def peft_reference(
         "learning_rates": None if learning_rates is None else list(learning_rates),
     }
     tensors = load_file(reference(folder, "peft_reference.py", job))
-    config = json.loads((adapter / CONFIG).read_text())
+    config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
     trained = {key.removeprefix("adapter."): value for key, value in tensors.items() if key.startswith("adapter.")}
     return PeftTrajectory(
         tensors["losses"].tolist() if steps else [],

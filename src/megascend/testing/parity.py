@@ -272,7 +272,7 @@ def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
 
     def run(written: Path) -> None:
         path = result.with_suffix(".json")
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         done = run_reference(program, path, written, timeout_s=REFERENCE_TIMEOUT_S, modules=modules)
         if done.returncode:
             raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
@@ -288,7 +288,7 @@ def _by_content(job: dict[str, Any]) -> dict[str, Any]:
     """``job`` with digests in place of the directories it names: where they lie does not matter to a reference."""
     contents = {"checkpoint": digest(Path(job["checkpoint"]))}
     if "adapter" in job:  # its settings name the base model's path
-        settings = json.loads((Path(job["adapter"]) / "adapter_config.json").read_text())
+        settings = json.loads((Path(job["adapter"]) / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = None
         contents["adapter"] = digest(Path(job["adapter"]) / "adapter_model.safetensors") + json.dumps(settings)
         contents["adapter_sha256"] = ""

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 def main(job_path: str, result_path: str) -> None:
     torch.set_num_threads(1)
-    with open(job_path) as file:
+    with open(job_path, encoding="utf-8") as file:
         job = json.load(file)
     model = load(job["checkpoint"], job["adapter"])
     samples = job["samples"]

@@ -80,10 +80,10 @@ class ProgramServer:
         Raises:
             subprocess.TimeoutExpired: the program took longer; it is killed.
         """
-        text = program.read_text() if isinstance(program, Path) else program
+        text = program.read_text(encoding="utf-8") if isinstance(program, Path) else program
         with self._lock, tempfile.TemporaryDirectory(prefix="megascend-program-") as folder:
             files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
-            files[0].write_text(stdin)
+            files[0].write_text(stdin, encoding="utf-8")
             request = {
                 "imports": self._imports + [module for name in _packages(text) for module in IMPORTED[name]],
                 "modules": [*modules],
@@ -95,7 +95,7 @@ class ProgramServer:
                 "files": [str(file) for file in files],
             }
             status = self._ask(json.dumps(request), environment, timeout_s)
-            output, errors = (file.read_text() if file.exists() else "" for file in files[1:])
+            output, errors = (file.read_text(encoding="utf-8") if file.exists() else "" for file in files[1:])
         return subprocess.CompletedProcess([str(program), *request["arguments"]], status, output, errors)
 
     def close(self) -> None:
@@ -140,12 +140,14 @@ class ProgramServer:
             atexit.register(self.close)
             self._owner, self._environment = os.getpid(), at_start
             self._process = subprocess.Popen(
-                [sys.executable, "-c", Path(__file__).with_name("_program_server.py").read_text()],
+                [sys.executable, "-c", Path(__file__).with_name("_program_server.py").read_text(encoding="utf-8")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=dict(environment),
                 start_new_session=True,
+                encoding="utf-8",
+                errors="replace",
             )
         return self._process
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 def main(job_path: str, result_path: str) -> None:
     torch.set_num_threads(1)
-    with open(job_path) as file:
+    with open(job_path, encoding="utf-8") as file:
         job = json.load(file)
-    with open(f"{job['checkpoint']}/config.json") as file:
+    with open(f"{job['checkpoint']}/config.json", encoding="utf-8") as file:
         of_tokens = json.load(file)["architectures"][0].endswith("ForTokenClassification")
     loader: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     model = loader.from_pretrained(

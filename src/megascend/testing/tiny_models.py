@@ -157,7 +157,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
 
 def _holds(path: Path, recipe: str) -> bool:
     marker = path / MARKER
-    return marker.is_file() and marker.read_text() == recipe
+    return marker.is_file() and marker.read_text(encoding="utf-8") == recipe
 
 
 def _build(path: Path, recipe: str, modules: Sequence[str]) -> None:
@@ -169,4 +169,4 @@ def _build(path: Path, recipe: str, modules: Sequence[str]) -> None:
             raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
 
     kept("tiny", json.loads(recipe), program, path, run)
-    (path / MARKER).write_text(recipe)
+    (path / MARKER).write_text(recipe, encoding="utf-8")

@@ -101,7 +101,7 @@ class Trackers:
         with self._ids_lock:
             ids = read_run_ids(self._folder) | {name: run_id}
             with replacing(self._folder / RUN_IDS) as fresh:
-                fresh.write_text(json.dumps(ids, indent=1) + "\n")
+                fresh.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
 
     def _failed(self, name: str, problem: str) -> None:
         logger.warning("tracker %s: %s; training continues", name, problem)
@@ -111,7 +111,7 @@ class Trackers:
 def read_run_ids(folder: Path) -> dict[str, str]:
     """What each tracker called a run, by its folder; of a file that is missing or damaged, nothing."""
     try:
-        found = json.loads((folder / RUN_IDS).read_text())
+        found = json.loads((folder / RUN_IDS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return (

@@ -205,7 +205,7 @@ def tensorboard_trace_handler(
         output = folder / "ASCEND_PROFILER_OUTPUT"
         output.mkdir(parents=True)
         info = {"simulated": NOTE, "config": vars(session.experimental_config), "metadata": session.metadata}
-        (folder / "profiler_info.json").write_text(json.dumps(info, indent=2, default=str))
+        (folder / "profiler_info.json").write_text(json.dumps(info, indent=2, default=str), encoding="utf-8")
         if analyse_flag:
             with tempfile.TemporaryDirectory() as scratch:  # whoever watches the folder sees whole files
                 session.export_chrome_trace(os.path.join(scratch, "trace_view.json"))

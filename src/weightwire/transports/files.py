@@ -118,7 +118,7 @@ class FilesTransport:
         self._file = None
         adapter = self._setup.manifest.adapter
         if adapter is not None:
-            (self.path.parent / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
+            (self.path.parent / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
         self._writing.replace(self.path)
         for old in sorted(path for path in self._root.iterdir() if _VERSION.fullmatch(path.name))[: -self._keep]:
             for file in old.iterdir():

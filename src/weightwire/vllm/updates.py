@@ -130,7 +130,7 @@ class WorkerUpdates:
             try:
                 contents = {name: tensor.cpu().contiguous() for name, tensor in tensors}
                 save_file(contents, part / "adapter_model.safetensors")
-                (part / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
+                (part / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
                 with contextlib.suppress(FileExistsError):  # another worker of this machine was here first
                     _rename(part, directory)
             finally:

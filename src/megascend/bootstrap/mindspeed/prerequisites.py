@@ -176,7 +176,7 @@ def _look_at_transformer_engine(stack: Stack, environment: Mapping[str, str]) ->
 
 def is_for_npu(package: Path) -> bool:
     """Is the ``transformer_engine`` in folder ``package`` Ascend's? It has CUDA's name; its code uses torch_npu."""
-    return any("torch_npu" in path.read_text(errors="replace") for path in package.rglob("*.py"))
+    return any("torch_npu" in path.read_text(errors="replace", encoding="utf-8") for path in package.rglob("*.py"))
 
 
 def _look_at_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
@@ -197,7 +197,7 @@ def check_megatron_tree(stack: Stack) -> None:
     info = Path(folders[0]) / "package_info.py" if folders else Path()
     if not info.is_file():
         raise VersionError(f"no megatron/core/package_info.py in {places or 'sys.path'}: is megatron-core installed?")
-    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", info.read_text(), re.M))
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", info.read_text(encoding="utf-8"), re.M))
     version = Version(".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH")))
     if version not in stack.requirement("megatron-core"):
         raise VersionError(

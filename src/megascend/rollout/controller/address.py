@@ -50,7 +50,7 @@ class PublishedAddress:
     def publish(self, address: Address) -> None:
         """Write it; whoever reads sees the former one or this one, whole."""
         with replacing(self._path) as path:
-            path.write_text(json.dumps({"version": 1, **asdict(address)}) + "\n")
+            path.write_text(json.dumps({"version": 1, **asdict(address)}) + "\n", encoding="utf-8")
 
     def withdraw(self) -> None:
         """Remove the file and let go of it. Nothing happens the second time."""

@@ -89,7 +89,7 @@ def members(session: int) -> list[int]:
     found = []
     for number in numbers:
         try:
-            with open(f"/proc/{number}/stat") as file:
+            with open(f"/proc/{number}/stat", encoding="utf-8") as file:
                 state, _, _, its_session = file.read().rpartition(")")[2].split()[:4]
         except OSError:  # it has ended meanwhile
             continue

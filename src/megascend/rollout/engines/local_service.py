@@ -90,8 +90,8 @@ class ChildProcess:
             os.close(requests)
             os.close(answers)
         self._process = self._guarded.process
-        self._requests = os.fdopen(own_requests, "w")
-        self._answers = os.fdopen(own_answers)
+        self._requests = os.fdopen(own_requests, "w", encoding="utf-8")
+        self._answers = os.fdopen(own_answers, encoding="utf-8")
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = 0
@@ -209,7 +209,10 @@ def main() -> None:
     parser.add_argument("requests", type=int)
     parser.add_argument("answers", type=int)
     arguments = parser.parse_args()
-    with os.fdopen(arguments.requests) as requests, os.fdopen(arguments.answers, "w") as answers:
+    with (
+        os.fdopen(arguments.requests, encoding="utf-8") as requests,
+        os.fdopen(arguments.answers, "w", encoding="utf-8") as answers,
+    ):
         try:
             service: Service = InProcess(arguments.model, **arguments.settings)
         except MegascendError as problem:

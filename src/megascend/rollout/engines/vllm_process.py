@@ -106,7 +106,7 @@ class VllmProcess:
     def check(self) -> None:
         """Raises EngineLostError if the server has ended, with the end of its log."""
         if (code := self._process.poll()) is not None:
-            tail = self._log.read_text(errors="replace")[-TAIL:]
+            tail = self._log.read_text(errors="replace", encoding="utf-8")[-TAIL:]
             raise EngineLostError(f"vLLM has ended with code {code}; the end of {self._log}:\n{tail}")
 
     def wait_until_listening(self, timeout_s: float) -> None:
@@ -121,7 +121,7 @@ class VllmProcess:
             try:
                 self.check()
             except EngineLostError:
-                if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace"):
+                if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace", encoding="utf-8"):
                     raise
                 self._guarded.release()
                 self._guarded = self._start()  # somebody was faster

@@ -1,0 +1,60 @@
+"""Text files and pipes of src name their encoding: the locale of a container may be POSIX, and models' files are not ASCII."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+PROCESSES = ("run", "Popen", "check_output")
+
+
+def is_binary(node: ast.Call, place: int) -> bool:
+    """Check whether an opening call's mode, an argument at ``place`` or by name, is a binary one or not a constant."""
+    named = [keyword.value for keyword in node.keywords if keyword.arg == "mode"]
+    mode = node.args[place] if len(node.args) > place else next(iter(named), None)
+    return mode is not None and (
+        not isinstance(mode, ast.Constant) or not isinstance(mode.value, str) or "b" in mode.value
+    )
+
+
+def text_without_encoding(source: str) -> Iterator[ast.Call]:
+    """Find calls that read or write text in the locale's encoding; streams of this process keep theirs."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or {"encoding", None} & {keyword.arg for keyword in node.keywords}:
+            continue
+        name, owner = ast.unparse(node.func).rpartition(".")[::-2]
+        first = node.args[0] if node.args else None
+        is_stream = isinstance(first, ast.Constant) and isinstance(first.value, int)
+        is_stream = is_stream or (isinstance(first, ast.Call) and ast.unparse(first.func) == "os.dup")
+        if name in ("read_text", "write_text"):
+            found = bool(owner) and len(node.args) <= (name == "write_text")
+        elif name in ("open", "fdopen"):
+            by_path = owner not in ("", "os", "io", "gzip")
+            found = not is_stream and (owner, name) != ("os", "open") and owner != "tarfile"
+            found = found and not is_binary(node, 0 if by_path else 1)
+        elif name in PROCESSES:
+            found = any(keyword.arg in ("text", "universal_newlines") for keyword in node.keywords)
+        else:
+            found = name == "NamedTemporaryFile" and len(node.args) > 0 and not is_binary(node, 0)
+        if found:
+            yield node
+
+
+def test_text_is_never_read_or_written_in_the_locales_encoding():
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)[:80]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for node in text_without_encoding(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+def test_text_without_encoding_is_found():
+    lines = ("p.read_text()", "p.write_text(t)", "open(p)", "open(p, 'w')", "p.open()", "os.fdopen(n, 'w')")
+    lines += ("subprocess.run(c, text=True)", "tempfile.NamedTemporaryFile('w')")
+    assert [ast.unparse(node) for line in lines for node in text_without_encoding(line)] == list(lines)
+    right = ("open(p, 'rb')", "p.open('wb')", "open(1, 'w')", "p.read_text('utf-8')", "open(p, encoding='utf-8')")
+    right += ("os.open(p, flags)", "subprocess.run(c)", "p.write_text(t, encoding='utf-8')", "group.open(size)")
+    assert not [line for line in right for _ in text_without_encoding(line)]
