@@ -129,6 +129,23 @@ def unindexed(folder: Path) -> None:
     shards(folder, first, second, weight_map=places)
 
 
+def fused_experts(folder: Path) -> None:
+    """Write a mixture whose experts are stored as transformers 5 has them in memory."""
+    generator = torch.Generator().manual_seed(2)
+    every = tensors()
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        for name in ("gate", "up", "down"):
+            del every[f"{at}.mlp.{name}_proj.weight"]
+        shapes = {"gate.weight": (4, 32), "experts.gate_up_proj": (4, 2 * 16, 32), "experts.down_proj": (4, 32, 16)}
+        every |= {f"{at}.mlp.{name}": 0.2 * torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+        every |= {f"{at}.self_attn.{name}_norm.weight": 1 + torch.randn(8, generator=generator) for name in "qk"}
+    save(folder / WHOLE, every)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8}
+    config(folder, **kind, **experts)
+
+
 def absent_shard(folder: Path) -> None:
     shards(folder, *halves())
     (folder / SHARDS[1]).unlink()
@@ -166,6 +183,7 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "adapter config alone": adapter_config,
     "adapter file alone": adapter,
     "bin beside": bin_file,
+    "fused experts": fused_experts,
     "stale shards": stale_shards,
     "tensor in two shards": twice,
     "tensor not in the index": unindexed,

@@ -33,6 +33,7 @@ REFUSED = {
 }
 """Layouts that no engine loads, and words of the sentence that says so."""
 IN_CI = ("tied, equal head", "tied, other head", "tensor in two shards", "adapter beside", "bias without a place")
+IN_CI += ("fused experts",)
 TIED = ("tied, no head", "tied, equal head", "tied, equal head of another dtype")
 
 
@@ -80,6 +81,8 @@ def test_engine_loads_and_exports_what_transformers_loads(table_of, engine, layo
     assert far_apart(exported, expected) < 2e-5
     assert (HEAD in names) is (layout not in TIED)
     assert tied is (layout in TIED)
+    if layout == "fused experts":
+        assert {"model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"} <= set(names)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

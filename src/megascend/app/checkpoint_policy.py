@@ -83,7 +83,20 @@ class CheckpointPolicy:
             self._save(step)
         self._settle()
 
-    def _save(self, step: int) -> None:
+    def keep(self, step: int) -> str:
+        """Have a checkpoint of the last step, for a run whose results could not be written; say in a sentence where it is."""
+        path = self._series.path(step)
+        if self._last != step or self.problem is not None:
+            try:
+                self._save(step, hf=False)
+                self._settle()
+            except CheckpointError as error:  # the other problem is the one to raise
+                self.problem = str(error)
+        if self.problem is not None:
+            return f"nor could a checkpoint of step {step} be written: {self.problem}"
+        return f"{path} keeps what was trained: once this is mended, --resume auto exports it"
+
+    def _save(self, step: int, *, hf: bool | None = None) -> None:
         self._before()
         start = time.perf_counter()
         self._settle()
@@ -93,7 +106,7 @@ class CheckpointPolicy:
                 self._series.path(step),
                 progress=self._progress(),
                 config=self._config.model_dump(mode="json"),
-                hf=self._settings.hf,
+                hf=self._settings.hf if hf is None else hf,
                 after=self._committed,
             )
             if not self._settings.asynchronous:

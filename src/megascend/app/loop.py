@@ -20,6 +20,7 @@ from megascend.app.run import (
     begin,
     check_lora,
     check_packages,
+    check_results,
     draw_metrics,
     export,
     keep_batch,
@@ -150,6 +151,7 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
         backend.chat_template = chat_template
         samples.check_alike(backend)
+        check_results(config, backend)
         samples.check_lengths(backend)
         stream = samples.batches(config, objective)
         size = config.data.global_batch_size
@@ -211,7 +213,7 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             tell_stop(beginning, number, stopped, saves.problem)
         else:
-            exported = leave_results(config, backend, samples, log, event_log, counts)
+            exported = leave_results(config, backend, samples, log, event_log, counts, saves)
     return TrainResult(
         number, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, exported, stopped,
         counts.validation_loss,
@@ -232,14 +234,20 @@ def tell_start(config: RunConfig, backend: Backend, samples: RunSamples) -> None
 
 
 def leave_results(
-    config: RunConfig, backend: Backend, samples: RunSamples, log: RunLog, event_log: EventLog, counts: Counts
+    config: RunConfig,
+    backend: Backend,
+    samples: RunSamples,
+    log: RunLog,
+    event_log: EventLog,
+    counts: Counts,
+    saves: CheckpointPolicy,
 ) -> Path | None:
     """After the last step: export and plot where the run asks for them, and say where to look. Collective.
 
     Returns:
         Directory of the export, or None.
     """
-    exported = export(config, backend) if config.export else None
+    exported = export(config, backend, saves, config.steps) if config.export else None
     if backend.rank == 0 and config.plot:
         title = f"{model_line(config, backend)}\n{what_is_trained(config, backend, samples)}"
         draw_metrics(config, log, title)

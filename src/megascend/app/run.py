@@ -19,7 +19,7 @@ from megascend.app.shared_output import check_shared
 from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.data.chat import writes_date
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import make_directory, replacing
+from megascend.files import make_directory, replacing, why_not_writable
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.files import copy_tokenizer, read_config
 from megascend.tracking.registry import check_trackers
@@ -28,6 +28,7 @@ from megascend.tracking.trackers import Trackers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megascend.app.checkpoint_policy import CheckpointPolicy
     from megascend.app.event_log import EventLog
     from megascend.app.plot import Panel
     from megascend.app.run_log import RunLog
@@ -65,12 +66,12 @@ def check_lora(config: TrainerConfig) -> None:
         ConfigError: it does; the message lists what there is.
         CheckpointError: the weights cannot be read.
     """
-    from megascend.huggingface.files import tensor_shapes
-    from megascend.huggingface.info import linear_layers
+    from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
     if config.lora is None or config.lora.targets == "all-linear":
         return
-    layers = linear_layers(tensor_shapes(config.model))
+    tensors = inspect_checkpoint(config.model).tensors
+    layers = linear_layers({name: header.shape for name, header in tensors.items()})
     for target in config.lora.targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
@@ -357,15 +358,41 @@ def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) 
     return tokens_per_s * backend.flops_per_token(round(length)) / (peak * backend.world_size)
 
 
-def export(config: TrainerConfig, backend: Backend) -> Path:
-    """Write what was trained, and say where: the model, or the adapter alone. Collective."""
-    if config.lora is None:
-        path = config.output / "hf"
-        backend.export_hf(path)
-    else:
+def check_results(config: TrainerConfig, backend: Backend) -> None:
+    """Find out before the first step that what is trained could not be written after the last one. Collective.
+
+    Raises:
+        CheckpointError: it could not; the message says why.
+    """
+    from megascend.lora.adapter_io import check_target
+
+    def check_adapter() -> None:
         path = config.output / "adapter"
-        backend.save_adapter(ADAPTER, path, optimizer=False)
-        backend.from_rank_0(lambda: copy_tokenizer(config.model, path, backend.chat_template))
+        check_target(path)
+        if problem := why_not_writable(path):
+            raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
+
+    if config.lora is None and (config.export or config.checkpoint.hf):
+        backend.check_export(config.output / "hf")
+    elif config.lora is not None and config.export:
+        backend.from_rank_0(check_adapter)
+
+
+def export(config: TrainerConfig, backend: Backend, saves: CheckpointPolicy, step: int) -> Path:
+    """Write what was trained, and say where: the model, or the adapter alone. Collective.
+
+    Raises:
+        CheckpointError: it cannot be written; the message says which checkpoint keeps it.
+    """
+    path = config.output / ("hf" if config.lora is None else "adapter")
+    try:
+        if config.lora is None:
+            backend.export_hf(path)
+        else:
+            backend.save_adapter(ADAPTER, path, optimizer=False)
+            backend.from_rank_0(lambda: copy_tokenizer(config.model, path, backend.chat_template))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {saves.keep(step)}") from error
     return path
 
 

@@ -62,8 +62,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) ->
         CheckpointError: ``path`` holds something that is no adapter, or cannot be written.
     """
     try:
-        if not vacant(path) and not (path / CONFIG).is_file():
-            raise CheckpointError(f"save_adapter: {path} exists and is not an adapter; choose another directory")
+        check_target(path)
         with replacing_directory(path) as temporary:
             peft_format.write(temporary, saved.lora, saved.values, base_model, known)
             if saved.moments is not None:
@@ -75,6 +74,12 @@ def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) ->
             (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"save_adapter: {path} could not be written: {error}") from error
+
+
+def check_target(path: Path) -> None:
+    """Raise CheckpointError if an adapter at ``path`` would replace something else."""
+    if not vacant(path) and not (path / CONFIG).is_file():
+        raise CheckpointError(f"save_adapter: {path} exists and is not an adapter; choose another directory")
 
 
 def read(path: Path, *, optimizer: bool) -> SavedAdapter:

@@ -75,12 +75,10 @@ def serve(
 def make_backend(settings: ServeConfig) -> Any:
     """The backend that the settings describe, with room for all models' adapters."""
     from megascend import backends
-    from megascend.huggingface.files import tensor_shapes
-    from megascend.huggingface.info import linear_layers
+    from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
-    targets = allowed_targets(
-        linear_layers(tensor_shapes(settings.model)), unembed=settings.unembed and settings.engine != "single"
-    )
+    shapes = {name: header.shape for name, header in inspect_checkpoint(settings.model).tensors.items()}
+    targets = allowed_targets(linear_layers(shapes), unembed=settings.unembed and settings.engine != "single")
     adapters = Adapters(
         max_count=settings.max_models + (0 if settings.vllm else settings.max_samplers),
         max_rank=settings.max_rank,

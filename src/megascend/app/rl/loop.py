@@ -17,6 +17,7 @@ from megascend.app.run import (
     begin,
     check_lora,
     check_packages,
+    check_results,
     draw_metrics,
     export,
     load_tokenizer,
@@ -143,6 +144,7 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
         main_rank = backend.rank == 0
         if config.lora is not None:
             backend.add_adapter(ADAPTER, config.lora)
+        check_results(config, backend)
         beginning = begin(config, backend, event_log, overwrite, resume, ("rollouts", "rl"))
         saved = beginning.progress
         progress = Progress(**saved["rl"]) if saved else Progress()
@@ -229,7 +231,7 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             tell_stop(beginning, number, stopped, saves.problem)
         else:
-            exported = export(config, backend) if config.export else None
+            exported = export(config, backend, saves, number) if config.export else None
             if main_rank and config.plot:
                 title = start_line(config, backend, len(prompts)).replace(": ", "\n", 1)
                 draw_metrics(config, log, title, PANELS)

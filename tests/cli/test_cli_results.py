@@ -1,0 +1,90 @@
+"""What an end needs is checked before the start; and what an end cannot write is kept in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+FAULT = """
+import megascend
+import megascend.backend
+def fail(self, path, adapter=None):
+    raise megascend.CheckpointError(f"export: {path} could not be written: No space left on device")
+megascend.backend.Backend.export_hf = fail
+"""
+
+
+@pytest.fixture
+def folder(small_model: Path, tmp_path: Path) -> Path:
+    """A directory with data, settings and a model of its own."""
+    shutil.copytree(small_model, tmp_path / "model")
+    line = {"messages": [{"role": "user", "content": "up?"}, {"role": "assistant", "content": "down"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(line) + "\n")
+    settings = {
+        "model": "model",
+        "engine": "single",
+        "output": "out",
+        "data": {"path": "chat.jsonl", "global_batch_size": 1},
+        "steps": 2,
+        "platform": "cpu",
+        "precision": "fp32",
+        "plot": False,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path
+
+
+def test_failed_export_leaves_a_checkpoint_from_which_resume_exports(megascend, folder):
+    (folder / "late_fault.py").write_text(FAULT)
+    done = megascend("train", "run.yaml", "--set", "plugins=[late_fault]", cwd=folder, PYTHONPATH=python_path(folder))
+    assert done.returncode != 0
+    [checkpoint] = (folder / "out" / "checkpoints").iterdir()
+    said = " ".join(done.stderr.split())
+    assert "No space left on device" in said
+    assert f"{checkpoint.relative_to(folder)} keeps what was trained" in said
+    assert "--resume auto exports it" in said
+    assert not (folder / "out" / "hf").exists()
+
+    done = megascend("train", "run.yaml", "--resume", "auto", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    trained, before = (load_file(folder / path / "model.safetensors") for path in ("out/hf", "model"))
+    assert set(trained) == set(before)
+    assert any(not trained[name].equal(before[name]) for name in before)
+
+
+def python_path(folder: Path) -> str:
+    """Return the search path of a command that finds modules in ``folder``."""
+    import forked_programs
+
+    return f"{folder}:{forked_programs.environment()['PYTHONPATH']}"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["model", "adapter"])
+def test_output_that_the_end_could_not_replace_is_refused_before_the_first_step(megascend, folder, lora):
+    place = folder / "out" / ("adapter" if lora else "hf")
+    place.mkdir(parents=True)
+    (place / "thesis.txt").write_text("precious")
+    settings = ["--set", "lora={rank: 2}"] if lora else []
+    done = megascend("train", "run.yaml", *settings, cwd=folder)
+    assert done.returncode != 0
+    assert str(place.relative_to(folder)) in done.stderr
+    assert (place / "thesis.txt").read_text() == "precious"
+    assert not (folder / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["single", "fsdp", "megatron"])
+def test_run_ends_with_an_export_in_a_posix_locale(megascend, folder, engine):
+    config = json.loads((folder / "model" / "config.json").read_text())
+    text = json.dumps(config | {"_author": "Ægir 学"}, ensure_ascii=False)
+    (folder / "model" / "config.json").write_text(text, encoding="utf-8")
+    posix = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = megascend("train", "run.yaml", "--set", f"engine={engine}", cwd=folder, fresh=True, **posix)
+    assert done.returncode == 0, done.stderr
+    exported = json.loads((folder / "out" / "hf" / "config.json").read_text(encoding="utf-8"))
+    assert exported["_author"] == "Ægir 学"

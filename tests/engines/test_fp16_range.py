@@ -1,0 +1,62 @@
+"""A number beyond 65,504 is refused by its name and value where fp16 would make it infinite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fp16_runs
+import pytest
+import torch
+from fp16_runs import LARGE, PROJECTION, build, results
+
+from forked_programs import run_forked
+from megascend.errors import CheckpointError
+from megascend.kernels.fp16_range import out_of_range, to_dtype
+from megascend.testing import run_distributed
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "refused"),
+    [
+        (65504.0, torch.float16, False),
+        (65519.0, torch.float16, False),  # rounds down
+        (-65520.0, torch.float16, True),
+        (float("inf"), torch.float16, True),
+        (1e30, torch.bfloat16, False),
+        (1e30, torch.float32, False),
+    ],
+)
+def test_to_dtype_refuses_what_would_become_infinite(value, dtype, refused):
+    tensor = torch.tensor([1.0, value, 2.0])
+    if not refused:
+        assert to_dtype("w", tensor, dtype).isfinite().all()
+        return
+    with pytest.raises(CheckpointError, match=r"w holds -?(65520|inf), and fp16 ends at 65,504: set precision"):
+        to_dtype("w", tensor, dtype)
+
+
+def test_out_of_range_passes_over_what_has_no_numbers():
+    assert out_of_range("w", torch.empty(0), torch.float16) is None
+    assert out_of_range("w", torch.empty(3, device="meta"), torch.float16) is None
+    assert out_of_range("w", torch.tensor([70_000]), torch.float16) is None
+
+
+@pytest.mark.usefixtures("megatron_imported")
+@pytest.mark.parametrize(
+    "engine", ["single", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("fsdp", "megatron"))]
+)
+def test_engine_names_the_tensor_and_writes_nothing(tmp_path, engine):
+    build(tmp_path)
+    if engine == "megatron":
+        [found] = run_distributed(results, 1, engine, tmp_path, init=False)
+    else:
+        done = run_forked(Path(fp16_runs.__file__), engine, tmp_path, tmp_path / "result")
+        assert done.returncode == 0, done.stderr[-6000:]
+        found = torch.load(tmp_path / "result")
+    assert f"{LARGE} holds -100000, and fp16 ends at 65,504" in found["load"]
+    for kind in ("merge", "stream"):
+        assert f"{PROJECTION}.weight holds " in found[kind], kind
+        assert "65,504" in found[kind]
+    assert found["base"] == ""
+    assert " holds inf, and fp16 ends at 65,504" in found["trained"]
+    assert found["written"] == str([f"{engine}-base"])
