@@ -733,3 +733,43 @@ def test_targets_do_not_grow_by_reading() -> None:
     names = [GATE_UP, "model.layers.0.mlp.down_proj"]
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["down_proj"], "target_parameters": ["gate_up_proj"]}
     assert peft_settings.to_lora(config, names).targets == tuple(sorted(names))
+
+
+LAYER = "model.layers.{}.self_attn.{}".format
+ADAPTABLE = [LAYER(layer, name) for layer in range(3) for name in ("q_proj", "v_proj")]
+ADAPTABLE += [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(3) for name in EXPERTS] + ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"target_modules": ["q_proj"]}, {LAYER(layer, "q_proj") for layer in range(3)}),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 2]}, {LAYER(0, "q_proj"), LAYER(2, "q_proj")}),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"}, {LAYER(1, "q_proj")}),
+        ({"target_modules": "all-linear", "exclude_modules": ["v_proj"]}, {LAYER(n, "q_proj") for n in range(3)}),
+        ({"target_modules": r".*\.0\.self_attn\..*"}, {LAYER(0, "q_proj"), LAYER(0, "v_proj")}),
+        ({"target_modules": [LAYER(1, "v_proj"), "lm_head"]}, {LAYER(1, "v_proj"), "lm_head"}),
+        ({"target_modules": ["down_proj"]}, set()),  # experts are parameters
+        ({"target_parameters": ["experts.down_proj"]}, {f"model.layers.{n}.mlp.experts.down_proj" for n in range(3)}),
+        (
+            {"target_parameters": ["mlp.experts.gate_up_proj", DOWN]},
+            {DOWN} | {f"model.layers.{n}.mlp.experts.gate_up_proj" for n in range(3)},
+        ),
+    ],
+)
+def test_targeted_is_what_peft_would_adapt(config, expected):
+    assert peft_settings.targeted(config, ADAPTABLE) == expected
+
+
+def test_adapter_whose_file_lacks_a_targeted_layer_is_refused(tmp_path):
+    """A file that was cut short, or a layer that was dropped from it, would be trained on and merged without a word."""
+    (tmp_path / peft_settings.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}))
+    every = [name for name in ADAPTABLE if name.endswith(("q_proj", "v_proj"))]
+    peft_format.check_complete(tmp_path, every, ADAPTABLE)
+    with pytest.raises(CheckpointError) as raised:
+        peft_format.check_complete(tmp_path, every[:3] + every[4:], ADAPTABLE)
+    assert f"has no factors of {LAYER(1, 'v_proj')}, which adapter_config.json targets" in str(raised.value)
+    (tmp_path / peft_settings.CONFIG).write_text(
+        json.dumps({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]})
+    )
+    peft_format.check_complete(tmp_path, every[:2] + every[4:], ADAPTABLE)

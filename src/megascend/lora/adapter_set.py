@@ -17,7 +17,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDeviceMemoryError
 from megascend.lora import peft_format
 from megascend.lora.adapter import Adapter
-from megascend.lora.adapter_io import COUNTERS, SavedAdapter, read, write
+from megascend.lora.adapter_io import COUNTERS, STATE, SavedAdapter, read, write
 from megascend.lora.base_weights import check_base_weights
 from megascend.lora.factors import Factors
 from megascend.lora.optimizer import AdapterOptimizer, loss_scales
@@ -213,7 +213,8 @@ class AdapterSet:
                 raise CheckpointError(
                     f"{path} adapts {missing[0]}, which adapters.targets does not allow in this model"
                 )
-            peft_format.check_complete(path, saved.values, self.registry.adaptable)
+            if not (path / STATE).is_file():  # ours is known by its digest
+                peft_format.check_complete(path, saved.values, self.registry.adaptable)
         except (CheckpointError, OSError) as error:
             problem = CheckpointError(f"{error} (rank {self._groups.rank})")
         raise_on_all_ranks(problem, self._groups, f"whether {path} can be read")
