@@ -41,13 +41,13 @@ def test_out_of_range_passes_over_what_has_no_numbers():
     assert out_of_range("w", torch.tensor([70_000]), torch.float16) is None
 
 
-@pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(
     "engine", ["single", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("fsdp", "megatron"))]
 )
-def test_engine_names_the_tensor_and_writes_nothing(tmp_path, engine):
+def test_engine_names_the_tensor_and_writes_nothing(request, tmp_path, engine):
     build(tmp_path)
     if engine == "megatron":
+        request.getfixturevalue("megatron_imported")
         [found] = run_distributed(results, 1, engine, tmp_path, init=False)
     else:
         done = run_forked(Path(fp16_runs.__file__), engine, tmp_path, tmp_path / "result")
