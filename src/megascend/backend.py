@@ -502,8 +502,11 @@ class Backend:
         if (template := self.chat_template) is not None:
             self.from_rank_0(lambda: write_chat_template(path, template))
 
-    def check_export(self, path: str | Path) -> None:
+    def check_export(self, path: str | Path, *, replaces: bool = False) -> None:
         """Refuse now what would keep :meth:`export_hf` from writing to ``path`` later. Nothing is written. Collective.
+
+        Args:
+            replaces: what is at ``path`` now, whatever it is, will be gone by then.
 
         Raises:
             CheckpointError: on every rank: the export would hold other tensors than the checkpoint that the model comes from, a
@@ -512,7 +515,7 @@ class Backend:
         engine = self.engine
         dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[engine.precision]
         weights = engine.named_weights(receivers="main", device="meta")
-        check_export(weights, self._model_dir, Path(path), dtype, self.groups, engine.info)
+        check_export(weights, self._model_dir, Path(path), dtype, self.groups, engine.info, replaces=replaces)
 
     def save(
         self,

@@ -151,7 +151,7 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
         backend.chat_template = chat_template
         samples.check_alike(backend)
-        check_results(config, backend)
+        check_results(config, backend, overwrite)
         samples.check_lengths(backend)
         stream = samples.batches(config, objective)
         size = config.data.global_batch_size

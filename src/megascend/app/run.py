@@ -358,8 +358,11 @@ def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) 
     return tokens_per_s * backend.flops_per_token(round(length)) / (peak * backend.world_size)
 
 
-def check_results(config: TrainerConfig, backend: Backend) -> None:
+def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> None:
     """Find out before the first step that what is trained could not be written after the last one. Collective.
+
+    Args:
+        overwrite: an earlier run's results will be removed.
 
     Raises:
         CheckpointError: it could not; the message says why.
@@ -368,12 +371,13 @@ def check_results(config: TrainerConfig, backend: Backend) -> None:
 
     def check_adapter() -> None:
         path = config.output / "adapter"
-        check_target(path)
-        if problem := why_not_writable(path):
+        if not overwrite:
+            check_target(path)
+        if problem := why_not_writable(config.output):
             raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
 
     if config.lora is None and (config.export or config.checkpoint.hf):
-        backend.check_export(config.output / "hf")
+        backend.check_export(config.output / "hf", replaces=overwrite)
     elif config.lora is not None and config.export:
         backend.from_rank_0(check_adapter)
 

@@ -14,7 +14,8 @@ from megascend.distributed import process_groups
 from megascend.distributed.engine_groups import GroupFactory
 from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.errors import ConfigError
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.files import weight_files
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.read_ahead import read_ahead
 from megascend.huggingface.scalar_head import HeadKind
@@ -98,4 +99,9 @@ def engine_context(
 
 def _weights(model_dir: Path, launch: Launch) -> list[Path]:
     """Files that the ranks of this host will read whole, one part here and one there. Of several hosts, none may need all."""
-    return sorted(model_dir.glob("*.safetensors")) if launch.local_size == launch.world_size else []
+    if launch.local_size != launch.world_size:
+        return []
+    try:
+        return [path for path in weight_files(model_dir) if path.is_file()]
+    except CheckpointError:
+        return []  # a moment later, inspect_checkpoint raises it

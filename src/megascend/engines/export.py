@@ -80,11 +80,14 @@ def check_export(
     dtype: str,
     groups: ProcessGroups,
     info: ModelInfo,
+    *,
+    replaces: bool = False,
 ) -> None:
     """Refuse what would keep :func:`export` from succeeding after hours of training. Collective.
 
     Args:
         weights: the stream of an export, on torch's ``meta`` device.
+        replaces: what is at ``target`` now will be gone by then.
 
     Raises:
         CheckpointError: on every rank: the export would hold other tensors than ``source``, a file beside the weights cannot be
@@ -103,8 +106,9 @@ def check_export(
             for path in companions(source):
                 with path.open("rb") as file:
                     file.read(1)
-            check_target(target)
-            if reason := why_not_writable(target):
+            if not replaces:
+                check_target(target)
+            if reason := why_not_writable(target.parent if replaces else target):
                 problem = CheckpointError(f"export: {target} cannot be written: {reason}")
     except CheckpointError as error:
         problem = error

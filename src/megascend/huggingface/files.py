@@ -126,6 +126,9 @@ def weight_files(model_dir: Path) -> list[Path]:
     if not all(isinstance(name, str) and name for name in weight_map.values()):
         raise CheckpointError(f"{index}: its weight_map must give the name of a file for every tensor")
     names = sorted(set(weight_map.values()))
+    if missing := [name for name in names if not (model_dir / name).is_file()]:
+        stale = f"; if {WEIGHT_FILE} is the model, remove the index" if whole.is_file() else ""
+        raise CheckpointError(f"{model_dir / missing[0]} is listed in {WEIGHT_INDEX} but missing{stale}")
     if whole.is_file() and names != [WEIGHT_FILE]:
         raise CheckpointError(
             f"{model_dir} holds {WEIGHT_FILE}, which transformers would read, and {WEIGHT_INDEX}, which names {names[0]} and "
@@ -166,8 +169,6 @@ def _refuse_other_readings(model_dir: Path) -> None:
 
 def _headers(path: Path) -> dict[str, TensorHeader]:
     """The safetensors header: 8 bytes length, JSON, then the data (huggingface.co/docs/safetensors, "Format")."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is listed in {WEIGHT_INDEX} but missing")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

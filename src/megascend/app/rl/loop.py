@@ -144,7 +144,7 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
         main_rank = backend.rank == 0
         if config.lora is not None:
             backend.add_adapter(ADAPTER, config.lora)
-        check_results(config, backend)
+        check_results(config, backend, overwrite)
         beginning = begin(config, backend, event_log, overwrite, resume, ("rollouts", "rl"))
         saved = beginning.progress
         progress = Progress(**saved["rl"]) if saved else Progress()
