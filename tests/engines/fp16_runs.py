@@ -5,12 +5,14 @@ python fp16_runs.py ENGINE FOLDER RESULT
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from layouts_of_files import CONFIG, WHOLE, config, save, tensors
+from safetensors.torch import load_file
 
 LARGE = "model.layers.1.mlp.up_proj.weight"
 PROJECTION = "model.layers.0.self_attn.q_proj"
@@ -55,6 +57,9 @@ def results(engine: str, folder: Path) -> dict[str, str]:
         found["merge"] = message(backend.export_hf, folder / f"{engine}-merged", "a")
         found["stream"] = message(lambda: list(backend.named_weights("a")))
         found["base"] = message(backend.export_hf, folder / f"{engine}-base")
+    exported = folder / f"{engine}-base"
+    dtypes = {str(tensor.dtype) for tensor in load_file(exported / WHOLE).values()}
+    found["dtypes"] = f"{sorted(dtypes)} {json.loads((exported / 'config.json').read_text())['dtype']}"
     with make_backend(engine, model=folder / "fits", precision="fp16", **options) as backend:
         model = backend.engine.bare_chunks[0] if engine == "megatron" else backend.engine.model
         with torch.no_grad():

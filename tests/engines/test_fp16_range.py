@@ -58,5 +58,6 @@ def test_engine_names_the_tensor_and_writes_nothing(request, tmp_path, engine):
         assert f"{PROJECTION}.weight holds " in found[kind], kind
         assert "65,504" in found[kind]
     assert found["base"] == ""
+    assert found["dtypes"] == "['torch.float16'] float16"  # of a fp32 checkpoint
     assert " holds inf, and fp16 ends at 65,504" in found["trained"]
     assert found["written"] == str([f"{engine}-base"])
