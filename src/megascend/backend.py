@@ -104,13 +104,14 @@ class Backend:
 
     @property
     def self_check(self) -> Any:
-        """What holding a slice of the model against transformers found; None for engines that have no such check."""
-        return None
+        """Result of comparing a slice of the model with transformers (:class:`megascend.selfcheck.verdict.Verdict`); None for
+        engines without such a check."""
+        return getattr(self.engine, "self_check", None)
 
     @property
     def self_check_s(self) -> float:
         """Seconds that the constructor has waited for that."""
-        return 0.0
+        return getattr(self.engine, "self_check_s", 0.0)
 
     # --- the methods ---
 

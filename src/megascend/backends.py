@@ -207,17 +207,6 @@ class MegatronBackend(Backend):
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
     @property
-    def self_check(self) -> Any:
-        """What the check of the model's configuration against transformers found
-        (:class:`megascend.selfcheck.verdict.Verdict`)."""
-        return self.engine.self_check  # type: ignore[attr-defined]
-
-    @property
-    def self_check_s(self) -> float:
-        """Seconds that the constructor has waited for that."""
-        return self.engine.self_check_s  # type: ignore[attr-defined]
-
-    @property
     def cuda_graphs(self) -> GraphReport | None:
         """What ``batching.cuda_graphs`` has captured, replayed and left alone so far; None without that setting."""
         graphs = self.engine.graphs  # type: ignore[attr-defined]
@@ -233,14 +222,15 @@ class SingleBackend(Backend):
 
     Args:
         model: directory of a Hugging Face checkpoint with safetensors weights.
-        precision, optimizer, schedule, adapters, seed, timeout_s, save_timeout_s, head: as for :class:`MegatronBackend`.
+        precision, optimizer, schedule, adapters, seed, timeout_s, save_timeout_s, self_check, head: as for
+            :class:`MegatronBackend`.
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
         recompute: ``granularity`` ``none`` or ``full``.
         moe: ``aux_loss`` ``none`` or ``transformers``.
         batching: see :mod:`megascend.config`.
 
     Raises:
-        ConfigError, TopologyError, CheckpointError, PlatformError, VersionError: before any training.
+        ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, SelfCheckError: before any training.
     """
 
     def __init__(
@@ -258,6 +248,7 @@ class SingleBackend(Backend):
         seed: int = 1234,
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
+        self_check: bool = True,
         head: HeadKind = "lm",
     ) -> None:
         batches = _with_number(batching)
@@ -286,6 +277,7 @@ class SingleBackend(Backend):
                 batching=batches,
                 adapters=adapters,
                 seed=seed,
+                self_check=self_check,
             )
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
@@ -363,12 +355,14 @@ class FsdpBackend(Backend):
         precision: of gathered parameters and of activations. Shards, sums of gradients and moments are fp32 in every case; with
             ``adapters`` the frozen model's shards have this precision too.
         tf32, platform: as for :func:`megascend.bootstrap`, which is called for this engine if it has not been.
-        optimizer, schedule, batching, adapters, seed, timeout_s, save_timeout_s, head: as for :class:`MegatronBackend`.
+        optimizer, schedule, batching, adapters, seed, timeout_s, save_timeout_s, self_check, head: as for
+            :class:`MegatronBackend`.
         recompute: ``granularity`` ``none``, ``full`` (each layer by itself) or ``selective`` (by operators).
         moe: no update of correction biases.
 
     Raises:
-        ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, CollectiveTimeoutError: before any training.
+        ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, CollectiveTimeoutError, SelfCheckError: before
+            any training.
     """
 
     def __init__(
@@ -388,6 +382,7 @@ class FsdpBackend(Backend):
         seed: int = 1234,
         timeout_s: float = 600.0,
         save_timeout_s: float = 1800.0,
+        self_check: bool = True,
         head: HeadKind = "lm",
     ) -> None:
         batches = _with_number(batching)
@@ -442,6 +437,7 @@ class FsdpBackend(Backend):
                 adapters=adapters,
                 seed=seed,
                 page_locked=context.runtime.platform.page_locks_memory,
+                self_check=self_check,
             )
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megascend.app.self_check_worker import LEAST_MARGIN
+from megascend.selfcheck.trial_inputs import LEAST_MARGIN
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import BOUND, Trial, TrialResult
 from megascend.selfcheck.slicing import LENGTHS

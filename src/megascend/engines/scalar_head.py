@@ -72,6 +72,18 @@ def output_layer(model: Any) -> nn.Linear:
     return model.get_output_embeddings() if score is None else score
 
 
+def not_plain(layer: nn.Module | None, head: ScalarHead | None) -> str | None:
+    """Say what keeps an output layer from being the product with its weight, all of which an engine computes; None: nothing."""
+    if layer is None:
+        return "no output layer"
+    if head is None and getattr(layer, "bias", None) is not None:
+        return "no output layer without a bias"
+    others = [name for name, _ in layer.named_parameters() if name not in ("weight", "bias")]
+    if type(layer).forward is not nn.Linear.forward or others:
+        return f"an output layer ({type(layer).__name__}) that is more than the product with its weight"
+    return None
+
+
 def values_of(layer: nn.Linear, hidden: Tensor) -> Tensor:
     """fp32 [n] from ``hidden`` [batch, sequence, h]."""
     bias = None if layer.bias is None else layer.bias.float()

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from megascend import files
 from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError
 from megascend.huggingface.architectures import registered
-from megascend.selfcheck import process, suspects
+from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.places import cache_folder, versions
 from megascend.selfcheck.process import Trial, TrialResult, Worker
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
@@ -24,7 +24,10 @@ from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_
 
 if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
+    from megascend.selfcheck.in_process import Subject
 
+HERE = ("torch", "transformers")
+"""Packages that compute a check in this process."""
 UNCONCERNED = ("cli", "testing")
 """Folders of this package whose code cannot change a verdict."""
 POLL_S = 0.5
@@ -68,6 +71,51 @@ def tell(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
         logging.getLogger(__name__).warning("%s", text)
 
 
+def require_agreement_here(
+    model_dir: Path, config: Any, longest: int, groups: ProcessGroups, subject: Subject, *, wanted: bool
+) -> Verdict:
+    """Compare a slice of the model with transformers in this process, on rank 0, and tell all ranks. Collective.
+
+    Args:
+        config: the model's, in transformers' class.
+        longest: tokens of the longest sample that is allowed.
+        subject: the engine's way to compute it.
+        wanted: else nothing is compared.
+
+    Returns:
+        The verdict, the same on every rank. A warning goes out on rank 0 where nothing could be compared.
+
+    Raises:
+        SelfCheckError: on every rank: transformers and the engine disagree.
+        ConfigError: on every rank: the engine cannot compute the model.
+    """
+    if not wanted:
+        return Verdict("off")
+    raw = json.loads((model_dir / "config.json").read_text())
+    with groups.monitor.phase("self-check"):
+        verdict = _on_rank_0(lambda: _examine_here(raw, config, longest, subject), groups)
+    model_type = config.get_text_config().model_type
+    if verdict.status == "differs":
+        raise SelfCheckError(in_process.objection(verdict, model_type, subject, versions(HERE)))
+    if verdict.status == "not checked" and groups.rank == 0:
+        logging.getLogger(__name__).warning(
+            "self-check: nothing about this %s model was compared with transformers: %s. Compare its log-probabilities yourself "
+            "before training (backend.forward)",
+            model_type,
+            verdict.reason,
+        )
+    return verdict
+
+
+def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Subject) -> Verdict:
+    try:
+        part = in_process.slice_here(raw, config, longest)
+    except CannotSliceError as error:
+        return Verdict("not checked", str(error))
+    path = cache_folder() / f"{key(part, HERE, engine=subject.engine, packing=subject.packing)}.json"
+    return _kept_or_made(path, lambda: (in_process.find_out(part, subject), True))
+
+
 def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
     """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out."""
     if len(groups.ranks("world")) == 1:
@@ -109,18 +157,28 @@ def examine(
         part = slice_model(raw, full, longest, window_in_force)
     except CannotSliceError as error:
         return Verdict("not checked", str(error))
-    path = place(part)
+    return _kept_or_made(place(part), lambda: find_out(part, worker), lambda: find_out(part))
+
+
+def _kept_or_made(
+    path: Path, make: Callable[[], tuple[Verdict, bool]], again: Callable[[], tuple[Verdict, bool]] | None = None
+) -> Verdict:
+    """Return the verdict at ``path``, or make it, and keep it there if it would be the same another time.
+
+    Args:
+        again: in place of ``make`` where it cannot be kept.
+    """
     try:
         files.make_directory(path.parent)
         with files.locked(path):
             if (known := _kept(path)) is not None:
                 return known
-            verdict, final = find_out(part, worker)
+            verdict, final = make()
             if final:
                 keep(path, verdict)
             return verdict
     except OSError as error:  # TimeoutError among them: another process holds the lock
-        verdict, _ = find_out(part)
+        verdict, _ = (again or make)()
         logging.getLogger(__name__).warning(
             "the self-check's result could not be kept in %s (%s): the next start repeats it", path.parent, error
         )
@@ -195,13 +253,19 @@ def place(part: Slice) -> Path:
     return cache_folder() / f"{key(part)}.json"
 
 
-def key(part: Slice) -> str:
-    """Of everything that a verdict depends on: the slice, the packages' versions, our code and its architecture's."""
+def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> str:
+    """Of everything that a verdict depends on: the slice, the packages' versions, our code and its architecture's.
+
+    Args:
+        packages: that compute it; by default Megatron's among them.
+        settings: of the engine.
+    """
     content: dict[str, Any] = {
         "config": part.config,
         "lengths": part.lengths,
-        "versions": versions(),
+        "versions": versions() if packages is None else versions(packages),
         "code": own_code(),
+        **settings,
     }
     if (architecture := registered(part.config.get("model_type"))) is not None:
         content["architecture"] = architecture.code()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,6 @@ def cache_folder() -> Path:
     return files.cache_folder() / "self-check"
 
 
-def versions() -> dict[str, str]:
-    """Of :data:`PACKAGES`."""
-    return {name: metadata.version(name) for name in PACKAGES}
+def versions(packages: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the versions of ``packages``, by default of :data:`PACKAGES`."""
+    return {name: metadata.version(name) for name in (PACKAGES if packages is None else packages)}

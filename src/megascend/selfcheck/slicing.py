@@ -18,6 +18,8 @@ ORIGINAL_POSITIONS = 24
 """``original_max_position_embeddings`` of a slice: some of its samples are shorter, some longer."""
 POSITIONS = 64
 WINDOW = 16
+WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_window_size", "attention_window_size")
+"""Settings that keep a token from seeing those far before it."""
 LENGTHS = (3, 8, 13, 40, 48)
 MOST_LAYERS = 8
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
@@ -80,9 +82,9 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     config |= _widths(raw, full)
     positions, longest = _positions(raw, full, longest)
     config |= positions
-    window = full.get("sliding_window")
-    if window_in_force and window and window > WINDOW:
-        config["sliding_window"] = WINDOW
+    for name in WINDOWS if window_in_force else ():
+        if isinstance(full.get(name), int) and full[name] > WINDOW:
+            config[name] = WINDOW
     lengths = tuple(length for length in LENGTHS if length <= longest)
     return Slice(config, lengths if len(lengths) > 1 else (1, max(2, longest)), not_shown)
 

@@ -22,8 +22,8 @@ from megascend.kernels import npu_attention
 from megascend.kernels.host_copy import to_device
 
 KEYWORD = "sample_lengths"
-REFUSED = ("softcap", "s_aux")
-"""Keywords of attention functions for what is not computed here: a cap of the scores, sinks."""
+HARMLESS = ("position_ids", "position_embeddings", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Keywords with tensors that say nothing about which tokens see each other beyond what is known here, or how much."""
 
 LONG = 1024
 """Tokens; where packed samples are longer on average, a call for each is faster than the kernel for all of them. Time of the
@@ -106,7 +106,7 @@ def attention(
         options: ``sample_lengths`` among them.
 
     Returns:
-        [batch, tokens, heads, head dim], and None for the weights.
+        [batch, tokens, heads, head dim], contiguous as transformers' own functions return it, and None for the weights.
 
     Raises:
         ConfigError: the model's attention is not what is computed here.
@@ -117,20 +117,32 @@ def attention(
             f"engine fsdp: {type(module).__name__} does not pass keywords on to its attention function, so that samples in one "
             "micro batch would see each other; use another engine"
         )
-    asked = [name for name in REFUSED if options.get(name) is not None]
-    if asked or not getattr(module, "is_causal", True):
-        what = asked[0] if asked else "is_causal=False"
+    what = _unknown(module, attention_mask, options)
+    if what is not None:
         raise ConfigError(
             f"engine fsdp: attention with {what} ({type(module).__name__}) is not known here; use another engine"
         )
     if lengths.cached is not None:
-        return cached_attention(module, query, key, value, lengths, scaling, sliding_window), None
+        return cached_attention(module, query, key, value, lengths, scaling, sliding_window).contiguous(), None
     if lengths.exchange is None:
-        return _of_samples(query, key, value, lengths, scaling, dropout, sliding_window).transpose(1, 2), None
+        mixed = _of_samples(query, key, value, lengths, scaling, dropout, sliding_window)
+        return mixed.transpose(1, 2).contiguous(), None
     q, k, v = (_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value))
     mixed = _of_samples(q, k, v, lengths, scaling, dropout, sliding_window)
     mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
-    return lengths.exchange.to_tokens(mixed).transpose(1, 2), None
+    return lengths.exchange.to_tokens(mixed).transpose(1, 2).contiguous(), None
+
+
+def _unknown(module: Any, mask: Tensor | None, options: dict[str, Any]) -> str | None:
+    """What the model asks of its attention that is not computed here: a mask of its own, a cap, sinks, biases, chosen tokens."""
+    if mask is not None:
+        return "a mask of its own"
+    if options.get("is_causal") is False or not getattr(module, "is_causal", True):
+        return "is_causal=False"
+    if options.get("softcap") is not None:
+        return "softcap"
+    tensors = (name for name, value in options.items() if isinstance(value, Tensor) and name not in HARMLESS)
+    return next(tensors, None)
 
 
 def cached_attention(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,16 @@ from megascend.engines.fsdp.sequence import HeadExchange, check_heads
 from megascend.engines.fsdp.sharding import freeze, reshard, shard
 from megascend.engines.fsdp.shards import shards
 from megascend.engines.fsdp.sources import Piece, hf_parts, pieces
+from megascend.engines.fsdp.token_mixing import check_layers
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
-from megascend.engines.scalar_head import fresh_weights, refuse_adapters
+from megascend.engines.rotary import RotaryByLength
+from megascend.engines.scalar_head import fresh_weights, output_layer, refuse_adapters
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.merge import merged
+from megascend.selfcheck.check import require_agreement_here
+from megascend.selfcheck.in_process import Subject
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
@@ -52,6 +57,8 @@ class FsdpEngine:
             shards between calls.
         bytes_read: of the checkpoint, by this rank.
         adapters: on a frozen model, or None.
+        self_check: the result of comparing a slice of the model, computed as here, with transformers alone.
+        self_check_s: seconds that it took.
     """
 
     kind = "fsdp"
@@ -75,6 +82,7 @@ class FsdpEngine:
         adapters: Adapters | None,
         seed: int,
         page_locked: bool,
+        self_check: bool,
     ) -> None:
         self.topology, self.groups, self.info, self.device = topology, groups, info, groups.device
         self.precision: Precision = precision
@@ -96,8 +104,16 @@ class FsdpEngine:
             text = self.model.config.get_text_config()
             heads = text.num_attention_heads
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
-        sources = pieces(self.model, info.tensors)
         layers = transformers_api.layers(self.model)
+        check_layers(self.model, layers, packing=batching.packing, context=topology.context)
+        subject = FsdpSubject(packing=batching.packing or topology.context > 1, npu=self.device.type == "npu")
+        began = time.monotonic()
+        self.self_check = require_agreement_here(
+            model_dir, self.model.config, self.max_length, groups, subject, wanted=self_check
+        )
+        self.self_check_s = time.monotonic() - began
+        self._rotary = RotaryByLength(self.model)
+        sources = pieces(self.model, info.tensors)
         recomputation.recompute(layers, recompute.granularity)
         if fsdp.compile:
             compilation.compile_layers(layers, transformers_api.is_fused_experts)
@@ -180,6 +196,7 @@ class FsdpEngine:
                     self.model.set_reshard_after_backward(number == len(batches))
                 if self.adapters is not None:
                     self.adapters.layers.enter(batch.segments)
+                self._rotary.enter(batch)
                 packed = None if batch.packed is None else batch.packed.lengths
                 lengths = attention.sample_lengths(
                     packed,
@@ -278,6 +295,41 @@ class FsdpEngine:
 
     def close(self) -> None:
         """The groups, which the backend closes, are all that is left in the process."""
+
+
+class FsdpSubject(Subject):
+    """A small model as this engine computes it, on the CPU.
+
+    Args:
+        packing: samples share a row, or ranks hold parts of them, which takes the same knowledge of where they end.
+        npu: products of experts are the NPU's operator in this process; the slice, on the CPU, has transformers' own.
+    """
+
+    engine = "fsdp"
+
+    def __init__(self, *, packing: bool, npu: bool) -> None:
+        self.packing, self._npu = packing, npu
+
+    def build(self, config: Any) -> Any:
+        model = transformers_api.engine_model(config)
+        if self._npu and transformers_api.has_experts(model):
+            model.config._experts_implementation_internal = "eager"
+        self._rotary = RotaryByLength(model)
+        return model
+
+    def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lengths = [len(ids) for ids in samples]
+        total = max(lengths)
+        ids = [ids if self.packing else torch.nn.functional.pad(ids, (0, total - len(ids))) for ids in samples]
+        rows = torch.cat(ids)[None] if self.packing else torch.stack(ids)
+        places = [torch.arange(len(each)) for each in ids]
+        number = torch.cat([torch.full_like(each, index) for index, each in enumerate(places)])
+        self._rotary.enter_samples(number.view(rows.shape), lengths)
+        packed = tuple(lengths) if self.packing else None
+        options = {attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)}
+        output = model(input_ids=rows, position_ids=torch.cat(places).view(rows.shape), use_cache=False, **options)
+        whole = output.logits.flatten(0, 1).split([len(each) for each in ids])
+        return [part[:length].float() for part, length in zip(whole, lengths, strict=True)]
 
 
 def check_settings(

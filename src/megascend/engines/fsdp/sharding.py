@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megascend.config import Fsdp
 from megascend.engines.fsdp.transformers_api import is_fused_experts, layers
@@ -56,6 +58,7 @@ def shard(
     for layer in split:
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
             fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **options_of_experts)
+            _hide_hooks_from_recomputation(experts)
         fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
     head = output_layer(model)
     if head.weight is not model.get_input_embeddings().weight:
@@ -66,6 +69,25 @@ def shard(
     if expert_mesh is not None:
         gather_ahead(split)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _hide_hooks_from_recomputation(unit: nn.Module) -> None:
+    """Run the hooks of a unit inside a recomputed layer outside the modes by which selective recomputation counts operators.
+
+    A recomputed forward pass gathers where the first one did not, or the other way round, and torch takes an operator that it has
+    not counted before for a sign of nondeterminism.
+    """
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
 
 
 def gather_ahead(split: list[nn.Module]) -> None:

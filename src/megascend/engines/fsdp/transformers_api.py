@@ -19,7 +19,14 @@ from megascend.changes import changed, patch
 from megascend.engines.fsdp import attention, grouped_experts, routing
 from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
 from megascend.engines.fsdp.grouped_experts import Experts
-from megascend.engines.scalar_head import check_tied, model_class, output_layer, tie_embeddings, without_bias
+from megascend.engines.scalar_head import (
+    check_tied,
+    model_class,
+    not_plain,
+    output_layer,
+    tie_embeddings,
+    without_bias,
+)
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.scalar_head import ScalarHead
@@ -60,21 +67,43 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
     from transformers import AutoConfig
 
     make_known_to_transformers(model_dir)
-    _register()
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         tie_embeddings(config, tied)
         with torch.device("meta"):
-            model = model_class(config, scalar_head).from_config(config, dtype=torch.float32, attn_implementation=NAME)
+            model = engine_model(config, scalar_head)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise CheckpointError(f"model: transformers cannot build {model_dir}: {error}") from error
+    check_tied(model, tied)
+    _check_experts(model)
+    return model
+
+
+def engine_model(config: Any, scalar_head: ScalarHead | None = None) -> Any:
+    """A model of a configuration, fp32, whose attention and experts are computed by this engine, tied parameters tied.
+
+    Raises:
+        ConfigError: it does not take its attention from elsewhere, or its output layer is not a plain product.
+        ValueError, KeyError: transformers cannot build it.
+    """
+    _register()
+    kind = config.model_type
+    try:
+        model = model_class(config, scalar_head).from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise ConfigError(
+            f"engine fsdp: {kind} has attention classes of its own in place of transformers' registry of attention functions, so "
+            "that the engine cannot keep samples apart; use engine single"
+        ) from error
     model.tie_weights()
     without_bias(model, scalar_head)
-    _check_experts(model)
     head = output_layer(model)
-    if head is None or (scalar_head is None and getattr(head, "bias", None) is not None):
-        raise ConfigError(f"engine fsdp: {type(model).__name__} has no output layer without a bias; use another engine")
-    check_tied(model, tied)
+    if (problem := not_plain(head, scalar_head)) is not None:
+        raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}; use another engine")
     if has_experts(model):
         # The public setter knows transformers' own names only.
         patch(config, "_experts_implementation_internal", NAME, "experts keep their routing in recomputation")
@@ -110,19 +139,57 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     for module in model.modules():
         own = dict(module.named_buffers(recurse=False))
         for name, buffer in own.items():
-            fresh = torch.empty_like(buffer, device=device)
-            if fresh.is_floating_point():
-                fresh.fill_(torch.nan)
-            module._buffers[name] = fresh
+            module._buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device=device)
         if own and module._non_persistent_buffers_set:
-            with torch.no_grad():
-                model._init_weights(module)
+            _initialise_buffers(model, module)
     persistent = set(model.state_dict())
-    for name, buffer in model.named_buffers():
-        if name not in persistent and buffer.is_floating_point() and bool(buffer.isnan().any()):
-            raise ConfigError(
-                f"engine fsdp: transformers does not compute the buffer {name} of {type(model).__name__}; use another engine"
-            )
+    missing = [name for name in _not_computed(model) if name not in persistent]
+    for owner in dict.fromkeys(outer for name in missing for outer in _modules_around(name)):
+        _initialise_buffers(model, model.get_submodule(owner))  # computes them for the modules inside it
+    missing = [name for name in _not_computed(model) if name in missing]
+    if missing:
+        raise ConfigError(
+            f"engine fsdp: transformers does not compute the buffer {missing[0]} of {type(model).__name__}; use another engine"
+        )
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    """Return the value that stands for one that has not been computed."""
+    if dtype == torch.bool:
+        return False
+    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _not_computed(model: nn.Module) -> list[str]:
+    """Return the names of buffers that hold such values."""
+
+    def is_unset(buffer: Tensor) -> bool:
+        if buffer.dtype == torch.bool:
+            return False
+        unset = buffer.isnan() if buffer.is_floating_point() or buffer.is_complex() else buffer == _unset(buffer.dtype)
+        return bool(unset.any())
+
+    return [name for name, buffer in model.named_buffers() if is_unset(buffer)]
+
+
+def _modules_around(name: str) -> list[str]:
+    """Names of the modules that hold a buffer's module, the nearest first."""
+    parts = name.split(".")[:-2]
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _initialise_buffers(model: Any, module: nn.Module) -> None:
+    """Have transformers initialise a module, but for its parameters, which are shards that its functions cannot write to."""
+    own = dict(module._parameters)
+    for name, parameter in own.items():
+        if parameter is not None:
+            spare = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            module._parameters[name] = nn.Parameter(spare, requires_grad=False)
+    try:
+        with torch.no_grad():
+            model._init_weights(module)
+    finally:
+        module._parameters.update(own)
 
 
 def in_checkpoint(model: Any, tensors: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +24,7 @@ from megascend.engines.export import export
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
 from megascend.engines.plain_head import HeadOutput
+from megascend.engines.rotary import RotaryByLength
 from megascend.engines.scalar_head import (
     check_tied,
     fresh_weights,
@@ -45,6 +47,8 @@ from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import BIAS
 from megascend.kernels.fp16_range import out_of_range
 from megascend.lora.merge import merged
+from megascend.selfcheck.check import require_agreement_here
+from megascend.selfcheck.in_process import Subject
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
@@ -59,6 +63,8 @@ class SingleEngine:
 
     Attributes:
         model: transformers' causal language model, or its token classifier where there is a scalar head.
+        self_check: the result of comparing a slice of the model, computed as here, with transformers alone.
+        self_check_s: seconds that it took.
     """
 
     kind = "single"
@@ -79,6 +85,7 @@ class SingleEngine:
         batching: Batching,
         adapters: Adapters | None,
         seed: int,
+        self_check: bool,
     ) -> None:
         self.topology, self.groups, self.info, self.device = topology, groups, info, groups.device
         self.precision: Precision = precision
@@ -90,9 +97,16 @@ class SingleEngine:
         seed_everything(seed)
         refuse_adapters(info.scalar_head, adapters)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else {}
+        began = time.monotonic()
+        config = model_config(model_dir)
+        self.self_check = require_agreement_here(
+            model_dir, config, self.max_length, groups, SingleSubject(), wanted=self_check
+        )
+        self.self_check_s = time.monotonic() - began
         self.model = load_model(model_dir, DTYPES[precision], self.device, info, fresh)
         if info.scalar_head is None:
             check_plain_head(self.model, info.shape.vocab_size)
+        self._rotary = RotaryByLength(self.model)
         frozen, recomputed = adapters is not None, recompute.granularity == "full"
         router_loss.check(self.model, moe, frozen=frozen, recomputed=recomputed)
         self._router_loss = moe.aux_loss_coefficient if moe.aux_loss != "none" else 0.0
@@ -134,6 +148,7 @@ class SingleEngine:
                 self.adapters.put_on(batch)
             if self._cached is not None:
                 self._cached.batch = batch
+            self._rotary.enter(batch)
             with_router_loss = self._router_loss > 0 and not forward_only
             options = {"output_router_logits": True} if with_router_loss else {}
             with self.groups.monitor.phase("forward"):
@@ -229,6 +244,43 @@ class SingleEngine:
         """The groups, which the backend closes, are all that is left in the process."""
 
 
+class SingleSubject(Subject):
+    """A small model as this engine computes it."""
+
+    engine = "single"
+    packing = False
+
+    def build(self, config: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self._rotary = RotaryByLength(model)
+        return model
+
+    def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lengths = [len(ids) for ids in samples]
+        rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
+        self._rotary.enter_samples(torch.arange(len(rows))[:, None].expand(rows.shape), lengths)
+        hidden, _ = hidden_states(model, rows, torch.arange(rows.shape[1]).expand(rows.shape))
+        logits = torch.nn.functional.linear(hidden, output_layer(model).weight)
+        return [row[:length].float() for row, length in zip(logits, lengths, strict=True)]
+
+
+def model_config(model_dir: Path) -> Any:
+    """Return the configuration of a directory, in transformers' class.
+
+    Raises:
+        CheckpointError: transformers does not know it.
+    """
+    from transformers import AutoConfig
+
+    make_known_to_transformers(model_dir)
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
+
+
 def load_model(
     model_dir: Path,
     dtype: torch.dtype,
@@ -246,12 +298,9 @@ def load_model(
         CheckpointError: transformers cannot load it, would draw some of its weights at random, or passes over some of them; or a
             number is beyond fp16's range.
     """
-    from transformers import AutoConfig
-
     head = info.scalar_head
-    make_known_to_transformers(model_dir)
+    config = model_config(model_dir)
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         if head is None:
             tie_embeddings(config, info.shape.tied)
         loader = model_class(config, head)

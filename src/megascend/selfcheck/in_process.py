@@ -1,0 +1,155 @@
+"""The self-check of engines that run transformers' own models: a slice as the engine computes it, beside transformers alone.
+
+Nothing of such an engine is in the way of transformers in the same process, so the slice is built here, on the CPU and in fp32:
+each sample in a forward pass of transformers' own, and all of them in one micro batch, laid out as the run lays them out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import resource
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.errors import ConfigError, MegascendError
+from megascend.selfcheck.process import BOUND, Trial, TrialResult
+from megascend.selfcheck.slicing import Slice, slice_model
+from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise
+from megascend.selfcheck.verdict import Verdict
+
+
+class Subject(ABC):
+    """An engine's way to compute a small model of transformers.
+
+    Attributes:
+        engine: its name.
+        packing: samples of a micro batch share a row.
+    """
+
+    engine: str
+    packing: bool
+
+    @abstractmethod
+    def build(self, config: Any) -> Any:
+        """Return a model of a configuration, in fp32 on the CPU, prepared as the engine prepares it."""
+
+    @abstractmethod
+    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+        """Return [n, vocabulary] of every sample, int64 [n], from one micro batch."""
+
+
+def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
+    """Return the slice of a model, also where its configuration is nested, or has names of its own for sizes.
+
+    Args:
+        raw: the model's ``config.json``.
+        config: the same in transformers' class.
+
+    Raises:
+        CannotSliceError: the configuration lacks what every decoder has.
+    """
+    text = config.get_text_config()
+    if text is not config:
+        name = next((each for each in config.sub_configs if getattr(config, each, None) is text), None)
+        raw = {**(raw.get(name) or {}), "model_type": text.model_type}
+    full = json.loads(text.to_json_string(use_diff=False))
+    aliases = {plain: own for plain, own in (text.attribute_map or {}).items() if own in full}
+    full |= {plain: full[own] for plain, own in aliases.items()}
+    raw = dict(raw) | {plain: raw[own] for plain, own in aliases.items() if own in raw}
+    part = slice_model(raw, full, longest, window_in_force=True)
+    own_names = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
+    return Slice(own_names | {"model_type": text.model_type}, part.lengths, part.not_shown)
+
+
+def find_out(part: Slice, subject: Subject) -> Verdict:
+    """Compare the engine with transformers on a slice.
+
+    Raises:
+        ConfigError: the engine cannot compute the model; transformers can.
+    """
+    began = time.perf_counter()
+    blank = Verdict("not checked", layers=part.config.get("num_hidden_layers") or 0, lengths=list(part.lengths))
+    found = run(Trial(part.config, part.lengths), subject)
+    if found.problem:
+        return replace(blank, reason=f"its slice cannot be built by {found.problem}")
+    status = "agrees" if found.agrees else "differs"
+    mixed_only = max(found.alone) <= BOUND and not found.agrees
+    return replace(
+        blank,
+        status=status,
+        largest=found.largest,
+        mixed_only=mixed_only,
+        not_shown=part.not_shown,
+        seconds=time.perf_counter() - began,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def run(trial: Trial, subject: Subject) -> TrialResult:
+    """Build the model of a trial twice and compare; the process's random numbers stay as they are.
+
+    Raises:
+        ConfigError: the engine cannot compute the model; transformers can.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            config = AutoConfig.for_model(**copy.deepcopy(trial.config))
+            plain = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+            ).eval()
+            randomise(plain, trial.seed)
+            chosen = choose_samples(plain, config.vocab_size, sorted(trial.lengths), trial.seed)
+        except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the verdict carries it
+            return TrialResult(transformers_problem=described(error))
+        try:
+            model = subject.build(copy.deepcopy(config)).eval()
+            model.load_state_dict(plain.state_dict())
+            samples = [ids[:-1] for ids in chosen["samples"]]
+            alone = [subject.logits(model, [ids])[0] for ids in samples]
+            together = subject.logits(model, samples)
+        except MegascendError:
+            raise
+        except Exception as error:  # noqa: BLE001  as above
+            raise ConfigError(
+                f"engine {subject.engine}: {type(plain).__name__} ({config.model_type}) cannot be called as this engine calls it "
+                f"({described(error)}); use another engine"
+            ) from error
+    expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
+    largest = max(float(logits.abs().max()) for logits, _ in expected)
+    return TrialResult(
+        lengths=[len(ids) for ids in samples],
+        alone=_differences(alone, expected, largest),
+        together=_differences(together, expected, largest),
+        largest_logit=largest,
+        margin=chosen["margin"],
+    )
+
+
+def _differences(found: Sequence[Tensor], expected: Sequence[tuple[Tensor, Tensor]], largest: float) -> list[float]:
+    """Return the largest difference of every sample, over the largest logit."""
+    differences = []
+    for logits, other in zip(found, expected, strict=True):
+        logprobs = logits.log_softmax(-1).gather(1, other[1][:, None])[:, 0]
+        differences.append(difference((logits, logprobs), other) / largest)
+    return differences
+
+
+def objection(verdict: Verdict, model_type: str, subject: Subject, versions: Mapping[str, str]) -> str:
+    """Return the message of the error for a model that the engine computes otherwise than transformers."""
+    assert verdict.largest is not None
+    where = "samples that share a micro batch (each by itself is right)" if verdict.mixed_only else "samples"
+    way = "set batching.packing: false" if verdict.mixed_only and subject.packing else "use another engine"
+    return (
+        f"self-check: engine {subject.engine} and transformers {versions['transformers']} compute different numbers for this "
+        f"{model_type} model: logits of a {verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit on "
+        f"{where}; {way} (self_check: off skips this check and trains what engine {subject.engine} computes)"
+    )
