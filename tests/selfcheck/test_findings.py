@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megascend.selfcheck.trial_inputs import LEAST_MARGIN
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import BOUND, Trial, TrialResult
 from megascend.selfcheck.slicing import LENGTHS
+from megascend.selfcheck.trial_inputs import LEAST_MARGIN
 from megascend.selfcheck.verdict import PROVEN
 from megascend.testing import tiny_config
 from megascend.testing.self_checks import slice_of

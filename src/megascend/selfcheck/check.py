@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend import files
 from megascend.distributed.objects import broadcast_object, from_rank_0
-from megascend.errors import MegascendError, PlatformError
+from megascend.errors import MegascendError, PlatformError, SelfCheckError
 from megascend.huggingface.architectures import registered
 from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.places import cache_folder, versions

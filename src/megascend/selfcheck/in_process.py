@@ -118,7 +118,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             together = subject.logits(model, samples)
         except MegascendError:
             raise
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:
             raise ConfigError(
                 f"engine {subject.engine}: {type(plain).__name__} ({config.model_type}) cannot be called as this engine calls it "
                 f"({described(error)}); use another engine"

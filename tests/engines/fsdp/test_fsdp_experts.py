@@ -14,6 +14,7 @@ from megascend.testing.parity import Trajectory, case_checkpoint, differences, h
 
 RANKS = Path(__file__).with_name("expert_ranks.py")
 RECOMPUTED: dict[str, Any] = {"recompute": Recompute(granularity="full")}
+SELECTIVE: dict[str, Any] = {"recompute": Recompute(granularity="selective")}
 EP2, EP4 = ({"parallel": Parallel(expert=size)} for size in (2, 4))
 EP2_SP2: dict[str, Any] = {"parallel": Parallel(expert=2, context=2, context_algorithm="ulysses")}
 ODD = (20, 34, 9, 27, 17, 40, 26, 11)  # padding under sequence parallelism
@@ -26,13 +27,15 @@ AMPLIFIES = ("qwen2_moe", "glm4_moe")
 against its own from the same weights."""
 
 Layout = tuple[str, str, int, dict[str, Any], float, float]
-LAYOUTS: list[Layout] = [("Qwen2-MoE, EP4", "qwen2_moe", 4, EP4, 1e-5, 1e-4)]
+LAYOUTS: list[Layout] = [("Qwen2-MoE, EP4, recomputed", "qwen2_moe", 4, EP4 | RECOMPUTED, 1e-5, 1e-4)]
 MORE: list[Layout] = [
     ("Qwen3-MoE, EP4", "qwen3_moe", 4, EP4, 1e-5, 1e-4),
     ("Qwen2-MoE, DP2", "qwen2_moe", 2, {}, 1e-5, 1e-4),
     ("Qwen2-MoE, EP2 x FSDP2", "qwen2_moe", 4, EP2, 1e-5, 1e-4),
     ("GLM-4-MoE, DP2", "glm4_moe", 2, {}, 1e-5, 1e-4),
     ("GLM-4-MoE, EP2", "glm4_moe", 2, EP2, 1e-5, 1e-4),
+    ("GLM-4-MoE, EP2, recomputed", "glm4_moe", 2, EP2 | RECOMPUTED, 1e-5, 1e-4),
+    ("Qwen2-MoE, EP2 x FSDP2, recomputed by operators", "qwen2_moe", 4, EP2 | SELECTIVE, 1e-5, 1e-4),
     ("dots1, EP2", "dots1", 2, EP2, 1e-5, 1e-4),
 ]
 

@@ -47,9 +47,10 @@ class LossHead:
         try:
             output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
             if self._found is None or output.logits is not self._found[0]:
+                kind = type(self._model).__name__.removeprefix("FSDP")
                 raise ConfigError(
-                    f"engine fsdp: {type(self._model).__name__.removeprefix('FSDP')} does more with its logits than to return them (a cap or a "
-                    "scale in its configuration?); use another engine"
+                    f"engine fsdp: {kind} does more with its logits than to return them (a cap or a scale in its "
+                    "configuration?); use another engine"
                 )
             return self._found
         finally:

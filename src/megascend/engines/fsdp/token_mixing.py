@@ -1,9 +1,10 @@
-"""Which modules of a model carry information from one token to another, and whether this engine knows the samples' borders there.
+"""Which modules of a model carry information between tokens, and whether this engine knows the samples' borders there.
 
-Attention that transformers takes from its registry is computed by the engine, within each sample and over all ranks of a sequence.
-Everything else that mixes tokens (short convolutions, state-space and linear attention layers) runs over whatever row it gets:
-right for one sample a row on one rank, since it is causal, and wrong for packed samples and for parts of samples. The judgement is
-by what modules are and which functions their forward passes use, so that architectures nobody has listed are judged too.
+Attention that transformers takes from its registry is computed by the engine, within each sample and over all ranks of a
+sequence. Everything else that mixes tokens (short convolutions, state-space and linear attention layers) runs over whatever row
+it gets: right for one sample a row on one rank, since it is causal, and wrong for packed samples and for parts of samples. The
+judgement is by what modules are and which functions their forward passes use, so that architectures nobody has listed are judged
+too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 MIXERS = (nn.Conv1d, nn.RNNBase)
 STATE_PARAMETERS = ("A_log", "dt_bias", "time_decay", "time_mix_key")
 """Parameters of state-space models and of their kind."""
-MASK_KINDS = ("full_attention", "sliding_attention", "attention")
-"""Kinds of attention, as ``layer_types`` has them, whose mask this engine makes."""
+CHUNKED = "chunked_attention"
+"""A kind of layer whose mask this engine does not make, as ``layer_types`` has it."""
 
 
 def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, context: int) -> None:
@@ -42,10 +43,9 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
             f"engine fsdp: {type(model).__name__} ({kind}) does not take its attention from transformers' registry of attention "
             "functions, so that the engine cannot keep samples apart; use engine single"
         )
-    chunked = sorted({str(each) for each in getattr(text, "layer_types", None) or ()} & {"chunked_attention"})
-    if chunked:
+    if CHUNKED in (getattr(text, "layer_types", None) or ()):
         raise ConfigError(
-            f"engine fsdp: {kind} has layers of kind {chunked[0]}, whose mask is not known here; use engine single"
+            f"engine fsdp: {kind} has layers of kind {CHUNKED}, whose mask is not known here; use engine single"
         )
     if not packing and context == 1:
         return

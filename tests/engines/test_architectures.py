@@ -1,0 +1,72 @@
+"""Architectures of transformers on the engines that run its models: right, or refused in one sentence before any training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from architecture_runs import causal_models
+
+from forked_programs import run_forked
+
+PROGRAM = Path(__file__).with_name("architecture_runs.py")
+HYBRID = "set batching.packing: false"
+FSDP: dict[str, tuple[str, str]] = {
+    "afmoe": ("right", "right"),
+    "llama, longrope": ("right", "right"),
+    "falcon": ("attention classes of its own", "attention classes of its own"),
+    "falcon_h1": (HYBRID, "does more with its logits"),
+    "inkling_text": (HYBRID, "position_bias"),
+    "minimax": (HYBRID, "right"),
+    "qwen3_next": (HYBRID, "right"),
+    "deepseek_v32": ("cannot be called as this engine calls it", "cannot be called as this engine calls it"),
+}
+"""Of the packed layout and of the padded one: ``right``, or words of the refusal."""
+SINGLE = {
+    "beam": "does more with its logits",
+    "dory": "more than the product",
+    "llama, longrope": "right",
+    "qwen3_next": "right",
+}
+NOTHING_BUILT = 0.3
+"""Of all architectures, the share that may be beyond a tiny configuration without this file noticing."""
+
+
+def run(folder: Path, engine: str, *names: str) -> dict[str, dict[str, str]]:
+    done = run_forked(PROGRAM, engine, folder / "result.json", *names, timeout_s=3000 if len(names) > 20 else 240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def is_as_expected(outcome: str, expected: str) -> bool:
+    return outcome == "right" if expected == "right" else outcome.startswith("refused: ") and expected in outcome
+
+
+def test_engine_fsdp_is_right_or_refuses_before_training(tmp_path: Path) -> None:
+    found = run(tmp_path, "fsdp", *FSDP)
+    for name, (packed, padded) in FSDP.items():
+        assert is_as_expected(found[name]["packed"], packed), (name, found[name])
+        assert is_as_expected(found[name]["padded"], padded), (name, found[name])
+
+
+def test_engine_single_is_right_or_refuses_before_training(tmp_path: Path) -> None:
+    found = run(tmp_path, "single", *SINGLE)
+    for name, padded in SINGLE.items():
+        assert is_as_expected(found[name]["padded"], padded), (name, found[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["fsdp", "single"])
+def test_every_architecture_is_right_or_refused(engine: str, tmp_path: Path) -> None:
+    names = causal_models()
+    found = run(tmp_path, engine, *names)
+    built = {name: layouts for name, layouts in found.items() if "model" not in layouts}
+    bad = {
+        name: layouts
+        for name, layouts in built.items()
+        if not all(outcome == "right" or outcome.startswith("refused: ") for outcome in layouts.values())
+    }
+    assert not bad, json.dumps(bad, indent=1)
+    assert len(built) >= (1 - NOTHING_BUILT) * len(names)
+    print(json.dumps(found, indent=1))
