@@ -44,10 +44,15 @@ SIZES: dict[int, str] = {
     "expert_ffn_hidden_size q_lora_rank kv_lora_rank",
     8: "index_n_heads qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_num_heads mamba_dt_rank "
     "time_step_rank",
-    0: "pad_token_id attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout activation_dropout "
-    "hidden_dropout_prob attention_probs_dropout_prob embedding_dropout layerdrop",
+    0: "pad_token_id",
 }
 """Names of settings, by what a tiny model has for them."""
+
+NO_NOISE = (
+    "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout activation_dropout hidden_dropout_prob "
+    "attention_probs_dropout_prob embedding_dropout layerdrop residual_dropout router_jitter_noise input_jitter_noise"
+)
+"""Names of settings that are 0.0, so that training is a function of the weights."""
 
 ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = ROPE | {
@@ -92,6 +97,7 @@ def tiny_settings(model_type: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for value, names in SIZES.items():
         settings |= {name: value for name in names.split() if name in known}
+    settings |= {name: 0.0 for name in NO_NOISE.split() if name in known}
     if "kv_lora_rank" in known:
         settings.pop("head_dim", None)
         settings["num_key_value_heads"] = 4

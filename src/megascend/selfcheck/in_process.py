@@ -24,6 +24,9 @@ from megascend.selfcheck.slicing import Slice, slice_model
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise
 from megascend.selfcheck.verdict import Verdict
 
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+"""Names that architectures have for the number of their layers."""
+
 
 class Subject(ABC):
     """An engine's way to compute a small model of transformers.
@@ -75,7 +78,8 @@ def find_out(part: Slice, subject: Subject) -> Verdict:
         ConfigError: the engine cannot compute the model; transformers can.
     """
     began = time.perf_counter()
-    blank = Verdict("not checked", layers=part.config.get("num_hidden_layers") or 0, lengths=list(part.lengths))
+    layers = next((part.config[name] for name in LAYER_COUNTS if name in part.config), 0)
+    blank = Verdict("not checked", layers=layers, lengths=list(part.lengths))
     found = run(Trial(part.config, part.lengths), subject)
     if found.problem:
         return replace(blank, reason=f"its slice cannot be built by {found.problem}")

@@ -253,7 +253,8 @@ class SingleSubject(Subject):
     def build(self, config: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        check_plain_head(model, config.vocab_size)
         self._rotary = RotaryByLength(model)
         return model
 
