@@ -44,6 +44,7 @@ class Borderless(Padded):
 
     engine = "borderless"
     packing = True
+    remedy = "set batching.packing: false"
 
     def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
         positions = torch.cat([torch.arange(len(ids)) for ids in samples])[None]

@@ -20,6 +20,7 @@ from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.places import cache_folder, versions
 from megascend.selfcheck.process import Trial, TrialResult, Worker
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
+from megascend.selfcheck.trial_inputs import described
 from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_about
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Su
         part = in_process.slice_here(raw, config, longest)
     except CannotSliceError as error:
         return Verdict("not checked", str(error))
+    except (LookupError, TypeError, AttributeError) as error:  # settings of another form than decoders have
+        return Verdict("not checked", f"config.json: {described(error)}")
     path = cache_folder() / f"{key(part, HERE, engine=subject.engine, packing=subject.packing)}.json"
     return _kept_or_made(path, lambda: (in_process.find_out(part, subject), True))
 

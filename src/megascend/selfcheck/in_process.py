@@ -34,10 +34,12 @@ class Subject(ABC):
     Attributes:
         engine: its name.
         packing: samples of a micro batch share a row.
+        remedy: what to set where samples are right alone and wrong in one micro batch.
     """
 
     engine: str
     packing: bool
+    remedy: str = "use another engine"
 
     @abstractmethod
     def build(self, config: Any) -> Any:
@@ -151,7 +153,7 @@ def objection(verdict: Verdict, model_type: str, subject: Subject, versions: Map
     """Return the message of the error for a model that the engine computes otherwise than transformers."""
     assert verdict.largest is not None
     where = "samples that share a micro batch (each by itself is right)" if verdict.mixed_only else "samples"
-    way = "set batching.packing: false" if verdict.mixed_only and subject.packing else "use another engine"
+    way = subject.remedy if verdict.mixed_only else "use another engine"
     return (
         f"self-check: engine {subject.engine} and transformers {versions['transformers']} compute different numbers for this "
         f"{model_type} model: logits of a {verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit on "

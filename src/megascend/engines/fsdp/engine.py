@@ -27,7 +27,7 @@ from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.mesh import FsdpGroups
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.optimizer import Optimizer
-from megascend.engines.fsdp.output_head import LossHead
+from megascend.engines.fsdp.output_head import LossHead, more_than_product
 from megascend.engines.fsdp.router_loss import RouterLoss
 from megascend.engines.fsdp.sequence import HeadExchange, check_heads
 from megascend.engines.fsdp.sharding import freeze, reshard, shard
@@ -106,7 +106,7 @@ class FsdpEngine:
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
         layers = transformers_api.layers(self.model)
         check_layers(self.model, layers, packing=batching.packing, context=topology.context)
-        subject = FsdpSubject(packing=batching.packing or topology.context > 1, npu=self.device.type == "npu")
+        subject = FsdpSubject(packing=batching.packing, context=topology.context, npu=self.device.type == "npu")
         began = time.monotonic()
         self.self_check = require_agreement_here(
             model_dir, self.model.config, self.max_length, groups, subject, wanted=self_check
@@ -301,14 +301,16 @@ class FsdpSubject(Subject):
     """A small model as this engine computes it, on the CPU.
 
     Args:
-        packing: samples share a row, or ranks hold parts of them, which takes the same knowledge of where they end.
+        packing: samples share a row.
+        context: ranks that hold parts of every sample, which takes the same knowledge of where samples end: the slice is packed.
         npu: products of experts are the NPU's operator in this process; the slice, on the CPU, has transformers' own.
     """
 
     engine = "fsdp"
 
-    def __init__(self, *, packing: bool, npu: bool) -> None:
-        self.packing, self._npu = packing, npu
+    def __init__(self, *, packing: bool, context: int, npu: bool) -> None:
+        self.packing, self._npu = packing or context > 1, npu
+        self.remedy = "set batching.packing: false" + (" and parallel.context: 1" if context > 1 else "")
 
     def build(self, config: Any) -> Any:
         model = transformers_api.engine_model(config)
@@ -327,7 +329,14 @@ class FsdpSubject(Subject):
         self._rotary.enter_samples(number.view(rows.shape), lengths)
         packed = tuple(lengths) if self.packing else None
         options = {attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)}
-        output = model(input_ids=rows, position_ids=torch.cat(places).view(rows.shape), use_cache=False, **options)
+        products: list[torch.Tensor] = []
+        hook = output_layer(model).register_forward_hook(lambda module, inputs, product: products.append(product))
+        try:
+            output = model(input_ids=rows, position_ids=torch.cat(places).view(rows.shape), use_cache=False, **options)
+        finally:
+            hook.remove()
+        if len(products) != 1 or output.logits is not products[0]:
+            raise more_than_product(model)
         whole = output.logits.flatten(0, 1).split([len(each) for each in ids])
         return [part[:length].float() for part, length in zip(whole, lengths, strict=True)]
 

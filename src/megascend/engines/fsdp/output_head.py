@@ -15,6 +15,14 @@ from megascend.errors import ConfigError
 from megascend.lora.applied_adapters import AppliedAdapters
 
 
+def more_than_product(model: Any) -> ConfigError:
+    """Return the error for a model that changes what its output layer returns, which the engine would leave out."""
+    return ConfigError(
+        f"engine fsdp: {type(model).__name__.removeprefix('FSDP')} does more with its logits than to return them (a cap or a scale "
+        "in its configuration?); use another engine"
+    )
+
+
 class LossHead:
     """Stands in for the forward pass of a model's output layer: takes hidden states and returns the loss, a scalar.
 
@@ -47,11 +55,7 @@ class LossHead:
         try:
             output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
             if self._found is None or output.logits is not self._found[0]:
-                kind = type(self._model).__name__.removeprefix("FSDP")
-                raise ConfigError(
-                    f"engine fsdp: {kind} does more with its logits than to return them (a cap or a scale in its "
-                    "configuration?); use another engine"
-                )
+                raise more_than_product(self._model)
             return self._found
         finally:
             self._call = self._found = None
