@@ -17,9 +17,10 @@ from megascend.lora.applied_adapters import AppliedAdapters
 
 def more_than_product(model: Any) -> ConfigError:
     """Return the error for a model that changes what its output layer returns, which the engine would leave out."""
+    kind = type(model).__name__.removeprefix("FSDP")  # of sharded modules
     return ConfigError(
-        f"engine fsdp: {type(model).__name__.removeprefix('FSDP')} does more with its logits than to return them (a cap or a scale "
-        "in its configuration?); use another engine"
+        f"engine fsdp: {kind} does more with its logits than to return them (a cap or a scale in its configuration?); use "
+        "another engine"
     )
 
 

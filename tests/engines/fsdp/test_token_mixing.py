@@ -1,0 +1,130 @@
+"""Layers that mix tokens: known by what they are made of, and by what their attention asks for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megascend.engines.fsdp.attention import KEYWORD, SampleLengths, attention
+from megascend.engines.fsdp.token_mixing import check_layers
+from megascend.errors import ConfigError
+
+ALL_ATTENTION_FUNCTIONS: dict[str, Any] = {}
+"""As transformers' modules see their registry."""
+
+
+class Attention(nn.Module):
+    def forward(self, states: Any) -> Any:
+        return ALL_ATTENTION_FUNCTIONS["any"](states)
+
+
+class OwnAttention(nn.Module):
+    def forward(self, states: Any) -> Any:
+        return states.softmax(-1) @ states
+
+
+class ShortConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 3)
+
+
+class StateSpace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(2))
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module, layer_types: tuple[str, ...] = (), beside: nn.Module | None = None) -> None:
+        super().__init__()
+        text = SimpleNamespace(model_type="novel", layer_types=layer_types)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+        self.layers = nn.ModuleList(layers)
+        self.beside = beside
+
+
+def check(model: Model, packing: bool = True, context: int = 1) -> None:
+    check_layers(model, model.layers, packing=packing, context=context)
+
+
+def layer(*parts: nn.Module) -> nn.Module:
+    return nn.Sequential(*parts, nn.Linear(2, 2))
+
+
+def test_layers_with_attention_of_the_registry_are_known() -> None:
+    check(Model(layer(Attention()), layer(Attention())), context=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (layer(ShortConvolution()), "ShortConvolution in Sequential"),
+        (layer(Attention(), StateSpace()), "StateSpace in Sequential"),
+        (layer(OwnAttention()), "(Sequential)"),
+    ],
+    ids=["convolution", "state beside attention", "attention of its own"],
+)
+def test_other_layers_are_refused_where_samples_share_a_row_or_are_divided(other: nn.Module, named: str) -> None:
+    model = Model(layer(Attention()), other)
+    with pytest.raises(ConfigError, match="novel mixes tokens other than by attention") as packed:
+        check(model)
+    assert named in str(packed.value)
+    assert str(packed.value).endswith("packed samples see each other; set batching.packing: false")
+    with pytest.raises(ConfigError, match=r"do not see those on other ranks; set parallel\.context: 1$"):
+        check(model, packing=False, context=2)
+    with pytest.raises(ConfigError, match=r"set batching\.packing: false and parallel\.context: 1$"):
+        check(model, context=2)
+    check(model, packing=False)
+
+
+def test_mixers_beside_the_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\(ShortConvolution\)"):
+        check(Model(layer(Attention()), beside=ShortConvolution()))
+
+
+def test_models_without_attention_of_the_registry_are_refused_in_every_layout() -> None:
+    with pytest.raises(ConfigError, match="does not take its attention from transformers' registry"):
+        check(Model(layer(OwnAttention())), packing=False)
+    check(Model(layer(StateSpace())), packing=False)
+
+
+def test_chunked_attention_is_refused_in_every_layout() -> None:
+    with pytest.raises(ConfigError, match="chunked_attention, whose mask is not known"):
+        check(Model(layer(Attention()), layer_types=("full_attention", "chunked_attention")), packing=False)
+
+
+QUERY = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+ROW = SampleLengths(None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "a mask of its own"),
+        ({"position_bias": torch.zeros(1, 2, 5, 5)}, "position_bias"),
+        ({"indices": torch.zeros(1, 5, 2)}, "indices"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"is_causal": False}, "is_causal=False"),
+    ],
+)
+def test_attention_that_asks_for_more_raises_config_error(asked: dict[str, Any], named: str) -> None:
+    options = {"attention_mask": None} | asked | {KEYWORD: ROW}
+    with pytest.raises(ConfigError, match=f"attention with {named} \\(Attention\\) is not known here"):
+        attention(Attention(), QUERY, QUERY, QUERY, **options)
+
+
+@pytest.mark.parametrize("packed", [None, (3, 2)], ids=["a row each", "packed"])
+def test_attention_returns_contiguous_tensors_as_transformers_does(packed: tuple[int, ...] | None) -> None:
+    """Some layers call ``view`` on them."""
+    starts = None if packed is None else torch.tensor([0, 3, 5], dtype=torch.int32)
+    lengths = SampleLengths(packed, starts=starts, longest=None if packed is None else torch.tensor([3]))
+    options = {KEYWORD: lengths, "position_ids": torch.arange(5)[None]}
+    mixed, _ = attention(Attention(), QUERY, QUERY, QUERY, None, **options)
+    assert mixed.shape == (1, 5, 2, 4)
+    assert mixed.is_contiguous()
