@@ -113,15 +113,12 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
                 copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
             ).eval()
             randomise(plain, trial.seed)
-            chosen = choose_samples(plain, config.vocab_size, sorted(trial.lengths), trial.seed)
         except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the verdict carries it
             return TrialResult(transformers_problem=described(error))
         try:
             model = subject.build(copy.deepcopy(config)).eval()
             model.load_state_dict(plain.state_dict())
-            samples = [ids[:-1] for ids in chosen["samples"]]
-            alone = [subject.logits(model, [ids])[0] for ids in samples]
-            together = subject.logits(model, samples)
+            subject.logits(model, [torch.arange(length) % config.vocab_size for length in sorted(trial.lengths)])
         except MegascendError:
             raise
         except Exception as error:
@@ -129,6 +126,13 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
                 f"engine {subject.engine}: {type(plain).__name__} ({config.model_type}) cannot be called as this engine calls it "
                 f"({described(error)}); use another engine"
             ) from error
+        try:
+            chosen = choose_samples(plain, config.vocab_size, sorted(trial.lengths), trial.seed)
+        except Exception as error:  # noqa: BLE001  as above
+            return TrialResult(transformers_problem=described(error))
+        samples = [ids[:-1] for ids in chosen["samples"]]
+        alone = [subject.logits(model, [ids])[0] for ids in samples]
+        together = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
     largest = max(float(logits.abs().max()) for logits, _ in expected)
     return TrialResult(

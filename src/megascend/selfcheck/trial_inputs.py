@@ -22,15 +22,17 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Draw every parameter and buffer of the checkpoint at a scale that lets a mistake show.
+    """Draw every parameter of the checkpoint at a scale that lets a mistake show, and the biases that are buffers.
 
+    Other buffers stay: decays and masks that are drawn would make a model that is not causal.
     Norm weights around 1, biases around 0, matrices so that activations keep their scale, routers twice that, so that the
     choice of experts is no coin toss.
     """
     generator = torch.Generator().manual_seed(seed)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or (name not in parameters and not name.endswith("bias")):
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("bias"):
