@@ -60,9 +60,10 @@ LONGROPE = ROPE | {
     "short_factor": [1 + 0.1 * index for index in range(8)],
     "long_factor": [2 + 0.2 * index for index in range(8)],
 }
+MSCALE = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, longrope": ("llama", {"rope_parameters": LONGROPE}),
-    "phimoe, longrope": ("phimoe", {"rope_parameters": LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3}}),
+    "phimoe, longrope": ("phimoe", {"rope_parameters": MSCALE, "sliding_window": None}),
     "llama, dynamic": ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}),
 }
 """Models by a name of ours: the architecture and settings."""
@@ -73,11 +74,16 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "reformer": {"axial_pos_embds": False},
     "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """What an architecture needs beside sizes."""

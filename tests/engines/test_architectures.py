@@ -17,6 +17,8 @@ FSDP: dict[str, tuple[str, str]] = {
     "llama, longrope": ("right", "right"),
     "falcon": ("attention classes of its own", "attention classes of its own"),
     "falcon_h1": (HYBRID, "does more with its logits"),
+    "lfm2": (HYBRID, "right"),
+    "phimoe": ("compute different numbers for this phimoe model", "compute different numbers for this phimoe model"),
     "inkling_text": (HYBRID, "position_bias"),
     "minimax": (HYBRID, "right"),
     "qwen3_next": (HYBRID, "right"),
@@ -27,6 +29,7 @@ SINGLE = {
     "beam": "does more with its logits",
     "dory": "more than the product",
     "llama, longrope": "right",
+    "phimoe, longrope": "right",
     "qwen3_next": "right",
 }
 NOTHING_BUILT = 0.3

@@ -134,3 +134,5 @@ def test_sliding_windows_and_chunks_shrink_with_the_samples() -> None:
     raw = QWEN | {"use_sliding_window": True, "sliding_window": 4096, "attention_chunk_size": 8192}
     part = in_process.slice_here(raw, config_of(dict(raw)), 10**6)
     assert (part.config["sliding_window"], part.config["attention_chunk_size"]) == (16, 16)
+    part = in_process.slice_here(raw, config_of(dict(raw)), 2048)
+    assert part.config["sliding_window"] == 4096, "no sample is longer"

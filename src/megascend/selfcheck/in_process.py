@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megascend.errors import ConfigError, MegascendError
 from megascend.selfcheck.process import BOUND, Trial, TrialResult
-from megascend.selfcheck.slicing import Slice, slice_model
+from megascend.selfcheck.slicing import WINDOWS, Slice, slice_model
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise
 from megascend.selfcheck.verdict import Verdict
 
@@ -68,7 +68,8 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     aliases = {plain: own for plain, own in (text.attribute_map or {}).items() if own in full}
     full |= {plain: full[own] for plain, own in aliases.items()}
     raw = dict(raw) | {plain: raw[own] for plain, own in aliases.items() if own in raw}
-    part = slice_model(raw, full, longest, window_in_force=True)
+    in_force = any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
+    part = slice_model(raw, full, longest, window_in_force=in_force)
     own_names = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
     return Slice(own_names | {"model_type": text.model_type}, part.lengths, part.not_shown)
 
