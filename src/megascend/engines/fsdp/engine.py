@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.changes import patch
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Precision, Recompute, Schedule
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
@@ -315,7 +316,12 @@ class FsdpSubject(Subject):
     def build(self, config: Any) -> Any:
         model = transformers_api.engine_model(config)
         if self._npu and transformers_api.has_experts(model):
-            model.config._experts_implementation_internal = "eager"
+            patch(
+                model.config,
+                "_experts_implementation_internal",
+                "eager",
+                "a slice on the CPU has no operator of the NPU's",
+            )
         self._rotary = RotaryByLength(model)
         return model
 
