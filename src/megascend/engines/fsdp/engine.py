@@ -108,9 +108,10 @@ class FsdpEngine:
         layers = transformers_api.layers(self.model)
         check_layers(self.model, layers, packing=batching.packing, context=topology.context)
         subject = FsdpSubject(packing=batching.packing, context=topology.context, npu=self.device.type == "npu")
+        wanted = self_check and info.scalar_head is None  # the slice's logits are a language model's
         began = time.monotonic()
         self.self_check = require_agreement_here(
-            model_dir, self.model.config, self.max_length, groups, subject, wanted=self_check
+            model_dir, self.model.config, self.max_length, groups, subject, wanted=wanted
         )
         self.self_check_s = time.monotonic() - began
         self._rotary = RotaryByLength(self.model)

@@ -99,8 +99,9 @@ class SingleEngine:
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else {}
         began = time.monotonic()
         config = model_config(model_dir)
+        wanted = self_check and info.scalar_head is None  # the slice's logits are a language model's
         self.self_check = require_agreement_here(
-            model_dir, config, self.max_length, groups, SingleSubject(), wanted=self_check
+            model_dir, config, self.max_length, groups, SingleSubject(), wanted=wanted
         )
         self.self_check_s = time.monotonic() - began
         self.model = load_model(model_dir, DTYPES[precision], self.device, info, fresh)
