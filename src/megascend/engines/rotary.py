@@ -77,7 +77,8 @@ def _borders(module: Any) -> list[int]:
     """Return the lengths above which frequencies change."""
     settings = getattr(module.config, "rope_parameters", None) or {}
     nested = [each for each in settings.values() if isinstance(each, Mapping)] or [settings]
-    stated = {each.get("original_max_position_embeddings") for each in nested} - {None}
+    lengths = [each.get("original_max_position_embeddings") for each in nested]
+    stated = {length for length in lengths if length is not None}
     if not stated:
         stated = {getattr(module.config, "original_max_position_embeddings", None) or module.original_max_seq_len}
     return sorted(stated)

@@ -63,7 +63,7 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     text = config.get_text_config()
     if text is not config:
         name = next((each for each in config.sub_configs if getattr(config, each, None) is text), None)
-        raw = {**(raw.get(name) or {}), "model_type": text.model_type}
+        raw = {**((raw.get(name) if name else None) or {}), "model_type": text.model_type}
     full = json.loads(text.to_json_string(use_diff=False))
     aliases = {plain: own for plain, own in (text.attribute_map or {}).items() if own in full}
     full |= {plain: full[own] for plain, own in aliases.items()}

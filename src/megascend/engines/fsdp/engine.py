@@ -336,7 +336,7 @@ class FsdpSubject(Subject):
         self._rotary.enter_samples(number.view(rows.shape), lengths)
         packed = tuple(lengths) if self.packing else None
         options = {attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)}
-        products: list[torch.Tensor] = []
+        products: list[Any] = []
         hook = output_layer(model).register_forward_hook(lambda module, inputs, product: products.append(product))
         try:
             output = model(input_ids=rows, position_ids=torch.cat(places).view(rows.shape), use_cache=False, **options)
