@@ -127,24 +127,6 @@ def test_values_of_csv_stay_what_they_are(tmp_path: Path) -> None:
     assert len(read_documents(path)[0].text or "") == 200_000
 
 
-def test_a_repository_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    folder = tmp_path / "snapshot"
-    (folder / "data").mkdir(parents=True)
-    (folder / "README.md").write_text("---\nlicense: mit\n---\nA card, which nobody wants to learn.\n")
-    arrow(folder / "data" / "train-00000-of-00002.parquet", [{"text": "one"}])
-    arrow(folder / "data" / "train-00001-of-00002.parquet", [{"text": "two"}])
-    arrow(folder / "data" / "test-00000-of-00001.parquet", [{"text": "other"}])
-    assert [(each.text, each.source) for each in read_documents(folder)] == [
-        ("one", f"{folder}[0]"),
-        ("two", f"{folder}[1]"),
-    ]
-    assert [each.text for each in read_documents(folder, split="test")] == ["other"]
-    with pytest.raises(DataError, match=r"no split 'dev' \(data.split\); it has train, test|it has test, train"):
-        read_documents(folder, split="dev")
-
-
 def test_a_folder_is_read_in_name_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "d.jsonl").mkdir()  # a directory, whatever it is called
@@ -156,7 +138,7 @@ def test_a_folder_is_read_in_name_order(tmp_path: Path) -> None:
     write(tmp_path / "notes.docx", "1,2")
     write(tmp_path / "README.md", "about these data")
     (tmp_path / "empty.txt").write_text(" \n")
-    documents, findings = read(tmp_path)
+    documents, findings = read(tmp_path, split="all")
     assert [document.text for document in documents] == ["first", "second\n", "third\n"]
     assert findings.lines() == [
         f"{tmp_path}/.git/x.txt: hidden files are not read",
@@ -179,9 +161,33 @@ def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "not UTF-8 text (byte 13" in lines[3]
     assert "nested too deeply" in lines[4]
-    many = write(tmp_path / "many.jsonl", *[bad] * 30)
-    with pytest.raises(DataError, match=r"^30 problems(.|\n)*:20: (.|\n)*and 10 more$"):
-        read_documents(many)
+
+
+def test_problems_of_one_kind_are_counted(tmp_path: Path) -> None:
+    bad = [{"text": number} if number % 2 else {"messages": [{"role": 3}]} for number in range(60)]
+    path = write(tmp_path / "many.jsonl", *bad, "{", {"text": "good"})
+    with pytest.raises(DataError) as caught:
+        read_documents(path)
+    assert str(caught.value).split("\n  ") == [
+        "61 problems in the data, of 3 kinds:",
+        f"{path}:1 and 29 more (:3, :5, :7, :9, ..): messages[0] must have a string 'role', found 3",
+        f"{path}:2 and 29 more (:4, :6, :8, :10, ..): 'text' must be a string that is not empty, found 1",
+        f"{path}:61: not valid JSON: Expecting property name enclosed in double quotes at column 2",
+    ]
+    kinds = write(
+        tmp_path / "kinds.jsonl",
+        *[{f"c{chr(97 + number)}": 1} for number in range(26)] * 2,
+        *[{f"d{chr(97 + n)}": 1} for n in range(9)],
+    )
+    with pytest.raises(
+        DataError, match=r"^61 problems in the data, of 30 kinds:\n(.|\n)*\n  and 5 more, of other kinds$"
+    ):
+        read_documents(kinds)
+
+
+def test_a_control_character_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not valid JSON: Invalid control character at column 14$"):
+        read_documents(put(tmp_path / "a.jsonl", b'{"text": "one\ttwo"}'))
 
 
 def put(path: Path, content: bytes) -> Path:
@@ -237,7 +243,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_a_bad_file_is_a_sentence(name: str, tmp_path: Path) -> None:
     make, message = BAD_FILES[name]
     path = make(tmp_path)
-    for attempt in (lambda: read_documents(path), lambda: check_files(path, Data(path=path))):
+    for attempt in (lambda: read_documents(path), lambda: check_files(path, Data(path=path)).raise_problems()):
         with pytest.raises(DataError, match=message):
             attempt()
 

@@ -46,6 +46,7 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
 
 
 def test_a_validation_set_is_not_among_what_is_learned(tmp_path: Path) -> None:
+    (tmp_path / "v.jsonl").write_text('{"text": "one two"}\n')
     for path, validation in ((tmp_path, tmp_path / "v.jsonl"), (tmp_path / "v.jsonl", tmp_path / "v.jsonl")):
         settings = RUN | {"data": {"path": path}, "validation": {"path": validation}}
         with pytest.raises(DataError, match=r"validation\.path: .*v\.jsonl lies in data\.path"):
@@ -114,9 +115,9 @@ BAD = {
     ),
     "two validation sets": (
         {"validation": {"path": "v", "fraction": 0.1}},
-        "set either path or fraction; both are set",
+        "set path, split or fraction; path and fraction are both set",
     ),
-    "no validation set": ({"validation": {"every": 3}}, "set either path or fraction; neither is set"),
+    "no validation set": ({"validation": {"every": 3}}, "set path, split or fraction; none is set"),
     "all is held out": ({"validation": {"fraction": 1.0}}, "validation.fraction"),
     "beta of 0": ({"dpo": {"beta": 0}}, "dpo.beta"),
 }

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.batch.micro_batch import SequenceLayout
-from megascend.config import RunConfig
+from megascend.config import Data, RunConfig
+from megascend.data.findings import Findings
 from megascend.data.order import Batches, batches
 from megascend.data.prepare import prepare_samples
 from megascend.data.samples import Limits
 from megascend.data.split import Part, hold_out, whole
+from megascend.data.splits import files_of
 from megascend.errors import DataError
 from megascend.files import real
 
@@ -21,6 +25,30 @@ if TYPE_CHECKING:
 
     from megascend.app.objectives import Objective
     from megascend.backend import Backend
+
+
+def check_apart(sources: Sequence[tuple[Path, Data, str]]) -> None:
+    """Refuse to measure the validation loss on files that are learned.
+
+    Args:
+        sources: as :meth:`megascend.config.RunConfig.data_sources` has them.
+
+    Raises:
+        DataError: a file is read for both; the message names it.
+    """
+    if len(sources) == 1:
+        return
+    learned, held_out = (
+        {real(file) for file in files_of(path, data.split, data.config_name, Findings(setting))}
+        for path, data, setting in sources
+    )
+    both = sorted(learned & held_out)
+    if both:
+        (path, data, _), (other, _, setting) = sources
+        raise DataError(
+            f"{setting}: {other} lies in data.path: {path} (split {data.split}), so the run would train on {both[0]}: move it, "
+            "or name another split with validation.split"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,25 +73,31 @@ class RunSamples:
         Raises:
             DataError: some of it cannot be trained on.
         """
-        data, validation = config.data, config.validation
-        held_out = None if validation is None else validation.path
-        if held_out is not None and real(held_out).is_relative_to(real(data.path)):
-            raise DataError(
-                f"validation.path: {held_out} lies in data.path: {data.path}, so the run would train on it: move it"
-            )
-        day = config.template_date
-        store = prepare_samples(data.path, data, tokenizer, limits, config.model, template_date=day)
-        remarks, longest = list(store.remarks), int(store.lengths.max())
-        if validation is None:
-            return cls(whole(store), None, longest, tuple(remarks))
-        if validation.path is None:
-            learned, held_out = hold_out(store, validation.fraction, config.seed)
-            return cls(learned, held_out, longest, tuple(remarks))
-        other = prepare_samples(validation.path, data, tokenizer, limits, config.model, "validation.path", day)
-        if other.has_pairs != store.has_pairs:
-            raise DataError(f"of {data.path} and {validation.path} one holds preference pairs and the other does not")
-        longest = max(longest, int(other.lengths.max()))
-        return cls(whole(store), whole(other), longest, (*remarks, *other.remarks))
+        sources = config.data_sources()
+        check_apart(sources)
+        stores, problems = [], []
+        for path, data, setting in sources:
+            try:
+                stores.append(
+                    prepare_samples(path, data, tokenizer, limits, config.model, setting, config.template_date)
+                )
+            except DataError as error:
+                problems.append(error)
+        if len(problems) == 1:
+            raise problems[0]
+        if problems:
+            raise DataError("\n".join(map(str, problems)))
+        remarks = tuple(line for store in stores for line in store.remarks)
+        longest = max(int(store.lengths.max()) for store in stores)
+        learned = stores[0]
+        if config.validation is None:
+            return cls(whole(learned), None, longest, remarks)
+        if len(stores) == 1:
+            rest, held_out = hold_out(learned, config.validation.fraction, config.seed)
+            return cls(rest, held_out, longest, remarks)
+        if stores[1].has_pairs != learned.has_pairs:
+            raise DataError(f"of {sources[0][0]} and {sources[1][0]} one holds preference pairs and the other does not")
+        return cls(whole(learned), whole(stores[1]), longest, remarks)
 
     def longest_unit(self, layout: SequenceLayout) -> int:
         """Tokens that fit the longest sample, or pair, with its padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,6 @@ def check_run(
     from megascend.app.run import check_lora, check_packages
     from megascend.app.start_checks import check_settings
     from megascend.config.plugins import check_plugins
-    from megascend.data.check import check_files
     from megascend.distributed.launch import Launch
 
     check_start(config.output, overwrite, resume, Launch())
@@ -92,6 +92,33 @@ def check_run(
     check_lora(config)
     if starts:
         check_processes(config.platform, world_size)
-    check_files(config.data.path, config.data)
-    if config.validation is not None and config.validation.path is not None:
-        check_files(config.validation.path, config.data, "validation.path")
+    check_data(config, world_size)
+
+
+def check_data(config: RunConfig, world_size: int) -> None:
+    """Read the data of a run; where some of it is wrong, find what else is, as the ranks would.
+
+    Raises:
+        DataError: the message lists all problems of training and validation data, those of templates and lengths included.
+    """
+    from megascend.data.check import check_files
+    from megascend.errors import CheckpointError, DataError
+
+    findings = []
+    for path, data, setting in config.data_sources():
+        findings.append(check_files(path, data, setting))
+    if not any(each.problems for each in findings):
+        return
+    from megascend.app.run import load_tokenizer
+    from megascend.app.run_samples import RunSamples
+    from megascend.app.sample_limits import sample_limits
+
+    with contextlib.suppress(CheckpointError):  # then what reading has found is all that can be said of the data
+        RunSamples.prepare(config, load_tokenizer(config.model), sample_limits(config, world_size))
+    problems = []
+    for each in findings:
+        try:
+            each.raise_problems()
+        except DataError as error:
+            problems.append(str(error))
+    raise DataError("\n".join(problems))

@@ -14,7 +14,12 @@ class Data(Section):
     """Training data: JSONL, JSON, CSV, parquet or text files, a folder of these, or one of Hugging Face datasets."""
 
     path: Path
-    split: str = Field("train", description="which split to read of a folder in the format of Hugging Face datasets")
+    split: str | None = Field(
+        "train", description="which split to read of a folder, by the names that datasets gives them; all: every file"
+    )
+    config_name: str | None = Field(
+        None, description="which config to read of a folder whose card (README.md) lists several"
+    )
     columns: dict[str, str] = Field(
         {},
         description="names of columns in the data, by the names used here: {messages: dialogue}; other columns are then not read",
@@ -40,6 +45,12 @@ class Data(Section):
     train_on_prompt: bool = Field(False, description="chat data: also train on the user's turns")
 
     @model_validator(mode="after")
+    def _split(self) -> Data:
+        if not self.split:
+            raise ValueError("data.split: name a split, or leave it out for 'train'")
+        return self
+
+    @model_validator(mode="after")
     def _columns(self) -> Data:
         unknown = sorted(self.columns.keys() - set(DATA_COLUMNS))
         if unknown:
@@ -61,7 +72,10 @@ DATA_COLUMNS = (
 class Validation(Section):
     """Samples that are not learned, whose loss is measured at intervals."""
 
-    path: Path | None = Field(None, description="read as data.path is; or set fraction")
+    path: Path | None = Field(None, description="read as data.path is; or set split or fraction")
+    split: str | None = Field(
+        None, description="which split to read of the folder at path, by default validation; without path, of data.path"
+    )
     fraction: float = Field(
         0.0, ge=0, lt=1, description="of the documents of data.path, drawn by the seed, that are held out instead"
     )
@@ -69,10 +83,20 @@ class Validation(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Validation:
-        if (self.path is None) == (self.fraction == 0):
-            found = "both are" if self.path is not None else "neither is"
-            raise ValueError(f"validation: set either path or fraction; {found} set")
+        if self.split == "":
+            raise ValueError("validation.split: name a split, or leave it out")
+        if (self.path is None and self.split is None) == (self.fraction == 0):
+            other = "path" if self.path is not None else "split"
+            found = f"{other} and fraction are both" if self.fraction else "none is"
+            raise ValueError(f"validation: set path, split or fraction; {found} set")
         return self
+
+    def source(self, data: Data) -> tuple[Path, Data, str] | None:
+        """Return path, way of reading, and name of the setting of data that are read beside ``data``; None with ``fraction``."""
+        if self.fraction:
+            return None
+        setting = "validation.split" if self.path is None else "validation.path"
+        return self.path or data.path, data.model_copy(update={"split": self.split}), setting
 
 
 class Dpo(Section):

@@ -239,6 +239,12 @@ class RunConfig(TrainerConfig):
         """What the run reads beside the model, by its setting."""
         return {"data.path": self.data.path, "validation.path": self.validation.path if self.validation else None}
 
+    def data_sources(self) -> list[tuple[Path, Data, str]]:
+        """Return path, way of reading, and name of the setting, of what is learned and of what is held out beside it."""
+        held_out = self.validation.source(self.data) if self.validation is not None else None
+        learned = (self.data.path, self.data, "data.path")
+        return [learned] if held_out is None else [learned, held_out]
+
     @property
     def validation_every(self) -> int:
         """Steps from one measurement of the validation loss to the next; 0 without a validation set."""

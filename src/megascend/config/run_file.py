@@ -10,7 +10,11 @@ from typing import Any
 
 from megascend.errors import ConfigError
 
-ALTERNATIVES = (("steps", "epochs"), ("validation.path", "validation.fraction"))
+ALTERNATIVES = (
+    ("steps", "epochs"),
+    ("validation.path", "validation.fraction"),
+    ("validation.split", "validation.fraction"),
+)
 """Settings of which a run has one: one that is given on the command line takes the place of the file's other one."""
 
 

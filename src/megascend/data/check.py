@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from megascend.config import Data
-from megascend.data.files import data_files, dataset_format, iterate_documents
+from megascend.data.files import iterate_documents
 from megascend.data.findings import Findings
+from megascend.data.splits import is_saved, split_files
 from megascend.errors import DataError
 
 LARGE = 32 * 2**20
 """Bytes from which on data are read by the ranks alone."""
 
 
-def check_files(path: Path, data: Data, setting: str = "data.path") -> None:
-    """Find out that data cannot be read, or that records are malformed.
+def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
+    """Read data and return what is wrong with its files and records.
 
-    Folders in the format of Hugging Face datasets, and what is larger than :data:`LARGE`, are left to the ranks.
+    Folders that datasets has saved, and what is larger than :data:`LARGE`, are left to the ranks.
 
     Args:
         path: ``data.path`` or that of a validation set.
@@ -24,23 +25,24 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> None:
         setting: the one that ``path`` is of.
 
     Raises:
-        DataError: the message lists all problems, with file and line.
+        DataError: there is nothing to read at ``path``, or the chat template cannot be read.
     """
     read_template(data.chat_template)
-    if dataset_format(path):
-        return
     findings = Findings(setting)
+    if is_saved(path):
+        return findings
     try:
         size = 0
-        for file in data_files(path, findings):
+        for file in split_files(path, data.split, data.config_name, findings):
             size += file.stat().st_size
             file.open("rb").close()
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
     if size < LARGE and not findings.problems:
-        for _ in iterate_documents(path, data.split, data.columns, findings):
+        findings = Findings(setting)  # reading looks at the folder once more
+        for _ in iterate_documents(path, data.split, data.columns, findings, data.config_name):
             pass
-    findings.raise_problems()
+    return findings
 
 
 def read_template(path: Path | None) -> str | None:

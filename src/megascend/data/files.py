@@ -1,4 +1,4 @@
-"""Records from files: JSONL, JSON, CSV, parquet, plain text, and folders of these or in the format of Hugging Face datasets.
+"""Records from files: JSONL, JSON, CSV, parquet, plain text, folders of these, and folders that datasets has saved.
 
 Records come one after the other; a file is never in memory as a whole, JSON excepted.
 """
@@ -15,43 +15,49 @@ from megascend.data.columns import parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
 from megascend.data.messages import without_nulls
+from megascend.data.splits import ALL, TEXT_SUFFIXES, choose_split, is_saved, split_files
 from megascend.errors import DataError
 
 Record = tuple[str, Any]
 """Where a record stands, and what it says."""
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_FIELD = 2**31 - 1
 """Of CSV, in characters; Python's own limit is 131072."""
 
 
-def read_documents(path: str | Path, split: str = "train", columns: Mapping[str, str] | None = None) -> list[Document]:
-    """All documents of a file or a folder.
+def read_documents(
+    path: str | Path, split: str = "train", columns: Mapping[str, str] | None = None, config_name: str | None = None
+) -> list[Document]:
+    """Return all documents of a file, or of a split of a folder.
 
     Raises:
         DataError: something cannot be read, or is malformed; the message lists all problems with file and line.
     """
     findings = Findings()
-    documents = list(iterate_documents(Path(path), split, columns, findings))
+    documents = list(iterate_documents(Path(path), split, columns, findings, config_name))
     findings.raise_problems()
     return documents
 
 
 def iterate_documents(
-    path: Path, split: str, columns: Mapping[str, str] | None, findings: Findings
+    path: Path,
+    split: str | None,
+    columns: Mapping[str, str] | None,
+    findings: Findings,
+    config_name: str | None = None,
 ) -> Iterator[Document]:
-    """Documents one after the other; what is wrong with the others becomes a problem in ``findings``.
+    """Yield documents one after the other; what is wrong with the others becomes a problem in ``findings``.
 
     Args:
-        split: which one to read of a folder in the format of Hugging Face datasets.
+        split, config_name: which part of a folder to read, as for :func:`megascend.data.splits.split_files`.
         columns: as for :func:`megascend.data.columns.parse_record`.
 
     Raises:
         DataError: there is nothing at ``path``, or nothing that is read.
     """
     empty = True
-    for source, value in iterate_records(path, split, findings):
+    for source, value in iterate_records(path, split, findings, config_name):
         empty = False
         with findings.collecting():
             yield value if isinstance(value, Document) else parse_record(value, source, columns, findings)
@@ -59,58 +65,18 @@ def iterate_documents(
         raise DataError(f"no training data in {path} ({findings.setting}): there is no document in it")
 
 
-def iterate_records(path: Path, split: str, findings: Findings) -> Iterator[Record]:
-    """Records of a file or a folder; a text file is one record, a :class:`Document`."""
-    if dataset_format(path):
-        yield from _dataset_records(path, split, findings)
+def iterate_records(
+    path: Path, split: str | None, findings: Findings, config_name: str | None = None
+) -> Iterator[Record]:
+    """Yield the records of a file, or of a split of a folder; a text file is one record, a :class:`Document`."""
+    if is_saved(path):
+        yield from _saved_records(path, split, findings)
         return
-    for file in data_files(path, findings):
+    for file in split_files(path, split, config_name, findings):
         try:
             yield from READERS[file.suffix](file, findings)
         except OSError as error:
             findings.problem(f"{file} cannot be read: {error.strerror or error}")
-
-
-def data_files(path: Path, findings: Findings) -> list[Path]:
-    """The files that ``path`` means, in name order; files of a folder that are not read become remarks.
-
-    Raises:
-        DataError: the path is missing or of an unknown kind, or no file of the folder is of a known kind.
-    """
-    known = ", ".join(READERS)
-    if path.is_symlink() and not path.exists():
-        raise DataError(
-            f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
-        )
-    if path.is_file():
-        if path.suffix not in READERS:
-            raise DataError(
-                f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {known}"
-            )
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"no training data at {path.absolute()} ({findings.setting}): neither a file nor a folder")
-    try:
-        found = sorted(file for file in path.rglob("*") if not file.is_dir())
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({findings.setting}): {error.strerror or error}") from None
-    files = []
-    for file in found:
-        inside = file.relative_to(path)
-        if any(part.startswith(".") for part in inside.parts):
-            findings.remark("hidden files are not read", str(file))
-        elif file.suffix not in READERS or file.name.upper() == "README.MD":
-            findings.remark(
-                f"{file.suffix or file.name!r} files are not read" if file.suffix not in READERS else "is not read",
-                str(file),
-            )
-        elif not file.exists():
-            findings.problem(f"{file}: a link to {file.readlink()}, which does not exist")
-        else:
-            files.append(file)
-    if not files and not findings.problems:
-        raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {known}")
-    return files
 
 
 # --- text and JSON ---
@@ -132,7 +98,7 @@ def _jsonl_records(path: Path, findings: Findings) -> Iterator[Record]:
                 continue
             source = f"{path}:{number}"
             with findings.collecting():
-                record = parse_json(_decode(line, source), source)
+                record = parse_json(_decode(line, source).rstrip("\r\n"), source)
                 yield source, record
 
 
@@ -169,7 +135,7 @@ def _json_problem(error: Exception, source: str) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return f"{source}: not valid JSON: nested too deeply"
     line = f"line {error.lineno}, " if error.lineno > 1 else ""
-    return f"{source}: not valid JSON: {error.msg} at {line}column {error.colno}"
+    return f"{source}: not valid JSON: {error.msg.removesuffix(' at')} at {line}column {error.colno}"
 
 
 def _decode(content: bytes, source: str) -> str:
@@ -236,35 +202,19 @@ READERS: dict[str, Callable[[Path, Findings], Iterator[Record]]] = {
 }
 
 
-# --- Hugging Face datasets ---
+# --- folders that datasets has saved ---
 
 
-def dataset_format(path: Path) -> str | None:
-    """``saved``: a folder that ``save_to_disk`` of datasets has written. ``repository``: one as on the Hub. None: another."""
-    if (path / "dataset_dict.json").is_file() or (
-        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-    ):
-        return "saved"
-    card = path / "README.md"
-    if card.is_file() and any(path.rglob("*.parquet")):
-        with card.open("rb") as file:
-            return "repository" if file.readline().strip() == b"---" else None
-    return None
-
-
-def _dataset_records(path: Path, split: str, findings: Findings) -> Iterator[Record]:
+def _saved_records(path: Path, split: str | None, findings: Findings) -> Iterator[Record]:
     import datasets
 
     try:
-        if dataset_format(path) == "saved":
-            found = datasets.load_from_disk(str(path))
-        else:
-            found = datasets.load_dataset(str(path))
+        rows = datasets.load_from_disk(str(path))
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise DataError(f"{path} has no split {split!r} (data.split); it has {', '.join(map(str, found))}")
-        found = found[split]
-    for number, record in enumerate(found):
+    if isinstance(rows, datasets.DatasetDict):
+        names = [str(name) for name in rows]
+        chosen = names if split == ALL else [choose_split(path, split, names, findings.setting)]
+        rows = datasets.concatenate_datasets([rows[name] for name in chosen])
+    for number, record in enumerate(rows):
         yield f"{path}[{number}]", without_nulls(record)

@@ -1,15 +1,42 @@
-"""What is wrong with data, all of it at once, and what is worth a word about it."""
+"""What is wrong with data, all of it at once and grouped by kind, and what is worth a word about it."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megascend.errors import DataError
 
-SHOWN = 20
-"""How many problems an error lists."""
+KINDS = 30
+"""How many kinds of problems are told apart; others are only counted."""
+PLACES = 5
+"""How many sources of one kind are listed."""
+SOURCE = re.compile(r"(.+?(?::\d+|\[\d+\])): (.*)", re.DOTALL)
+"""A message that begins with ``file:line`` or ``file[row]``."""
+VARIES = re.compile(r"(?<=found )(?!:).*|(?<=got ).*|\(\.\..*?\)|\d+", re.DOTALL)
+"""What differs between messages of one kind: values that were found, and numbers."""
+
+
+@dataclass
+class Kind:
+    """Problems or remarks that say the same of several sources.
+
+    Attributes:
+        text: the first one.
+        sources: the first ones, in order; none for a message that names its source elsewhere.
+    """
+
+    text: str
+    count: int = 0
+    sources: list[str] = field(default_factory=list)
+
+    def add(self, source: str) -> None:
+        """Count another source; the same one again is listed once."""
+        self.count += 1
+        if source and len(self.sources) < PLACES and source not in self.sources:
+            self.sources.append(source)
 
 
 @dataclass
@@ -18,52 +45,85 @@ class Findings:
 
     Attributes:
         setting: which one names the data.
-        problems: what cannot be trained on; each begins with its source, ``file:line``.
-        more: how many problems there are beside those listed.
-        remarks: what was left out or cut, and how often and where first: ``{text: [count, source]}``.
+        problems: what cannot be trained on, by kind.
+        more: how many problems there are beside those.
+        remarks: what was left out, cut or brought into another form, by kind.
+        more_remarks: how many remarks there are beside those.
     """
 
     setting: str = "data.path"
-    problems: list[str] = field(default_factory=list)
+    problems: dict[str, Kind] = field(default_factory=dict)
     more: int = 0
-    remarks: dict[str, list] = field(default_factory=dict)
+    remarks: dict[str, Kind] = field(default_factory=dict)
+    more_remarks: int = 0
 
-    def problem(self, text: str) -> None:
-        """Keep a problem; beyond :data:`SHOWN` it is only counted."""
-        if len(self.problems) < SHOWN:
-            self.problems.append(text)
-        else:
-            self.more += 1
+    def problem(self, message: str) -> None:
+        """Keep a problem; of the same kind as earlier ones, it is counted.
+
+        Args:
+            message: begins with its source, as ``file:line: ``.
+        """
+        match = SOURCE.fullmatch(message)
+        source, text = (match[1], match[2]) if match else ("", message)
+        self.more += not _count(self.problems, VARIES.sub("#", text), text, source)
 
     def remark(self, text: str, source: str) -> None:
         """Keep a remark; the same one about another source is counted."""
-        self.remarks.setdefault(text, [0, source])[0] += 1
+        self.more_remarks += not _count(self.remarks, text, text, source)
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """A DataError that leaves the block becomes a problem, and what follows the block goes ahead."""
+        """A DataError that leaves the block becomes a problem, or one for each line that begins with its source."""
         try:
             yield
         except DataError as error:
-            self.problem(str(error))
+            message = str(error)
+            match = SOURCE.fullmatch(message)
+            for each in re.split(rf"\n(?={re.escape(match[1])}: )", message) if match else [message]:
+                self.problem(each)
 
-    def raise_problems(self, of: str = "data") -> None:
+    def raise_problems(self, of: str | None = None) -> None:
         """Raise DataError with all problems, if there are any.
 
         Args:
-            of: what has them.
+            of: what has them; by default the data that the setting names.
         """
         if not self.problems:
             return
-        if len(self.problems) == 1:
-            raise DataError(self.problems[0])
-        more = [f"and {self.more} more"] if self.more else []
-        lines = "\n  ".join([*self.problems, *more])
-        raise DataError(f"{len(self.problems) + self.more} problems in the {of}:\n  {lines}")
+        count = sum(kind.count for kind in self.problems.values()) + self.more
+        lines = [_line(kind) for kind in self.problems.values()]
+        if count == 1:
+            raise DataError(lines[0])
+        if self.more:
+            lines.append(f"and {self.more} more, of other kinds")
+        of = of or ("data" if self.setting == "data.path" else f"data of {self.setting}")
+        kinds = f", of {len(self.problems)} kind{'s' if len(self.problems) > 1 else ''}" if len(lines) < count else ""
+        raise DataError(f"{count} problems in the {of}{kinds}:\n  " + "\n  ".join(lines))
 
     def lines(self) -> list[str]:
-        """The remarks as sentences, one a line."""
-        said = []
-        for text, (count, source) in self.remarks.items():
-            said.append(f"{source}: {text}" if count == 1 else f"{source} and {count - 1} more: {text}")
-        return said
+        """Return the remarks as sentences, one a line."""
+        lines = []
+        for kind in self.remarks.values():
+            more = "" if kind.count == 1 else f" and {kind.count - 1} more"
+            lines.append(f"{kind.sources[0]}{more}: {kind.text}")
+        return lines + ([f"and {self.more_remarks} more remarks"] if self.more_remarks else [])
+
+
+def _count(kinds: dict[str, Kind], key: str, text: str, source: str) -> bool:
+    """Add a source to its kind; False if there are too many kinds for another one."""
+    if key not in kinds and len(kinds) >= KINDS:
+        return False
+    kinds.setdefault(key, Kind(text)).add(source)
+    return True
+
+
+def _line(kind: Kind) -> str:
+    """Write a problem with its first sources: ``chat.jsonl:7 and 17 more (:9, :12, :15, :18, ..): ...``."""
+    if kind.count == 1 or not kind.sources:
+        times = f"{kind.count} times: " if kind.count > 1 else ""
+        return f"{times}{': '.join([*kind.sources, kind.text])}"
+    first, *others = kind.sources
+    file = re.match(r".*(?=[:\[])", first, re.DOTALL)
+    short = [each.removeprefix(file[0]) if file else each for each in others]
+    places = ", ".join([*short, ".."] if kind.count > len(kind.sources) else short)
+    return f"{first} and {kind.count - 1} more{f' ({places})' if places else ''}: {kind.text}"

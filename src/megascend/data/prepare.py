@@ -17,9 +17,10 @@ from megascend.batch.sample import Sample
 from megascend.config import Data
 from megascend.data.chat import check_template, writes_date
 from megascend.data.check import read_template
-from megascend.data.files import data_files, dataset_format, iterate_documents
+from megascend.data.files import iterate_documents
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, Limits
+from megascend.data.splits import is_saved, split_files
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
 from megascend.files import cache_folder, cache_limit, cached, digest, prune
@@ -73,12 +74,13 @@ def prepare_samples(
     Raises:
         DataError: some of it cannot be trained on; the message lists all problems, with file and line.
     """
-    if not dataset_format(path):
-        data_files(path, Findings(setting))
+    if not is_saved(path):
+        split_files(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
     settings = data.model_dump(
-        mode="json", include={"split", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
+        mode="json",
+        include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"},
     )
     content, files, code = content_of(path, setting), tokenizer_of(model), versions()
     day = template_date.isoformat() if writes_date(tokenizer) else ""
@@ -127,7 +129,7 @@ def prepare_samples(
 
 
 def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> Iterator[tuple[int, list[Sample]]]:
-    documents = iterate_documents(path, data.split, data.columns or None, findings)
+    documents = iterate_documents(path, data.split, data.columns or None, findings, data.config_name)
     said = time.monotonic()
     for number, document in enumerate(documents):
         if time.monotonic() - said > PROGRESS_S:

@@ -126,8 +126,8 @@ TOGETHER = {
     ),
     "auxiliary loss by no formula": settings("moe.aux_loss_coefficient=0.1", says="aux_loss_coefficient=0.1 | moe.aux_loss"),
     "auxiliary loss of nothing": settings("moe.aux_loss=megatron", says="aux_loss: megatron | aux_loss_coefficient above 0"),
-    "two validation sets": settings("validation={path: v, fraction: 0.1}", says="validation | both are set"),
-    "no validation set": settings("validation={every: 5}", says="validation | neither is set"),
+    "two validation sets": settings("validation={path: v, fraction: 0.1}", says="validation | path and fraction are both set"),
+    "no validation set": settings("validation={every: 5}", says="validation | path, split or fraction | none is set"),
     "output in the data": settings("data.path=.", says="output: out | data.path: . | read as data"),
     "layout: tensor": settings("parallel.tensor=2", says="world size 1 | parallel.tensor=2 | 2 processes"),
     "layout: virtual pipeline": settings(

@@ -1,0 +1,280 @@
+"""The files of a split. Which files of a folder belong to which split is decided by datasets' own code, without a network.
+
+megascend reads the files itself: values stay what they are, and every record has its file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megascend.data.findings import Findings
+from megascend.errors import DataError
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
+"""Endings of the files that are read."""
+KNOWN = ", ".join(SUFFIXES)
+ALL = "all"
+"""Names all readable files of a folder, or all splits of a saved one."""
+HELD_OUT = "validation"
+"""The split that validation.path takes of a folder with several, unless validation.split names one."""
+CARD, CARD_YAML = "README.md", ".huggingface.yaml"
+READ_OF_CARDS = {
+    "config_name",
+    "data_files",
+    "data_dir",
+    "default",
+    "version",
+    "description",
+    "features",
+    "drop_labels",
+}
+"""Keys of a card's config that are honoured, or that change nothing about text."""
+
+
+def is_saved(path: Path) -> bool:
+    """Check whether ``save_to_disk`` of datasets has written this folder."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def split_files(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
+    """Return the files of a split of the file or folder ``path``, in the order in which datasets reads them.
+
+    Args:
+        split: None: the one named ``validation``, or the only one; ``all``: every readable file of a folder.
+        config_name: one of those that the folder's card lists.
+        findings: is told which other files the folder has, and which of the split cannot be read.
+
+    Raises:
+        DataError: there is nothing to read at ``path``, no such split or config, or the choice between several is open.
+    """
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
+        )
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DataError(
+                f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN}"
+            )
+        if split not in (None, "train", ALL):
+            raise DataError(
+                f"{path} is one file and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
+            )
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"no training data at {path.absolute()} ({findings.setting}): neither a file nor a folder")
+    readable = _readable_files(path, findings)
+    if findings.problems:
+        return []
+    if not readable:
+        raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN}")
+    if split == ALL:
+        return readable
+    splits = folder_splits(
+        path, config_name, findings.setting, text=all(file.suffix in TEXT_SUFFIXES for file in readable)
+    )
+    name = choose_split(path, split, list(splits), findings.setting)
+    files = []
+    for file in splits[name]:
+        if file.suffix in SUFFIXES:
+            files.append(file)
+        else:
+            findings.problem(
+                f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: {KNOWN}"
+            )
+    _compare(path, readable, files, splits, name, findings)
+    return files
+
+
+def files_of(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
+    """Return the files that a split is read from: as :func:`split_files`, and of a saved folder its splits' folders.
+
+    Raises:
+        DataError: as :func:`split_files`.
+    """
+    if not is_saved(path):
+        return split_files(path, split, config_name, findings)
+    if not (path / "dataset_dict.json").is_file():
+        return [path]
+    names = sorted(each.name for each in path.iterdir() if each.is_dir() and is_saved(each))
+    return [path / name for name in names if split == ALL or name == choose_split(path, split, names, findings.setting)]
+
+
+def choose_split(path: Path, split: str | None, splits: Collection[str], setting: str) -> str:
+    """Return the name of the split to read.
+
+    Raises:
+        DataError: it is not among ``splits``, or none is named and the choice is open.
+    """
+    option = _split_setting(setting)
+    if split is None and (HELD_OUT in splits or len(splits) == 1):
+        return HELD_OUT if HELD_OUT in splits else next(iter(splits))
+    if split not in splits:
+        missing = "several splits, of which none is named 'validation'" if split is None else f"no split {split!r}"
+        way = f"; {option}: {ALL} reads every file" if option == "data.split" else ""
+        raise DataError(f"{path} has {missing} ({option}); it has {', '.join(splits)}{way}")
+    return split
+
+
+def _split_setting(setting: str) -> str:
+    return "validation.split" if setting.startswith("validation") else "data.split"
+
+
+def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> dict[str, list[Path]]:
+    """Return the files of each split of a folder, as datasets resolves them.
+
+    Args:
+        config_name: of those that the folder's card lists; None: the only one, or the card's default.
+        text: the folder holds texts alone, some of which have endings that datasets knows no format for.
+
+    Raises:
+        DataError: datasets cannot resolve the folder, or its card asks for what is not read here.
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    root = path.resolve()
+    try:
+        with _quiet(), tempfile.TemporaryDirectory(prefix="megascend-splits-") as cache:
+            configs = card_configs(root)
+            chosen = _chosen_config(path, configs, config_name)
+            _check_config(path, chosen, configs.get(chosen or "", {}))
+            if text and not configs:
+                found = DataFilesDict.from_patterns(get_data_patterns(str(root)), str(root), list(TEXT_SUFFIXES))
+            else:
+                found = datasets.load_dataset_builder(str(root), name=chosen, cache_dir=cache).config.data_files
+    except DataError:
+        raise
+    except Exception as error:  # datasets, YAML and the card's reader raise whatever they like about a folder
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"{path} ({setting}): datasets cannot tell its splits: {reason}; data.split: {ALL} reads every file"
+        ) from error
+    splits = {}
+    for name, files in dict(found or {}).items():
+        # A name that fits two patterns of one split is listed twice, and would be learned twice.
+        paths = dict.fromkeys(Path(file) for file in files)
+        if paths:
+            splits[str(name)] = [path / file.relative_to(root) if file.is_relative_to(root) else file for file in paths]
+    return splits
+
+
+# --- the card ---
+
+
+def card_configs(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the configs that the card of a folder lists, by name."""
+    import yaml
+    from huggingface_hub import DatasetCard
+
+    values: dict[str, Any] = {}
+    if (root / CARD).is_file():
+        values |= DatasetCard.load(root / CARD).data.to_dict()
+    if (root / CARD_YAML).is_file():
+        values |= yaml.safe_load((root / CARD_YAML).read_text(encoding="utf-8")) or {}
+    return {str(each["config_name"]): each for each in values.get("configs") or []}
+
+
+def _chosen_config(path: Path, configs: Mapping[str, Mapping[str, Any]], name: str | None) -> str | None:
+    if name is not None:
+        if name not in configs:
+            listed = f"its card lists {', '.join(configs)}" if configs else "its card lists none"
+            raise DataError(f"{path} has no config {name!r} (data.config_name); {listed}")
+        return name
+    defaults = [each for each, values in configs.items() if each == "default" or values.get("default")]
+    if len(configs) > 1 and len(defaults) != 1:
+        raise DataError(
+            f"{path}: its card lists {len(configs)} configs: {', '.join(configs)}; name one with data.config_name"
+        )
+    return defaults[0] if defaults else next(iter(configs), None)
+
+
+def _check_config(path: Path, name: str | None, values: Mapping[str, Any]) -> None:
+    unread = [f"{key}: {value!r}" for key, value in values.items() if key not in READ_OF_CARDS]
+    if unread:
+        raise DataError(
+            f"{path}: config {name!r} of its card sets {', '.join(unread)}, which is not read; remove it there"
+        )
+    if "://" in str(values.get("data_files", "")):
+        raise DataError(
+            f"{path}: config {name!r} of its card names files elsewhere ({values['data_files']}): download them"
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep datasets and the hub's client from remarks of their own about a folder."""
+    import datasets
+    from huggingface_hub.utils import logging
+
+    level, own = logging.get_verbosity(), datasets.utils.logging.get_verbosity()
+    logging.set_verbosity_error()
+    datasets.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        datasets.utils.logging.set_verbosity(own)
+
+
+# --- other files of the folder ---
+
+
+def _readable_files(path: Path, findings: Findings) -> list[Path]:
+    """Return the files of a folder that could be read, in name order; the others become remarks."""
+    try:
+        every = sorted(file for file in path.rglob("*") if not file.is_dir())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({findings.setting}): {error.strerror or error}") from None
+    files = []
+    for file in every:
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            findings.remark("hidden files are not read", str(file))
+        elif file.suffix not in SUFFIXES:
+            findings.remark(f"{file.suffix or file.name!r} files are not read", str(file))
+        elif file.name.upper() == CARD.upper():
+            findings.remark("is not read", str(file))
+        elif not file.exists():
+            findings.problem(f"{file}: a link to {file.readlink()}, which does not exist")
+        else:
+            files.append(file)
+    return files
+
+
+def _compare(
+    path: Path,
+    readable: Collection[Path],
+    files: Collection[Path],
+    splits: Mapping[str, Collection[Path]],
+    name: str,
+    findings: Findings,
+) -> None:
+    """Say which readable files of a folder the split leaves out, and why.
+
+    Raises:
+        DataError: the split is made of text files, and files of records beside them are in no split.
+    """
+    others = {file: split for split, each in splits.items() if split != name for file in each}
+    no_split = [file for file in readable if file not in set(files) and file not in others]
+    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
+    records = [file for file in no_split if file.suffix in RECORD_SUFFIXES]
+    if texts and records:
+        noun = "file" if len(texts) == 1 else "files"
+        raise DataError(
+            f"{path} ({findings.setting}): datasets takes the {len(texts)} text {noun} ({texts[0].name}) and leaves "
+            f"out {records[0].name}, as it is rarer: move either out of the folder, name one file, or data.split: {ALL} to read "
+            "every file"
+        )
+    for file in readable:
+        if file in others and file not in set(files):
+            findings.remark(f"belongs to split {others[file]!r} and is not read", str(file))
+    for file in no_split:
+        findings.remark("is not read: datasets counts it to no split", str(file))
