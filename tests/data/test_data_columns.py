@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -17,17 +18,19 @@ SYSTEM = {"role": "system", "content": "be brief"}
 WORSE = {"role": "assistant", "content": "2"}
 CHAT = (USER, ANSWER)
 TOOL = {"name": "look", "parameters": {}}
+WRAPPED = {"type": "function", "function": TOOL}
 CALL = {"name": "look", "arguments": {"where": "sky"}}
+WRAPPED_CALL = {"type": "function", "function": CALL}
 
 RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": ({"text": "x"}, {"text": "x"}),
     "chat": ({"messages": list(CHAT)}, {"messages": CHAT}),
     "chat as JSON": ({"messages": '[{"role": "user", "content": "one?"}]'}, {"messages": (USER,)}),
     "null columns": ({"messages": list(CHAT), "text": None, "tools": None}, {"messages": CHAT}),
-    "tools": ({"messages": list(CHAT), "tools": [TOOL]}, {"messages": CHAT, "tools": (TOOL,)}),
+    "tools": ({"messages": list(CHAT), "tools": [TOOL]}, {"messages": CHAT, "tools": (WRAPPED,)}),
     "tools as JSON": (
         {"messages": list(CHAT), "tools": '[{"name": "look", "parameters": {}}]'},
-        {"messages": CHAT, "tools": (TOOL,)},
+        {"messages": CHAT, "tools": (WRAPPED,)},
     ),
     "no tools": ({"messages": list(CHAT), "tools": []}, {"messages": CHAT}),
     "template options": (
@@ -50,7 +53,7 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "messages": (
                 USER,
-                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "assistant", "tool_calls": [WRAPPED_CALL]},
                 {"role": "tool", "content": "blue"},
                 ANSWER,
             ),
@@ -129,7 +132,102 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 },
             ]
         },
-        {"messages": (USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]})},
+        {
+            "messages": (
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+                },
+            )
+        },
+    ),
+    "LLaMA-Factory, several calls at once": (
+        {
+            "conversations": [
+                {"from": "human", "value": "one?"},
+                {"from": "function_call", "value": json.dumps([CALL, CALL])},
+                {"from": "observation", "value": "blue"},
+                {"from": "gpt", "value": "two"},
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+        {
+            "messages": (
+                USER,
+                {"role": "assistant", "tool_calls": [WRAPPED_CALL] * 2},
+                {"role": "tool", "content": "blue"},
+                ANSWER,
+            ),
+            "tools": (WRAPPED,),
+        },
+    ),
+    "calls as messages with roles": (
+        {
+            "messages": [
+                USER,
+                {"role": "tool_call", "content": json.dumps(CALL)},
+                {"role": "tool_call", "content": json.dumps(CALL)},
+                {"role": "tool_response", "content": "blue"},
+                ANSWER | {"weight": 0},
+            ]
+        },
+        {
+            "messages": (
+                USER,
+                {"role": "assistant", "tool_calls": [WRAPPED_CALL] * 2},
+                {"role": "tool", "content": "blue"},
+                ANSWER,
+            ),
+            "loss_weights": (0.0, 1.0, 0.0, 0.0),
+        },
+    ),
+    "a function call of OpenAI's earlier form": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+            ]
+        },
+        {
+            "messages": (
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+                },
+            )
+        },
+    ),
+    "the id of a flat call": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"id": "c1"}]}]},
+        {"messages": (USER, {"role": "assistant", "tool_calls": [WRAPPED_CALL | {"id": "c1"}]})},
+    ),
+    "a prompt with parallel calls": (
+        {
+            "prompt": [
+                USER,
+                {"role": "tool_call", "content": json.dumps(CALL)},
+                {"role": "tool_call", "content": json.dumps(CALL)},
+            ],
+            "completion": [{"role": "tool_call", "content": json.dumps(CALL)}],
+        },
+        {
+            "messages": (
+                USER,
+                {"role": "assistant", "tool_calls": [WRAPPED_CALL] * 2},
+                {"role": "assistant", "tool_calls": [WRAPPED_CALL]},
+            ),
+            "prompt_messages": 2,
+        },
+    ),
+    "an empty answer that is not learned": (
+        {"messages": [USER, ANSWER | {"content": "", "loss": False}, USER, ANSWER]},
+        {"messages": (USER, ANSWER | {"content": ""}, USER, ANSWER), "loss_weights": (0.0, 0.0, 0.0, 1.0)},
+    ),
+    "an empty answer with thoughts": (
+        {"messages": [USER, ANSWER | {"content": "", "thinking": "hm"}]},
+        {"messages": (USER, ANSWER | {"content": "", "thinking": "hm", "reasoning_content": "hm"})},
     ),
     "reasoning": (
         {"messages": [USER, ANSWER | {"reasoning": "hm"}]},
@@ -207,6 +305,34 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         {"messages": list(CHAT), "chat_template_kwargs": [1]},
         "'chat_template_kwargs' must be an object",
     ),
+    "an empty answer": (
+        {"messages": [USER, ANSWER | {"content": " \n"}]},
+        r"messages\[1\]: the assistant's message is empty",
+    ),
+    "an empty answer of parts": (
+        {"messages": [USER, ANSWER | {"content": [{"type": "text", "text": ""}]}]},
+        "the assistant's message is empty",
+    ),
+    "an empty rejected answer": (
+        {"prompt": "one?", "chosen": [ANSWER], "rejected": [ANSWER | {"content": ""}]},
+        r"rejected\[1\]: the assistant's message is empty",
+    ),
+    "a role with a capital": (
+        {"messages": [USER | {"role": "User"}, ANSWER]},
+        "role 'User' is unknown, did you mean 'user'",
+    ),
+    "a role misspelt": (
+        {"messages": [USER, ANSWER | {"role": "assitant"}]},
+        "'assitant' is unknown, did you mean 'assistant'",
+    ),
+    "a role of another format": (
+        {"messages": [USER, ANSWER | {"role": "bot"}]},
+        "'bot' is unknown, did you mean 'assistant'",
+    ),
+    "a call that is no JSON": (
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "look(sky)"}]},
+        r"conversations\[1\]: tool_calls\[0\] must name a function, found 'look\(sky\)'",
+    ),
     "an unknown speaker": ({"conversations": [{"from": "dog", "value": "woof"}]}, "'from' is 'dog'; known: human"),
     "a speaker is missing": (
         {"conversations": [{"from": "human", "value": "x"}, {"value": "y"}]},
@@ -246,6 +372,97 @@ def test_a_bad_record_is_a_sentence(name: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         parse_record(record, "data.jsonl:2")
     assert str(caught.value).startswith("data.jsonl:2: ")
+
+
+def test_all_messages_of_a_record_are_checked() -> None:
+    findings = Findings()
+    bad = [
+        USER | {"role": "User"},
+        ANSWER | {"content": 3},
+        USER | {"loss": 1},
+        ANSWER | {"content": ""},
+        {"role": "bot", "content": "a"},
+    ]
+    for number in (1, 2):
+        with findings.collecting():
+            parse_record({"messages": bad}, f"f:{number}")
+    with findings.collecting():
+        parse_record({"conversations": [{"from": "dog", "value": "a"}, {"from": "cat", "value": "b"}]}, "f:3")
+    with pytest.raises(DataError) as caught:
+        findings.raise_problems()
+    heading, *lines = str(caught.value).split("\n  ")
+    assert heading == "12 problems in the data, of 7 kinds:"
+    for line, start in zip(
+        lines,
+        (
+            "f:1 and 1 more (:2): messages[0]: the role 'User' is unknown",
+            "f:1 and 1 more (:2): messages[1] must have a string 'content'",
+            "f:1 and 1 more (:2): messages[2]: only the assistant's messages can carry loss",
+            "f:1 and 1 more (:2): messages[3]: the assistant's message is empty",
+            "f:1 and 1 more (:2): messages[4]: the role 'bot' is unknown",
+            "f:3: conversations[0]: 'from' is 'dog'",
+            "f:3: conversations[1]: 'from' is 'cat'",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(start)
+
+
+CALLING = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "blue"}, ANSWER]
+ODD: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "nothing": ({"messages": CALLING, "tools": [{"type": "function", "function": {"name": "look"}}]}, []),
+    "flat tools": ({"messages": CALLING, "tools": [TOOL]}, ['tools are put into the form {"type": "function", "function": ...}']),
+    "a tool without a type": (
+        {"messages": CALLING, "tools": [{"function": TOOL}]},
+        ['tools are put into the form {"type": "function", "function": ...}'],
+    ),
+    "a tool that is not declared": (
+        {"messages": CALLING, "tools": [{"type": "function", "function": {"name": "see"}}]},
+        ["'look' is called, and 'tools' does not declare it"],
+    ),
+    "no tools": ({"messages": CALLING}, ["'look' is called, and 'tools' are missing"]),
+    "calls of a pair": (
+        {"chosen": [USER, {"role": "assistant", "tool_calls": [CALL]}], "rejected": [*CHAT]},
+        ["'look' is called, and 'tools' are missing"],
+    ),
+    "a schema without a type": (
+        {"messages": [*CHAT], "tools": [{"type": "function", "function": {"name": "look", "parameters": {"properties": {}}}}]},
+        ["the 'parameters' of tool 'look' have no 'type' (\"object\")"],
+    ),
+    "parameters without types": (
+        {
+            "messages": [*CHAT],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "look",
+                        "parameters": {
+                            "type": "object",
+                            "properties": {"where": {"description": "x"}, "when": {"enum": ["now"]}, "how": {"type": "string"}},
+                        },
+                    },
+                }
+            ],
+        },
+        ["parameters of tool 'look' have no 'type': 'where'"],
+    ),
+    "a role of a template's own": (
+        {"messages": [USER, {"role": "environment", "content": "rain"}, ANSWER]},
+        [
+            "the role 'environment' is none of system, developer, user, assistant, tool: its messages are not learned as the "
+            "assistant's are"
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tools_and_roles_are_remarked(name: str) -> None:
+    record, remarks = ODD[name]
+    findings = Findings()
+    parse_record(record, "f:1", None, findings)
+    assert findings.lines() == [f"f:1: {remark}" for remark in remarks]
 
 
 def test_columns_of_other_names() -> None:

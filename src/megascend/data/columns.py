@@ -13,12 +13,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
-from megascend.data.messages import conversation_or_text, decoded, from_sharegpt, parse_messages, parse_tools
+from megascend.data.messages import (
+    CALLS,
+    EMPTY_ANSWER,
+    RESULTS,
+    conversation_or_text,
+    decoded,
+    from_sharegpt,
+    is_empty_answer,
+    parse_messages,
+    parse_tools,
+    tool_remarks,
+)
 from megascend.errors import DataError
 
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -70,7 +80,11 @@ def parse_record(
         for key in record:
             if key not in known:
                 findings.remark(f"{key!r} is not read", source)
-    return _PARSERS[form](values, source)
+    document = _PARSERS[form](values, source)
+    if findings is not None:
+        for remark in tool_remarks(values.get("tools"), document):
+            findings.remark(remark, source)
+    return document
 
 
 def _text(values: Mapping[str, Any], name: str, source: str, *, empty: bool = False) -> str:
@@ -109,8 +123,12 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
             completion=_text(values, "completion", source),
             **_chat(values, source),
         )
-    document = _conversation([*prompt, *completion], f"{source}: prompt + completion", values, source)
-    return replace(document, prompt_messages=len(prompt))
+    before, weights = parse_messages(prompt, f"{source}: prompt", learned=False) if prompt else ((), None)
+    answer, own = parse_messages(completion, f"{source}: completion")
+    messages = (*before, *answer)
+    plain = tuple(float(message["role"] == "assistant") for message in messages)
+    both = None if weights is own is None else (*(weights or plain[: len(before)]), *(own or plain[len(before) :]))
+    return Document(source, messages=messages, loss_weights=both, prompt_messages=len(before), **_chat(values, source))
 
 
 def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
@@ -156,14 +174,14 @@ def _side(side: list[Any], prompt: Any, where: str) -> Messages:
     """
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
-    whole = role not in ("assistant", "tool")
+    whole = role not in ("assistant", "tool", *CALLS, *RESULTS)
     prompt = from_sharegpt(prompt, where)
     before: list[Any] = []
     if not whole:
         before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         if not prompt:
             raise DataError(f"{where} begins with the {role}'s message, and there is no 'prompt'")
-    messages, weights = parse_messages([*before, *side], where)
+    messages, weights = parse_messages([*before, *side], where, learned=False)
     if whole and prompt and not _holds(messages, prompt, where):
         raise DataError(
             f"{where} begins with the {role}'s message, and what 'prompt' says is not in it: begin with the assistant's message, "
@@ -173,6 +191,8 @@ def _side(side: list[Any], prompt: Any, where: str) -> Messages:
         raise DataError(f"{where}: 'loss' and 'weight' have no meaning in preference pairs: leave them out")
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{where} must end with the assistant's message")
+    if is_empty_answer(messages[-1]):
+        raise DataError(f"{where}[{len(messages) - 1}]: {EMPTY_ANSWER}")
     return messages
 
 

@@ -24,6 +24,7 @@ Record = tuple[str, Any]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_FIELD = 2**31 - 1
 """Of CSV, in characters; Python's own limit is 131072."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 def read_documents(
@@ -154,8 +155,10 @@ def _csv_records(path: Path, findings: Findings) -> Iterator[Record]:
     try:
         # Values stay the strings that they are: a reader that infers types turns NA into nothing and 007 into 7.
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file, strict=True, delimiter="\t" if path.suffix == ".tsv" else ",")
+            rows = csv.reader(file, strict=True, delimiter=DELIMITERS[path.suffix])
             header = next(rows, [])
+            if len(header) == 1 and (hint := _delimiter_hint(path)):
+                raise DataError(f"{path}:1: one column, {header[0]!r:.60}{hint}")
             if len(set(header)) != len(header):
                 raise DataError(f"{path}:1: two columns have one name: {', '.join(header)}")
             start = rows.line_num + 1
@@ -168,13 +171,27 @@ def _csv_records(path: Path, findings: Findings) -> Iterator[Record]:
                     continue
                 yield source, dict(zip(header, row, strict=True))
     except csv.Error as error:
-        findings.problem(f"{path}: not valid CSV: {error}")
+        findings.problem(f"{path}: not valid CSV: {error}{_delimiter_hint(path)}")
     except UnicodeDecodeError as error:
         findings.problem(f"{path}: not UTF-8 text ({error.reason})")
     except DataError as error:
         findings.problem(str(error))
     finally:
         csv.field_size_limit(before)
+
+
+def _delimiter_hint(path: Path) -> str:
+    """Return a guess at what separates the columns of a table, if the first line has no delimiter of its kind; or nothing."""
+    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+        line = file.readline()
+    kind = DELIMITERS[path.suffix]
+    for other in () if kind in line else (";", "\t", "|", ","):
+        if len(names := line.strip("\r\n").split(other)) > 1 and all(names):
+            return (
+                f"; the first line seems to be separated by {other!r}, and {path.suffix} files are by {kind!r}: write the file "
+                "with commas as .csv, or with tabs as .tsv"
+            )
+    return ""
 
 
 def _parquet_records(path: Path, findings: Findings) -> Iterator[Record]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
-from megascend.data.document import Message, Messages
+from megascend.data.document import Document, Message, Messages
 from megascend.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -14,6 +16,12 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 LOSS = ("loss", "weight")
 """Keys that say how much the loss counts a message."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's form."""
+CALLS = ("function_call", "tool_call")
+"""Speakers of messages that are tool calls, written as JSON: of ShareGPT and LLaMA-Factory, and of ms-swift."""
+RESULTS = ("observation", "function_response", "tool_response")
+"""Speakers of messages that are a tool's answer."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -21,37 +29,94 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "system": "system",
     "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(RESULTS, "tool"),
 }
+MISTAKEN = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+"""Names of speakers that other formats have, and no chat template learns as the assistant or reads as the user."""
 
 
-def parse_messages(found: Any, where: str) -> tuple[Messages, tuple[float, ...] | None]:
-    """Messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any says so.
+def parse_messages(found: Any, where: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
+    """Return messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any says so.
 
     Args:
         where: begins every message of an error, ``file:line: messages``.
+        learned: the assistant's messages are learned, so none of them may be empty.
 
     Raises:
-        DataError: one is not of the right form.
+        DataError: some are not of the right form; a line for each.
     """
     found = decoded(found)
     if not isinstance(found, list) or not found:
         raise DataError(f"{where} must be a list that is not empty, found {found!r:.60}")
-    messages = tuple(parse_message(message, f"{where}[{index}]") for index, message in enumerate(found))
-    given = [_loss_weight(message, f"{where}[{index}]") for index, message in enumerate(found)]
-    if all(weight is None for weight in given):
-        return messages, None
-    weights = []
-    for index, (message, weight) in enumerate(zip(messages, given, strict=True)):
-        learned = message["role"] == "assistant"
-        if weight and not learned:
-            raise DataError(
-                f"{where}[{index}]: only the assistant's messages can carry loss, this one is the {message['role']}'s; to learn "
-                "all of a conversation set data.train_on_prompt: true"
+    messages: list[Message] = []
+    given: list[float | None] = []
+    problems: list[str] = []
+
+    def attempt(check: Callable[[], Any]) -> Any:
+        try:
+            return check()
+        except DataError as error:
+            problems.append(str(error))
+            return None
+
+    for index, raw in enumerate(found):
+        place = f"{where}[{index}]"
+        message = attempt(lambda raw=raw, place=place: parse_message(raw, place))
+        if message is None:
+            continue
+        weight = attempt(lambda raw=raw, place=place: _loss_weight(raw, place))
+        if weight and message["role"] != "assistant":
+            problems.append(
+                f"{place}: only the assistant's messages can carry loss, this one is the {message['role']}'s; to learn all of a "
+                "conversation set data.train_on_prompt: true"
             )
-        weights.append(float(learned) if weight is None else weight)
-    return messages, tuple(weights)
+        if learned and weight != 0 and is_empty_answer(message):
+            problems.append(f"{place}: {EMPTY_ANSWER}")
+        if _continues_calls(messages, raw, message, weight, given):
+            messages[-1] = messages[-1] | {"tool_calls": [*messages[-1]["tool_calls"], *message["tool_calls"]]}
+            continue
+        messages.append(message)
+        given.append(weight)
+    if problems:
+        raise DataError("\n".join(problems))
+    if all(weight is None for weight in given):
+        return tuple(messages), None
+    weights = (
+        float(message["role"] == "assistant") if weight is None else weight
+        for message, weight in zip(messages, given, strict=True)
+    )
+    return tuple(messages), tuple(weights)
+
+
+EMPTY_ANSWER = (
+    "the assistant's message is empty, so that only its end would be learned; remove it, or keep it out of the loss "
+    '("loss": false)'
+)
+
+
+def is_empty_answer(message: Message) -> bool:
+    """Check whether the assistant says nothing: no words, no thoughts, no tool calls."""
+    content = message.get("content", "")
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return (
+        message["role"] == "assistant"
+        and not text.strip()
+        and "tool_calls" not in message
+        and not str(message.get("reasoning_content", "")).strip()
+    )
+
+
+def _continues_calls(
+    messages: list[Message], raw: Any, message: Message, weight: float | None, given: list[float | None]
+) -> bool:
+    """Check whether a message of tool calls alone follows another one: parallel calls, of which each had a message."""
+    return (
+        isinstance(raw, dict)
+        and raw.get("role") in CALLS
+        and bool(messages)
+        and set(messages[-1]) == set(message) == {"role", "tool_calls"}
+        and given[-1] == weight
+    )
 
 
 def parse_message(found: Any, where: str) -> Message:
@@ -66,6 +131,15 @@ def parse_message(found: Any, where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"{where} must have a string 'role', found {role!r:.60}")
+    role = message["role"] = _role(role, where)
+    if role in CALLS:
+        calls = decoded(message.pop("content", None))
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        role = message["role"] = "assistant"
+    elif role in RESULTS:
+        role = message["role"] = "tool"
+    if isinstance(message.get("function_call"), dict) and "tool_calls" not in message:  # OpenAI's earlier form
+        message["tool_calls"] = [message.pop("function_call")]
     if "tool_calls" in message:
         calls = _tool_calls(message["tool_calls"], where)
         message["tool_calls"] = calls
@@ -81,6 +155,24 @@ def parse_message(found: Any, where: str) -> Message:
         message.pop("reasoning", None)
     message |= _content(message, where)
     return message
+
+
+def _role(role: str, where: str) -> str:
+    """Return a role as it is.
+
+    Raises:
+        DataError: it is a known one misspelt, or that of another format; no template would write it as what it means.
+    """
+    known = (*ROLES, *CALLS, *RESULTS)
+    if role in known:
+        return role
+    plain = role.strip().lower()
+    meant = (
+        plain if plain in known else MISTAKEN.get(plain) or next(iter(get_close_matches(plain, ROLES, 1, 0.8)), None)
+    )
+    if meant is not None:
+        raise DataError(f"{where}: the role {role!r} is unknown, did you mean {meant!r}?")
+    return role
 
 
 def _content(message: Message, where: str) -> dict[str, Any]:
@@ -106,7 +198,7 @@ def _content(message: Message, where: str) -> dict[str, Any]:
 
 
 def _tool_calls(found: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls whose arguments are objects: templates write them as JSON, and a string would be quoted once more."""
+    """Tool calls in OpenAI's form, but for arguments: objects, as templates write them as JSON and would quote a string."""
     found = decoded(found)
     if not isinstance(found, list):
         raise DataError(f"{where}: 'tool_calls' must be a list, found {found!r:.60}")
@@ -121,8 +213,9 @@ def _tool_calls(found: Any, where: str) -> list[dict[str, Any]]:
                 f"{where}: the arguments of tool_calls[{number}] must be an object, or one written as JSON, found "
                 f"{inner['arguments']!r:.60}"
             )
-        whole = inner | {"arguments": arguments}
-        calls.append(call | {"function": whole} if "function" in call else whole)
+        outer = call if "function" in call else {key: value for key, value in call.items() if key in ("id", "type")}
+        function = {key: value for key, value in inner.items() if "function" in call or key not in ("id", "type")}
+        calls.append({"type": "function"} | outer | {"function": function | {"arguments": arguments}})
     return calls
 
 
@@ -150,7 +243,7 @@ def _loss_weight(message: Message, where: str) -> float | None:
 
 
 def parse_tools(found: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    """The functions that a conversation may call, as JSON schemas; None where there are none.
+    """Return the functions that a conversation may call, in OpenAI's form; None where there are none.
 
     Raises:
         DataError: they are not a list of objects.
@@ -158,34 +251,90 @@ def parse_tools(found: Any, where: str) -> tuple[dict[str, Any], ...] | None:
     found = decoded(found)
     if found is None or found in ([], ""):
         return None
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+    if not isinstance(found, list) or not all(isinstance(decoded(tool), dict) for tool in found):
         raise DataError(f"{where} must be a list of objects (JSON schemas of functions), found {found!r:.60}")
-    return tuple(found)
+    return tuple(_wrapped(decoded(tool)) for tool in found)
+
+
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's form; one that names no function, a template's own perhaps, as it is."""
+    if isinstance(tool.get("function"), dict):
+        return {"type": "function"} | tool
+    if isinstance(tool.get("name"), str) and tool.get("type", "function") == "function":
+        return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    return tool
+
+
+def tool_remarks(found: Any, document: Document) -> list[str]:
+    """Return what is odd about a document's tools and calls, and is trained on all the same.
+
+    Args:
+        found: the tools as the data have them.
+    """
+    remarks = []
+    tools, raw = document.tools or (), decoded(found)
+    if isinstance(raw, list) and [decoded(tool) for tool in raw] != list(tools):
+        remarks.append('tools are put into the form {"type": "function", "function": ...}')
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    for function in functions:
+        name, schema = function.get("name"), function.get("parameters")
+        if schema is not None and not isinstance(schema, dict):
+            remarks.append(f"the 'parameters' of tool {name!r} are no JSON schema")
+        elif schema and "type" not in schema:
+            remarks.append(f"the 'parameters' of tool {name!r} have no 'type' (\"object\")")
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        untyped = [
+            key
+            for key, value in (properties.items() if isinstance(properties, dict) else ())
+            if not (isinstance(value, dict) and TYPED & value.keys())
+        ]
+        if untyped:
+            remarks.append(f"parameters of tool {name!r} have no 'type': {', '.join(map(repr, untyped))}")
+    sides = (document.messages, document.chosen, document.rejected)
+    messages = [message for side in sides if isinstance(side, tuple) for message in side]
+    called = dict.fromkeys(call["function"]["name"] for message in messages for call in message.get("tool_calls", ()))
+    declared = {function.get("name") for function in functions} | {tool.get("name") for tool in tools}
+    remarks += [
+        f"{name!r} is called, and 'tools' {'does not declare it' if tools else 'are missing'}"
+        for name in called
+        if name not in declared
+    ]
+    roles = dict.fromkeys(message["role"] for message in messages)
+    remarks += [
+        f"the role {role!r} is none of {', '.join(ROLES)}: its messages are not learned as the assistant's are"
+        for role in roles
+        if role not in ROLES
+    ]
+    return remarks
+
+
+TYPED = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
+"""Keys of a JSON schema that say of which type a value is."""
 
 
 def from_sharegpt(found: Any, where: str) -> Any:
     """``{"from": "human", "value": ...}`` as ``{"role": "user", "content": ...}``; messages of another form as they are.
 
     Raises:
-        DataError: a role is unknown.
+        DataError: roles are unknown; a line for each.
     """
     found = conversation_or_text(found)
     if not isinstance(found, list) or not any(isinstance(message, dict) and "from" in message for message in found):
         return found
-    messages = []
+    messages, problems = [], []
     for index, message in enumerate(found):
         if not isinstance(message, dict) or "from" not in message:
-            raise DataError(f"{where}[{index}] must have 'from' and 'value' like the others, found {message!r:.60}")
+            problems.append(f"{where}[{index}] must have 'from' and 'value' like the others, found {message!r:.60}")
+            continue
         role, value = message["from"], message.get("value")
         rest = {key: each for key, each in message.items() if key not in ("from", "value")}
-        if role == "function_call":
-            call = decoded(value)
-            messages.append({"role": "assistant", "tool_calls": call if isinstance(call, list) else [call]} | rest)
+        if not isinstance(role, str) or role not in (*SHAREGPT_ROLES, *CALLS):
+            known = ", ".join([*SHAREGPT_ROLES, *CALLS])
+            problems.append(f"{where}[{index}]: 'from' is {role!r:.60}; known: {known}")
             continue
-        if not isinstance(role, str) or role not in SHAREGPT_ROLES:
-            known = ", ".join([*SHAREGPT_ROLES, "function_call"])
-            raise DataError(f"{where}[{index}]: 'from' is {role!r:.60}; known: {known}")
-        messages.append({"role": SHAREGPT_ROLES[role], "content": value} | rest)
+        messages.append({"role": SHAREGPT_ROLES.get(role, role), "content": value} | rest)
+    if problems:
+        raise DataError("\n".join(problems))
     return messages
 
 

@@ -78,6 +78,7 @@ TEXT = {
     "CSV: only a header": data("text\n", to="bad.csv", says="bad.csv | no document"),
     "CSV: a column twice": data("text,text\n1,2\n", to="bad.csv", says="bad.csv:1 | two columns have one name"),
     "CSV: a row too long": data("text\na\nb,c\n", to="bad.csv", says="bad.csv:3 | 2 columns | names 1"),
+    "CSV: semicolons": data("prompt;completion\n1;2\n3;4\n", to="bad.csv", says="bad.csv:1 | separated by ';' | .tsv"),
     "CSV: an open quote": data('text\n"one two\n', to="bad.csv", says="bad.csv | not valid CSV"),
     "CSV: Latin-1": data("text\ncafé\n".encode("latin-1"), to="bad.csv", says="bad.csv | not UTF-8"),
     "parquet: another file": data(GOOD, to="bad.parquet", says="bad.parquet | not a parquet file"),
@@ -136,7 +137,7 @@ MESSAGES = {
         chat({"role": "user", "content": [{"type": "image", "url": "x"}]}), says="bad.jsonl:1: messages[0] | 'image' | only text"
     ),
     "no assistant": data(chat("system: a", "user: b"), says="bad.jsonl:1 | no assistant turn | data.train_on_prompt"),
-    "an assistant misspelt": data(chat("user: a", "asistant: b"), says="bad.jsonl:1 | no assistant turn"),
+    "an assistant misspelt": data(chat("user: a", "asistant: b"), says="messages[1] | 'asistant' is unknown, did you mean 'assistant'"),
     "no turn that counts": data(chat("user: a", assistant(loss=0)), says="bad.jsonl:1 | none whose loss counts"),
     "loss of the user": data(
         chat({"role": "user", "content": "a", "loss": 1}, assistant()),
