@@ -70,10 +70,7 @@ def test_the_programs_about_lora_run(folder: Path) -> None:
     merged = folder / "runs" / "lora" / "merged"
     assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen3"
 
-    (folder / "short.py").write_text(
-        "import megascend\n\nmegascend.bootstrap()\nsamples = [megascend.Sample.causal(list(b'2 + 2 = 4')) for _ in 'ab']\n"
-        "samples[0].adapter, samples[1].adapter = 'alice', 'bob'\n" + programs_of(README)[1]
-    )
+    (folder / "short.py").write_text(programs_of(README)[1])
     python("short.py", cwd=folder)
     saved = json.loads((folder / "runs" / "lora" / "alice" / "adapter_config.json").read_text())
     assert saved["r"] == 16

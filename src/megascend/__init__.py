@@ -32,6 +32,8 @@ _PUBLIC = {
     "StepResult": "megascend.batch.results",
     "Sample": "megascend.batch.sample",
     "Loss": "megascend.batch.losses",
+    "LossFunction": "megascend.batch.losses",
+    "LossInputs": "megascend.batch.losses",
     "register_loss": "megascend.batch.losses",
     "Parallel": "megascend.config",
     "Adam": "megascend.config",
@@ -92,7 +94,7 @@ __all__ = [*_PUBLIC, "__version__"]
 if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
-    from megascend.batch.losses import Loss, register_loss
+    from megascend.batch.losses import Loss, LossFunction, LossInputs, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample
     from megascend.bootstrap import PatchProvider, Runtime, bootstrap, register_provider

@@ -168,7 +168,7 @@ def test_rendering() -> None:
     assert "9 GiB" in table
     assert "-> install it" in table
     assert table.endswith("1 failed: torch")
-    assert render_table(results[:1]).endswith("ready to train")
+    assert render_table(results[:1]).endswith("ready to train on this host")
     report = json.loads(render_json(results))
     assert report["ok"] is False
     assert report["checks"][1] == {
@@ -178,3 +178,33 @@ def test_rendering() -> None:
         "hint": "install it",
         "wanted": ">=2.6",
     }
+
+
+CPU = Check("platform", "ok", "cpu", values={"chosen": "cpu"})
+VERDICTS: dict[str, tuple[list[Check], str]] = {
+    "a CPU": (
+        [CPU, Check("threads", "ok", "", values={"cores": 2})],
+        "ready to train on this host's CPU (2 cores); it has no GPU or NPU that torch can use, and needs none",
+    ),
+    "GPUs": (
+        [Check("torch import", "ok", "2 x NVIDIA H100"), Check("platform", "ok", "", values={"chosen": "cuda"})],
+        "ready to train on 2 x NVIDIA H100 (platform cuda)",
+    ),
+    "NPUs": ([Check("platform", "ok", "", values={"chosen": "npu"})], "ready to train on this host (platform npu)"),
+    "no mcore-bridge": (
+        [Check("mcore-bridge", "fail", ""), CPU, Check("bootstrap", "fail", "")],
+        "2 failed: mcore-bridge, bootstrap; engine megatron cannot train here, and single and fsdp can, on this host's CPU; it "
+        "has no GPU or NPU that torch can use, and needs none",
+    ),
+    "no transformers": ([Check("transformers", "fail", ""), CPU], "1 failed: transformers"),
+    "no collectives": (
+        [Check("mcore-bridge", "fail", ""), CPU, Check("collectives", "fail", "")],
+        "2 failed: mcore-bridge, collectives",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdict_knows_the_host(name: str) -> None:
+    found, line = VERDICTS[name]
+    assert render_table(found).splitlines()[-1] == line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -76,3 +78,49 @@ def test_the_settings_in_a_checkpoint_of_0_1_are_compared_under_the_new_names(tm
     assert differences(saved, config) == []
     saved["mindspeed"] = {"use_fused_ring_attention_update": False}
     assert differences(saved, config) == ["provider_options.use_fused_ring_attention_update: False -> True"]
+
+
+UNHELPFUL: dict[str, str] = {
+    "trackers=wandb": r"trackers: a list is expected here .*'wandb'\): write trackers: \[wandb\], or --set trackers=\[wandb\]",
+    "plugins=mine": r"plugins: a list is expected here \(got 'mine'\): .* --set plugins=\[mine\]",
+    "output=": r"output: a value is expected here, and there is none",
+    "data.path=": r"data\.path: a value is expected here, and there is none",
+    "optimizer.lr=": r"optimizer\.lr: a value is expected here, and there is none",
+    "lr=1e-4": r"lr: unknown setting \(value .*\), did you mean optimizer\.lr",
+    "lr=": r"lr: unknown setting \(value None\), did you mean optimizer\.lr",
+    "batch_size=4": r"batch_size: unknown setting \(value 4\), did you mean data\.global_batch_size",
+    "warmup_steps=4": r"did you mean schedule\.warmup_steps or lora\.schedule\.warmup_steps",
+    "parallel.lr=4": r"parallel\.lr: unknown setting \(value 4\), did you mean optimizer\.lr",
+    "engine=fdsp": r"engine: there is no 'fdsp', did you mean fsdp\? there are megatron, single, fsdp",
+    "engine=deepspeed": r"engine: there is no 'deepspeed'; there are megatron, single, fsdp",
+    "trackers=[wanb]": r"trackers: there is no 'wanb', did you mean wandb\? there are tensorboard, wandb",
+}
+
+
+@pytest.mark.parametrize("override", UNHELPFUL)
+def test_override_that_cannot_be_says_what_to_write(override, tmp_path):
+    with pytest.raises(ConfigError, match=UNHELPFUL[override]):
+        load(tmp_path, "", override)
+
+
+def test_names_of_plugins_are_left_to_them(tmp_path):
+    assert load(tmp_path, "plugins: [json]\n", "engine=mine", "trackers=[ours]").engine == "mine"
+
+
+def test_names_are_checked_without_importing_packages(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN_FILE)
+    code = (
+        "import sys, megascend.config as c\n"
+        "try: c.load_config(sys.argv[1], ['engine=fdsp'])\n"
+        "except c.run.ConfigError as e: print(e)\n"
+        "print([name for name in ('torch', 'transformers', 'megatron', 'wandb') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "engine: there is no 'fdsp'" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[1] == "[]"

@@ -385,6 +385,6 @@ def what_is_trained(config: RunConfig, backend: Backend, samples: RunSamples) ->
     """What, for how long, and on what, in a line."""
     ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
     lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
-    steps = f"{config.steps} steps of {config.data.global_batch_size}"
+    steps = f"{config.steps} steps of {config.data.global_batch_size}{' pairs' if config.dpo is not None else ''}"
     precision = config.precision + (" with TF32 products" if config.tf32 else "")
     return f"{lora}{samples.describe()}, {steps}; {precision}; {ranks}"

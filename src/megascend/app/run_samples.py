@@ -155,6 +155,7 @@ class RunSamples:
         return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}
 
     def describe(self) -> str:
-        """How many samples there are."""
-        held = "" if self.held_out is None else f" and {len(self.held_out)} held out"
-        return f"{len(self.learned)} samples{held}"
+        """Return how many samples there are, or pairs of them."""
+        each, unit = (2, "pairs") if self.learned.has_pairs else (1, "samples")
+        held = "" if self.held_out is None else f" and {len(self.held_out) // each} held out"
+        return f"{len(self.learned) // each} {unit}{held}"

@@ -77,7 +77,14 @@ class Sample:
 
     @classmethod
     def causal(
-        cls, token_ids: Sequence[int] | Tensor, prompt_length: int = 0, weights: Sequence[float] | Tensor | None = None
+        cls,
+        token_ids: Sequence[int] | Tensor,
+        prompt_length: int = 0,
+        weights: Sequence[float] | Tensor | None = None,
+        *,
+        pair: Hashable | None = None,
+        chosen: bool | None = None,
+        adapter: str | None = None,
     ) -> Sample:
         """A sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
 
@@ -85,6 +92,7 @@ class Sample:
             token_ids: the whole sequence, prompt first.
             prompt_length: targets inside the first ``prompt_length`` tokens get weight 0.
             weights: [n + 1], the weight of predicting each token (the first is never predicted); default 1.
+            pair, chosen, adapter: as of the sample itself.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         if len(tokens) < 2:
@@ -99,7 +107,14 @@ class Sample:
         if len(target_weights) != len(tokens):
             raise DataError(f"weights must have one entry per token ({len(tokens)}), got {len(target_weights)}")
         target_weights[:prompt_length] = 0
-        return cls(input_ids=tokens[:-1], target_ids=tokens[1:], weights=target_weights[1:])
+        return cls(
+            input_ids=tokens[:-1],
+            target_ids=tokens[1:],
+            weights=target_weights[1:],
+            pair=pair,
+            chosen=chosen,
+            adapter=adapter,
+        )
 
     @classmethod
     def scored(

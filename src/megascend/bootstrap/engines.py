@@ -48,6 +48,8 @@ def register(name: str, megatron: bool, packages: Sequence[str] = ("torch", "tra
     Raises:
         ConfigError: the name is taken by an engine with other needs, or a package is not in the table.
     """
+    from megascend.config.plugins import ENGINES
+
     unknown = sorted(set(packages) - set(PACKAGES))
     if unknown:
         raise ConfigError(
@@ -57,6 +59,8 @@ def register(name: str, megatron: bool, packages: Sequence[str] = ("torch", "tra
     if _registry.get(name, wanted) != wanted:
         raise ConfigError(f"engine {name!r} is registered already, with other needs: {_registry[name]}")
     _registry[name] = wanted
+    if name not in ENGINES:
+        ENGINES.append(name)
 
 
 def names() -> list[str]:

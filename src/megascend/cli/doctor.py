@@ -83,8 +83,35 @@ def render_table(checks: list[Check]) -> str:
                 break_on_hyphens=False,  # paths and package names stay whole, to be copied
                 break_long_words=False,
             )
+    return "\n".join([*lines, "", verdict(checks)])
+
+
+def verdict(checks: list[Check]) -> str:
+    """Say in a line what this host can train on, and what of it is missing."""
+    from megascend.bootstrap import engines
+
+    found = {check.name: check for check in checks}
     failed = [check.name for check in checks if check.status == "fail"]
-    simulated = any("simulated" in check.values for check in checks)
-    ready = "ready to train on a simulated device" if simulated else "ready to train"
-    verdict = f"{len(failed)} failed: {', '.join(failed)}" if failed else ready
-    return "\n".join([*lines, "", verdict])
+    device = _device(found)
+    if not failed:
+        return f"ready to train on {device}"
+    broken = f"{len(failed)} failed: {', '.join(failed)}"
+    # The bootstrap is that of engine megatron, which needs all packages; others can do without some.
+    able = [name for name in engines.names() if not {*engines.needs(name).packages} & {*failed}]
+    others_fine = {*failed} <= {*engines.needs(engines.DEFAULT).packages, "bootstrap"}
+    if others_fine and able and engines.DEFAULT not in able:
+        return f"{broken}; engine {engines.DEFAULT} cannot train here, and {' and '.join(able)} can, on {device}"
+    return broken
+
+
+def _device(found: dict[str, Check]) -> str:
+    """Return what training runs on by default, in words; of a CPU also which devices are not there."""
+    if "simulated device" in found:
+        return "a simulated device"
+    chosen = found["platform"].values.get("chosen") if "platform" in found else None
+    if chosen == "cuda" and "torch import" in found:
+        return f"{found['torch import'].found} (platform cuda)"
+    if chosen != "cpu":
+        return f"this host (platform {chosen})" if chosen else "this host"
+    cores = found["threads"].values.get("cores") if "threads" in found else None
+    return f"this host's CPU{f' ({cores} cores)' if cores else ''}; it has no GPU or NPU that torch can use, and needs none"

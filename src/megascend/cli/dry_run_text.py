@@ -166,19 +166,20 @@ def size(bytes_: int) -> str:
 
 def data_table(found: DryRun) -> Iterator[str]:
     """Statistics, a line for each part of the data."""
+    each, unit = (2, "pairs") if found.config.dpo is not None else (1, "samples")
     yield (
-        f"{'data':<10}{'samples':>10}{'tokens':>14}{'supervised':>14}{'':>9}{'shortest':>10}{'median':>8}{'mean':>8}{'95 %':>8}"
+        f"{'data':<10}{unit:>10}{'tokens':>14}{'supervised':>14}{'':>9}{'shortest':>10}{'median':>8}{'mean':>8}{'95 %':>8}"
         f"{'longest':>9}"
     )
-    yield _row("learned", found.learned)
+    yield _row("learned", found.learned, each)
     if found.held_out is not None:
-        yield _row("held out", found.held_out)
+        yield _row("held out", found.held_out, each)
 
 
-def _row(name: str, part: Statistics) -> str:
+def _row(name: str, part: Statistics, each: int) -> str:
     share = part.supervised / part.tokens
     return (
-        f"{name:<10}{part.samples:>10,}{part.tokens:>14,}{part.supervised:>14,} {f'({share:.0%})':>8}{part.shortest:>10,}"
+        f"{name:<10}{part.samples // each:>10,}{part.tokens:>14,}{part.supervised:>14,} {f'({share:.0%})':>8}{part.shortest:>10,}"
         f"{part.median:>8,}{part.mean:>8,.0f}{part.p95:>8,}{part.longest:>9,}"
     )
 

@@ -280,12 +280,21 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
     """The settings ``values`` of a run file, checked.
 
     Raises:
-        ConfigError: they are not what ``kind`` has; the message names the file, and every key.
+        ConfigError: they are not what ``kind`` has, or name an engine or tracker that nobody registers; the message names the
+            file, and every key.
     """
+    from megascend.config.plugins import check_names
+
     try:
-        return kind.model_validate(values)
+        settings = kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, str(path), kind)) from None
+    if isinstance(settings, TrainerConfig) and not settings.plugins:  # these register others once they are imported
+        try:
+            check_names(settings.engine, settings.tracker_options)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return settings
 
 
 def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:

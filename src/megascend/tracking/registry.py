@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 
 from megascend.errors import ConfigError, MissingDependencyError
@@ -55,19 +56,33 @@ def check_trackers(names: Iterable[str], *, plugins: bool = False) -> None:
         ConfigError: a name is unknown.
         MissingDependencyError: a package is not installed; the message says how to install it.
     """
+    names = list(names)
+    if not plugins:
+        check_tracker_names(names)
     for name in names:
         if name not in _kinds:
-            if plugins:
-                continue
-            raise ConfigError(
-                f"trackers: there is no {name!r}; there are {', '.join(_kinds)}. Register yours on every rank "
-                "(megascend.register_tracker; a run file names the module under plugins)"
-            )
+            continue
         kind = _kinds[name]
         if kind.package is not None and not is_installed(kind.package):
             install = f"pip install 'megascend[{kind.extra}]'" if kind.extra is not None else "install it"
             raise MissingDependencyError(
                 f"trackers: {name} needs {kind.package}, which is not installed: {install}, or leave {name} out"
+            )
+
+
+def check_tracker_names(names: Iterable[str]) -> None:
+    """Refuse trackers that nobody has registered. Imports nothing.
+
+    Raises:
+        ConfigError: a name is unknown; the message lists those there are.
+    """
+    for name in names:
+        if name not in _kinds:
+            alike = get_close_matches(name, _kinds, 1)
+            advice = f", did you mean {alike[0]}?" if alike else ";"
+            raise ConfigError(
+                f"trackers: there is no {name!r}{advice} there are {', '.join(_kinds)}. Register yours on every rank "
+                "(megascend.register_tracker; a run file names the module under plugins)"
             )
 
 

@@ -137,7 +137,7 @@ MESSAGES = {
         chat({"role": "user", "content": [{"type": "image", "url": "x"}]}), says="bad.jsonl:1: messages[0] | 'image' | only text"
     ),
     "no assistant": data(chat("system: a", "user: b"), says="bad.jsonl:1 | no assistant turn | data.train_on_prompt"),
-    "an assistant misspelt": data(chat("user: a", "asistant: b"), says="messages[1] | 'asistant' is unknown, did you mean 'assistant'"),
+    "an assistant misspelt": data(chat("user: a", "asistant: b"), says="messages[1] | 'asistant' | did you mean 'assistant'"),
     "no turn that counts": data(chat("user: a", assistant(loss=0)), says="bad.jsonl:1 | none whose loss counts"),
     "loss of the user": data(
         chat({"role": "user", "content": "a", "loss": 1}, assistant()),
