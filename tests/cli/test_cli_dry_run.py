@@ -6,12 +6,15 @@ import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
-from megascend.cli.dry_run_text import PIECE, Style, sample_text
+from megascend.cli.dry_run_text import PIECE, Style, data_table, sample_text
 from megascend.data.sample_pieces import Piece
+from megascend.data.statistics import Statistics
 
 CHATS = [
     [("system", "Be kind."), ("user", "one?\nor two"), ("assistant", "two & café \x1b[31m"), ("user", "really?")],
@@ -130,3 +133,12 @@ def test_long_pieces_are_shown_by_their_ends() -> None:
     head, text = sample_text(sample, Style(colour=False))
     assert head == "--- sample 1: 5009 tokens, 10 learned"
     assert text == f"{'p' * PIECE} [... {5000 - 2 * PIECE} characters ...] {'p' * PIECE}⟦{'a' * 10}⟧"
+
+
+@pytest.mark.parametrize(("dpo", "line"), [(None, ["samples", "12"]), (object(), ["pairs", "6"])])
+def test_data_table_counts_pairs_of_preferences(dpo: object, line: list[str]) -> None:
+    part = Statistics(samples=12, tokens=90, supervised=40, shortest=2, median=5, mean=7.5, p95=9, longest=11)
+    dry: Any = SimpleNamespace(config=SimpleNamespace(dpo=dpo), learned=part, held_out=part)
+    header, *rows = [row.split() for row in data_table(dry)]
+    assert header[1] == line[0]
+    assert [row[-9] for row in rows] == [line[1]] * 2  # learned, held out

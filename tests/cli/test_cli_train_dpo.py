@@ -89,7 +89,7 @@ def single(megascend, folder: Path) -> Path:
     """The run on one process."""
     done = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "8 samples and 6 held out, 6 steps of 2" in done.stdout
+    assert "4 pairs and 3 held out, 6 steps of 2 pairs" in done.stdout
     return folder / "single"
 
 

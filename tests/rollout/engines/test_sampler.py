@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import generic
 
 from megascend.rollout.engines.base import Sampling
 from megascend.rollout.engines.local_model import load
@@ -47,6 +48,15 @@ def test_log_probabilities_are_those_of_each_sequence_alone(model: Any) -> None:
             expected = exact(model, list(row.prompt), found.tokens, temperature)
             assert found.logprobs == pytest.approx(expected, abs=1e-5)
             assert len(found.tokens) == 9
+
+
+def test_sampling_uses_no_deprecated_name_of_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(generic.logger, "warning_once", warnings.append)
+    rows = make_rows(PROMPTS[0], Sampling(max_tokens=4, seed=3), 1, 0)
+    sample(model, rows, version_0)
+    assert len(rows[0].tokens) == 4
+    assert warnings == []
 
 
 def test_what_a_row_samples_does_not_depend_on_its_neighbours(model: Any) -> None:

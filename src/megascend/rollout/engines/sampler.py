@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def sample(model: Any, rows: Sequence[Row], step: Callable[[], AbstractContextMa
         pad: any token id.
     """
     device = next(model.parameters()).device
+    # transformers 5 has renamed it, and warns of the earlier name.
+    argument = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     cache: Any = None
     version, mask = -1, torch.empty(0)
     while not all(row.done for row in rows):
@@ -89,10 +92,9 @@ def sample(model: Any, rows: Sequence[Row], step: Callable[[], AbstractContextMa
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
                 ids = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
                 place = positions(mask)[:, -1:]
-                output = model(
-                    input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True
-                )
-            cache = output.past_key_values
+                earlier = {argument: cache}
+                output = model(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=True, **earlier)
+            cache = output["cache" if "cache" in output else "past_key_values"]
             tokens, logprobs = draw(output.logits[:, -1], rows)
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not row.done:
