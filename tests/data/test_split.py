@@ -76,6 +76,24 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
         samples[1].check_alike(backend)
 
 
+def test_problems_of_both_sets_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        path.write_text('{"text": 1}\n{\n')
+    run = RunConfig.model_validate(
+        RUN | {"model": tmp_path, "data": {"path": paths[0]}, "validation": {"path": paths[1]}}
+    )
+    with pytest.raises(DataError) as caught:
+        RunSamples.prepare(run, byte_tokenizer(256), Limits(9))
+    lines = str(caught.value).splitlines()
+    assert [line for line in lines if "problems in" in line] == [
+        "2 problems in the data:",
+        "  and 2 problems in the data of validation.path:",
+    ]
+    assert [line.count(str(path)) for path in paths for line in lines] == [0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(("documents", "fraction"), [(1, 0.1), (2, 0.9)])
 def test_something_must_be_left_to_learn(tmp_path: Path, documents: int, fraction: float) -> None:
     with pytest.raises(DataError, match=r"validation\.fraction: .* leaves nothing to learn"):

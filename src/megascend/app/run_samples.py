@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import Data, RunConfig
-from megascend.data.findings import Findings
+from megascend.data.findings import Findings, joined
 from megascend.data.order import Batches, batches
 from megascend.data.prepare import prepare_samples
 from megascend.data.samples import Limits
@@ -83,10 +83,8 @@ class RunSamples:
                 )
             except DataError as error:
                 problems.append(error)
-        if len(problems) == 1:
-            raise problems[0]
         if problems:
-            raise DataError("\n".join(map(str, problems)))
+            raise joined(problems)
         remarks = tuple(line for store in stores for line in store.remarks)
         longest = max(int(store.lengths.max()) for store in stores)
         learned = stores[0]

@@ -102,6 +102,7 @@ def check_data(config: RunConfig, world_size: int) -> None:
         DataError: the message lists all problems of training and validation data, those of templates and lengths included.
     """
     from megascend.data.check import check_files
+    from megascend.data.findings import joined
     from megascend.errors import CheckpointError, DataError
 
     findings = []
@@ -120,5 +121,5 @@ def check_data(config: RunConfig, world_size: int) -> None:
         try:
             each.raise_problems()
         except DataError as error:
-            problems.append(str(error))
-    raise DataError("\n".join(problems))
+            problems.append(error)
+    raise joined(problems)

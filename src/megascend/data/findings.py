@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megascend.errors import DataError
@@ -107,6 +107,12 @@ class Findings:
             more = "" if kind.count == 1 else f" and {kind.count - 1} more"
             lines.append(f"{kind.sources[0]}{more}: {kind.text}")
         return lines + ([f"and {self.more_remarks} more remarks"] if self.more_remarks else [])
+
+
+def joined(errors: Sequence[DataError]) -> DataError:
+    """Return one error that says what several do, of training and of validation data."""
+    first, *others = map(str, errors)
+    return DataError("\n  and ".join([first, *(each.replace("\n", "\n  ") for each in others)]))
 
 
 def _count(kinds: dict[str, Kind], key: str, text: str, source: str) -> bool:

@@ -117,7 +117,7 @@ def choose_split(path: Path, split: str | None, splits: Collection[str], setting
     option = _split_setting(setting)
     if split is None and (HELD_OUT in splits or len(splits) == 1):
         return HELD_OUT if HELD_OUT in splits else next(iter(splits))
-    if split not in splits:
+    if split is None or split not in splits:
         missing = "several splits, of which none is named 'validation'" if split is None else f"no split {split!r}"
         way = f"; {option}: {ALL} reads every file" if option == "data.split" else ""
         raise DataError(f"{path} has {missing} ({option}); it has {', '.join(splits)}{way}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.data.chat import ChatTemplate
+from megascend.data.files import parse_json
 from megascend.data.findings import Findings
 from megascend.data.messages import parse_messages
 from megascend.data.samples import opening_tokens
@@ -36,7 +36,12 @@ def numbered_prompts(path: Path) -> list[tuple[int, Prompt]]:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
-    prompts = [(number, parse_prompt(line, f"{path}:{number}")) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts, findings = [], Findings()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            with findings.collecting():
+                prompts.append((number, parse_prompt(line, f"{path}:{number}")))
+    findings.raise_problems("prompts")
     if not prompts:
         raise DataError(f"{path}: no prompt in it")
     return prompts
@@ -48,10 +53,7 @@ def parse_prompt(line: str, source: str) -> Prompt:
     Raises:
         DataError: it is something else.
     """
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{source}: not valid JSON: {error.msg} at column {error.colno}") from None
+    record = parse_json(line, source)
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
     if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):
@@ -93,7 +95,7 @@ def prompt_tokens(
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
     else:
         template = ChatTemplate(tokenizer, day=template_date)
-        conversation = template.rendering(parse_messages(prompt["messages"], "messages")[0], prompt=True)
+        conversation = template.rendering(parse_messages(prompt["messages"], "messages", learned=False)[0], prompt=True)
         if findings is not None:
             template.check_written(conversation, None, None, source, findings)
         tokens = tokenizer(conversation.text, add_special_tokens=False, verbose=False)["input_ids"]

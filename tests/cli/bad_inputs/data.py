@@ -179,9 +179,9 @@ MESSAGES = {
     ),
     "ShareGPT: no value": data({"conversations": [{"from": "human"}]}, says="conversations[0] | 'content' | None"),
     "files, records and templates at once": data(
-        "{", chat("user: a", "bot: b"), chat("user: a"), chat("user: a", "assistant: "), changes=("validation.path=data.jsonl",),
-        says="4 problems in the data | bad.jsonl:1: not valid JSON | bad.jsonl:2: messages[1] | 'bot' | bad.jsonl:3: no assistant "
-        "turn | bad.jsonl:4: messages[1] | is empty",
+        3, chat("user: a", "bot: b"), chat("user: a"), chat("user: a", "assistant: "), changes=("validation.path=data.jsonl",),
+        says="4 problems in the data | bad.jsonl:1: expected a JSON object | bad.jsonl:2: messages[1] | 'bot' | bad.jsonl:3: no "
+        "assistant turn | bad.jsonl:4: messages[1] | is empty",
     ),
     "one problem many times": data(
         *[chat("user: a")] * 40, says="40 problems in the data, of 1 kind | bad.jsonl:1 and 39 more (:2, :3, :4, :5, ..)"
