@@ -56,7 +56,7 @@ def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
         elsewhere.setdefault(path.rpartition(".")[2], []).append(path)
     own = [".".join((*parents, name)) for name in get_close_matches(unknown, names, 1)]
     very_like = bool(get_close_matches(unknown, names, 1, 0.75))
-    others = [path for name in get_close_matches(unknown, elsewhere, 1, 0.7) for path in elsewhere[name]]
+    others = [path for name in get_close_matches(unknown, elsewhere, 1, 0.73) for path in elsewhere[name]]
     meant = elsewhere.get(unknown) or (own if very_like else others or own)
     if meant:
         return f", did you mean {' or '.join(sorted(meant, key=lambda path: (path.count('.'), path))[:2])}?"
