@@ -30,7 +30,7 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
             f"{where or title}: a list is expected here (got {found!r:.200}): write {where}: [{found}], "
             f"or --set {where}=[{found}]"
         )
-    if found is None and item["type"] not in ("missing", "value_error"):
+    if found is None and item["type"] not in ("missing", "model_type", "value_error"):
         return f"{where or title}: a value is expected here, and there is none (empty, or null)"
     if item["type"] == "missing":
         return f"{where or title}: required, but not set"
