@@ -1,29 +1,47 @@
 #!/usr/bin/env bash
 # Run the tests on one supported stack, in its own virtual environment.
 #
-#   bash scripts/test.sh [0.16|0.15] [npu] [pytest arguments]
+#   bash scripts/test.sh                     what CI runs on stack 0.16: the tests, then the Ascend path on the simulated device
+#   bash scripts/test.sh --quick             about a minute of tests that start no process, for while you work
+#   bash scripts/test.sh --nightly           everything, the long tests too
+#   bash scripts/test.sh [0.16|0.15] [main|npu] [--quick|--nightly] [pytest arguments]
 #   bash scripts/test.sh [0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
 #
-# Without "npu": everything but the Ascend path. With it: the Ascend path, in a process of its own on the simulated device,
-# with the stand-in for MindSpeed in tests/doubles, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
+# main is everything but the Ascend path; npu is the Ascend path, in processes of its own on the simulated device, with the stand-in
+# for MindSpeed in tests/doubles, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
+# Without either, both run; with pytest arguments, main. docs/testing.md says how long each takes.
 #
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
-# MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: cores + 1, at most 8)
-# MEGASCEND_TEST_VERIFIED=1 leave the simulator's own tests out where it is the one that tests/simnpu/.verified notes
-# MEGASCEND_TEST_DEADLINE   seconds after which the whole run is stopped (default: 1800)
+# MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: one a core, at most 7)
+# MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 3600; --nightly: 28800)
+# MEGASCEND_TEST_VERIFIED   1 leaves the simulator's own tests out where it is the one that tests/simnpu/.verified notes (default: 1;
+#                           --nightly: 0)
+# MEGASCEND_PARITY_STEPS    optimizer steps of parity's trajectories (default: 4; --nightly: 10)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
 
-stack=0.16
+stack=0.16 parts=() suite=standard
 case ${1:-} in 0.*) stack=$1; shift ;; esac
 case $stack in
   0.16 | 0.15) ;;
   *) echo "no stack $stack; there are 0.16 and 0.15" >&2; exit 2 ;;
 esac
-part=main
-if [ "${1:-}" = npu ]; then part=npu; shift; fi
+case ${1:-} in main | npu) parts=("$1"); shift ;; esac
+case ${1:-} in --quick | --nightly | --verify-simulator) suite=${1#--}; shift ;; esac
+if [ "${#parts[@]}" = 0 ]; then
+  parts=(main)
+  [ "$#" -gt 0 ] || [ "$suite" = quick ] || parts=(main npu)
+fi
+case $suite in
+  quick) filter=(-m "quick and not nightly") deadline=3600 verified=1 steps=4 ;;
+  nightly) filter=() deadline=28800 verified=0 steps=10 ;;
+  *) filter=(-m "not nightly") deadline=3600 verified=1 steps=4 ;;
+esac
+export MEGASCEND_PARITY_STEPS=${MEGASCEND_PARITY_STEPS:-$steps}
+deadline=${MEGASCEND_TEST_DEADLINE:-$deadline}
+verified=${MEGASCEND_TEST_VERIFIED:-$verified}
 
 if [ -n "${MEGASCEND_PYTHON:-}" ]; then
   python=$MEGASCEND_PYTHON
@@ -34,35 +52,53 @@ else
 fi
 
 cores=$(getconf _NPROCESSORS_ONLN)
-workers=${MEGASCEND_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}
+# One worker more than cores made ranks wait for each other longer than it filled gaps.
+workers=${MEGASCEND_TEST_WORKERS:-$((cores < 7 ? cores : 7))}
 
 run_tests() {
-  local status=0
-  OMP_NUM_THREADS=1 timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest -n "$workers" "$@" || status=$?
+  local status=0 start=$SECONDS
+  OMP_NUM_THREADS=1 timeout --kill-after=30 "$deadline" "$python" -m pytest -n "$workers" "${filter[@]}" "$@" || status=$?
   if [ "$status" = 124 ]; then
-    echo "the tests did not end within ${MEGASCEND_TEST_DEADLINE:-1800} s" >&2
+    echo "stopped: the tests did not end within $deadline s (MEGASCEND_TEST_DEADLINE)" >&2
   fi
+  echo "(took $((SECONDS - start)) s)"
   return "$status"
 }
 
-if [ "$part" = main ]; then
+run_main() {
   echo "== tests on stack $stack"
   run_tests "$@"
-else
+}
+
+# Two processes: MindSpeed's patches, and whatever has run a backward pass (ranks are forked), stay in a process for good.
+run_npu() {
+  local status=0
   export SIMNPU=1
   echo "== tests of the Ascend path on stack $stack, MindSpeed: ${MEGASCEND_MINDSPEED:-the stand-in in tests/doubles}"
-  if [ "${1:-}" = --verify-simulator ]; then
-    shift
-    if [ "$#" -gt 0 ]; then echo "--verify-simulator runs all of tests/simnpu: no further arguments" >&2; exit 2; fi
-    state=$("$python" scripts/simnpu_verified.py --state)
-    run_tests tests/simnpu || exit
-    exec "$python" scripts/simnpu_verified.py --write "$state"
-  fi
-  # Two processes: MindSpeed's patches, and whatever has run a backward pass (ranks are forked), stay in a process for good.
-  status=0
-  if [ -z "${MEGASCEND_TEST_VERIFIED:-}" ] || ! "$python" scripts/simnpu_verified.py; then
+  if [ "$verified" != 1 ] || ! "$python" scripts/simnpu_verified.py; then
     run_tests tests/simnpu "$@" || status=$?
   fi
   run_tests tests/npu "$@" || status=$?
-  exit "$status"
+  return "$status"
+}
+
+if [ "$suite" = verify-simulator ]; then
+  if [ "${parts[*]}" != npu ] || [ "$#" -gt 0 ]; then
+    echo "--verify-simulator runs all of tests/simnpu: bash scripts/test.sh [0.16|0.15] npu --verify-simulator" >&2
+    exit 2
+  fi
+  export SIMNPU=1
+  filter=()
+  state=$("$python" scripts/simnpu_verified.py --state)
+  run_tests tests/simnpu || exit
+  exec "$python" scripts/simnpu_verified.py --write "$state"
+fi
+
+failed=()
+for part in "${parts[@]}"; do
+  ("run_$part" "$@") || failed+=("$part")
+done
+if [ "${#failed[@]}" -gt 0 ]; then
+  echo "FAILED: ${failed[*]}" >&2
+  exit 1
 fi

@@ -113,7 +113,8 @@ def test_nothing_is_left_when_the_trainer_is_killed(
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
         engine = {*kinds(tmp_path).values()}
-        wait_for(lambda: not any(psutil.pid_exists(number) for number in engine), "processes of the engine are left")
+        # Not psutil.pid_exists: an orphan that has ended stays a zombie until init reaps it, which took a minute here.
+        wait_for(lambda: not any(each.pid in engine for each in there(tmp_path)), "processes of the engine are left")
         of_the_trainer = lambda process: process.cmdline()[1:2] == ["-c"]  # noqa: E731
         wait_for(lambda: all(of_the_trainer(each) for each in there(tmp_path)), "the watcher is left")
     finally:
@@ -212,7 +213,8 @@ def test_nothing_is_left_of_a_ray_actors_engine(tmp_path: Path, server: Path, ho
             driver.communicate(timeout=DEADLINE_S)
         engine = {*kinds(tmp_path).values()}
         assert len(engine) == len(KINDS)
-        wait_for(lambda: not any(psutil.pid_exists(number) for number in engine), "processes of the engine are left")
+        # Not psutil.pid_exists: an orphan that has ended stays a zombie until init reaps it, which took a minute here.
+        wait_for(lambda: not any(each.pid in engine for each in there(tmp_path)), "processes of the engine are left")
     finally:
         if driver.poll() is None:
             driver.communicate(timeout=DEADLINE_S)
