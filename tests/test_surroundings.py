@@ -68,6 +68,9 @@ def test_what_the_system_knows_is_left_as_it_is(
     monkeypatch.setenv("HOME", "/")
     assert home() == Path("/") if os.access("/", os.W_OK) else tmp_path / f"megascend-home-{os.getuid()}"
     monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for unwritable in ("/nonexistent/home", str(tmp_path)):
+        monkeypatch.setenv("HOME", unwritable)
+        assert home() == tmp_path / f"megascend-home-{os.getuid()}"
     assert name_user(nobody)[0] == f"HOME={tmp_path}/megascend-home-{os.getuid()}: this user has no home"
 
 

@@ -17,11 +17,15 @@ import xxhash
 
 from megascend.errors import PlatformError
 from megascend.files import (
+    GOING,
+    GONE,
+    WITHIN,
     beside,
     cached,
     digest,
     entries,
     is_mount_point,
+    is_replaceable,
     prune,
     replace_directory,
     replacing,
@@ -258,11 +262,25 @@ def test_a_cache_behind_a_link_to_nothing_is_made_there(tmp_path):
 
 
 def test_what_a_killed_process_left_in_a_cache_is_removed(tmp_path):
-    for name, hours in ((".file-abc", 5), (".file-def", 0)):
+    for name, hours in ((".file-abc", 5), (".file-def", 0), (".file-growing", 5)):
         (tmp_path / name).mkdir()
+        if name == ".file-growing":  # by a process of another host: what it writes to is new, the folder is not
+            (tmp_path / name / "file").touch()
         os.utime(tmp_path / name, (time.time() - hours * 3600,) * 2)
     cached(tmp_path / "file", lambda path: path.write_text("x"))
-    assert sorted(os.listdir(tmp_path)) == [".file-def", "file"]
+    assert sorted(os.listdir(tmp_path)) == [".file-def", ".file-growing", "file"]
+
+
+@pytest.mark.parametrize("moved", [GOING, GONE])
+def test_a_replacement_that_was_interrupted_is_undone_before_the_target_is_judged(tmp_path, moved):
+    for name in (moved, *([WITHIN] if moved == GONE else [])):
+        (tmp_path / name).mkdir()
+    (tmp_path / moved / "config.json").write_text("earlier")
+    if moved == GONE:
+        (tmp_path / "half").write_text("new")
+    assert is_replaceable(tmp_path, "config.json")
+    assert (tmp_path / "config.json").read_text() == "earlier"
+    assert not (tmp_path / "half").exists()
 
 
 def test_a_name_that_the_locale_cannot_encode_is_said(tmp_path):

@@ -156,6 +156,11 @@ def is_mount_point(path: Path) -> bool:
     return str(real(path)) in points
 
 
+def stays(path: Path) -> bool:
+    """Check whether ``path`` is a link or a mount point, which is emptied or followed where other directories are replaced."""
+    return path.is_symlink() or is_mount_point(path)
+
+
 def remove(path: Path) -> None:
     """Remove whatever is at ``path``, a link itself and nothing behind it; what cannot be removed stays."""
     if path.is_dir() and not path.is_symlink():
@@ -226,13 +231,11 @@ def staging(target: Path) -> Path:
     return beside(target)
 
 
-def stage(target: Path, temporary: Path) -> None:
-    """Make ``temporary``, the :func:`staging` directory of ``target``, new and empty.
-
-    If an earlier replacement was interrupted, what was at ``target`` before is put back first, and what else it left is removed.
+def heal(target: Path) -> None:
+    """Put back what was at ``target`` before a replacement that was interrupted, and remove what else that has left there.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be put back.
     """
     old = _old(target)
     if os.path.lexists(old):
@@ -241,7 +244,31 @@ def stage(target: Path, temporary: Path) -> None:
         else:
             os.replace(old, target)
     if target.is_dir():
-        _put_entries_back(target, temporary)
+        _put_entries_back(target, staging(target))
+
+
+def is_replaceable(path: Path, mark: str) -> bool:
+    """Check whether a directory may take the place of ``path``: nothing is there, or a directory of its kind.
+
+    Links are followed; a replacement that was interrupted is undone first.
+
+    Args:
+        mark: the file that every directory of its kind has.
+
+    Raises:
+        OSError: what is there cannot be listed.
+    """
+    heal(followed(path))
+    return vacant(path) or (path / mark).is_file()
+
+
+def stage(target: Path, temporary: Path) -> None:
+    """Make ``temporary``, the :func:`staging` directory of ``target``, new and empty, after :func:`heal`.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    heal(target)
     remove(temporary)
     make_directory(temporary.parent)
     temporary.mkdir()
@@ -477,7 +504,9 @@ def replace(path: Path, make: Callable[[Path], object]) -> None:
     path = followed(path)
     make_directory(path.parent)
     for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
-        if (used := _used(left)) is not None and time.time() - used > IN_USE_S:  # of a process that was killed
+        # A folder's own time stays while the files in it grow, and the process that writes them may be another host's.
+        newest = max((used for part in (left, *left.rglob("*")) if (used := _used(part)) is not None), default=math.inf)
+        if time.time() - newest > IN_USE_S:  # of a process that was killed
             remove(left)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         fresh = Path(folder) / path.name

@@ -33,7 +33,8 @@ def home() -> Path:
     """Return the user's home, or a folder of this user in the system's for temporary files.
 
     The latter where there is none: HOME is not set, and the user has no entry in the system's list, as in a container that was
-    started with a number for its user; or HOME is ``/``, which container engines set then, and cannot be written to.
+    started with a number for its user; or nothing can be written to it, as to ``/``, which container engines set then, to
+    ``/nonexistent`` of the user nobody, or to another user's.
     """
     return _known_home() or Path(tempfile.gettempdir()) / f"megascend-home-{os.getuid()}"
 
@@ -43,7 +44,8 @@ def _known_home() -> Path | None:
         known = Path.home()
     except RuntimeError:
         return None
-    return known if known != Path("/") or os.access(known, os.W_OK) else None
+    there = next(folder for folder in (known, *known.absolute().parents) if folder.exists())
+    return known if os.access(there, os.W_OK | os.X_OK) else None
 
 
 def name_user(environment: MutableMapping[str, str] = os.environ) -> list[str]:

@@ -76,11 +76,14 @@ def test_links_stay_and_what_others_have_behind_them(tmp_path: Path) -> None:
         (run / name).symlink_to(disk / name)
     (run / "adapter").symlink_to(disk)  # not an adapter
     (disk / "checkpoints" / "others").write_text("")
+    (disk / "tensorboard").mkdir()
+    (disk / "tensorboard" / "another run").write_text("")
+    (run / "tensorboard").symlink_to(disk / "tensorboard")
     clear_output(run, RUN_FILES)
     restore(run)
     assert sorted(path.name for path in run.iterdir()) == ["adapter", "checkpoints", "hf", "metrics.jsonl", "notes.txt"]
     assert sorted(str(path.relative_to(disk)) for path in disk.rglob("*")) == [
-        "checkpoints", "checkpoints/others", "hf", "metrics.jsonl",
+        "checkpoints", "checkpoints/others", "hf", "metrics.jsonl", "tensorboard", "tensorboard/another run",
     ]  # fmt: skip
     assert (disk / "metrics.jsonl").read_text() == ""
 
@@ -172,7 +175,7 @@ def test_a_run_that_fails_before_its_first_step_touches_nothing(
         return StepResult(float("nan"), 0.0, skipped=True, skipped_in_a_row=len(calls))
 
     fails(ZeroDivisionError, optimizer_step=no_step)
-    fails(NonFiniteError, optimizer_step=not_finite, max_skipped_steps=2, steps=9, checkpoint={"every": 0})
+    fails(NonFiniteError, optimizer_step=not_finite, max_skipped_steps=2, steps=9, checkpoint={"every": 2})
     fails(CheckpointError, model=folder / "missing")
     for phase in ("forward and backward", "update"):
         fault = faults.Fault("die", rank=0, phase=phase, step=1)

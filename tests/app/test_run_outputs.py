@@ -58,6 +58,15 @@ def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureF
     assert "SKIPPED" in capsys.readouterr().out
 
 
+def test_a_run_resumed_at_its_last_step_has_the_rows_before_it(tmp_path: Path) -> None:
+    with RunLog(tmp_path, steps=2) as log:
+        log.write(record(1))
+        log.write(record(2))
+    with RunLog(tmp_path, steps=2, done=2) as resumed:
+        pass
+    assert [row["step"] for row in resumed.rows] == [1, 2]
+
+
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "run", steps=1, trackers=Trackers({"tensorboard": {}}, tmp_path, {}), enabled=False) as log:
         log.write(record(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megascend.app import stop_signals
-from megascend.app.stop_signals import BY_DEFAULT, STOPPING, StopSignals
+from megascend.app.stop_signals import BY_DEFAULT, STOPPING, StopSignals, stopping
 
 
 def send(number: signal.Signals) -> None:
@@ -47,6 +48,15 @@ def test_what_is_ignored_or_handled_by_others_stays_so(number: signal.Signals) -
             assert signals.received is None
             assert signal.getsignal(number) is handler
     assert seen == [number]
+
+
+def test_a_handler_set_in_c_stays() -> None:
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        assert signal.SIGUSR1 not in stopping()
+        assert signal.SIGUSR2 in stopping()
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 def test_the_first_one_counts() -> None:

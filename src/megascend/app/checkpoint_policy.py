@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.app.resume import CHECKPOINTS
+from megascend.app.earlier_run import CHECKPOINTS
 from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
 from megascend.errors import CheckpointError
@@ -36,19 +36,23 @@ class CheckpointPolicy:
         event_log: EventLog,
         progress: Callable[[], dict[str, Any]],
         before: Callable[[], object] = lambda: None,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
             progress: what the loop needs to resume, as JSON; asked for at every save.
             before: called on every rank before a save.
+            ready: whether the run has something worth a checkpoint, alike on every rank. While it has not, none is due: the
+                files of an earlier run may still be in the way.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
-        self._event_log, self._progress, self._before = event_log, progress, before
+        self._event_log, self._progress, self._before, self._ready = event_log, progress, before, ready
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
         self._pending: PendingSave | None = None
         self._last = backend.step_count  # of 0 steps there is nothing to save
+        self._saved = False  # a checkpoint of step self._last is in this series
         self.stall_s = 0.0
         self.problem: str | None = None
         if self._settings.every and self._settings.asynchronous:
@@ -69,7 +73,7 @@ class CheckpointPolicy:
             self._settle()
         # Stopped while it waits for its next step, a run may have saved this one; of step 0 only a stop leaves a checkpoint.
         due = self._settings.every and step % self._settings.every == 0
-        if (stopping or due) and (self._last != step or step == 0):
+        if (stopping or due) and self._ready() and (self._last != step or step == 0):
             self._save(step)
         return stopping
 
@@ -79,14 +83,14 @@ class CheckpointPolicy:
         Raises:
             CheckpointError: as :meth:`after_step`.
         """
-        if self._settings.every and self._last != step:
+        if self._settings.every and self._ready() and self._last != step:
             self._save(step)
         self._settle()
 
     def keep(self, step: int) -> str:
         """Have a checkpoint of the last step, for a run whose results could not be written; say in a sentence where it is."""
         path = self._series.path(step)
-        if self._last != step or self.problem is not None:
+        if self._last != step or not self._saved:
             try:
                 self._save(step, hf=False)
                 self._settle()
@@ -100,22 +104,35 @@ class CheckpointPolicy:
         self._before()
         start = time.perf_counter()
         self._settle()
-        self._last, self.problem = step, None
+        self._last, self._saved, self.problem = step, False, None
         try:
-            self._pending = self._backend.save(
-                self._series.path(step),
-                progress=self._progress(),
-                config=self._config.model_dump(mode="json"),
-                hf=self._settings.hf if hf is None else hf,
-                after=self._committed,
-            )
+            self._pending = self._begin(step, self._settings.hf if hf is None else hf)
             if not self._settings.asynchronous:
                 self._pending.wait()
+                self._saved = True
             stall_s = time.perf_counter() - start
             self.stall_s += stall_s
             self._event_log.event("save", step=step, stall_s=round(stall_s, 3))
         except CheckpointError as error:
             self._failed(str(error))
+
+    def _begin(self, step: int, hf: bool) -> PendingSave:
+        try:
+            return self._backend.save(
+                self._series.path(step),
+                progress=self._progress(),
+                config=self._config.model_dump(mode="json"),
+                hf=hf,
+                after=self._committed,
+            )
+        except CheckpointError as error:  # on every rank
+            if not hf:
+                raise
+            # A model that transformers could not load is no reason to lose what a resumed run needs.
+            self._event_log.event("hf_failed", step=step, problem=str(error))
+            if self._backend.rank == 0:
+                logger.warning("the checkpoint of step %d is without its hf directory (checkpoint.hf): %s", step, error)
+            return self._begin(step, hf=False)
 
     def _committed(self, path: Path) -> None:
         self._series.committed(path)
@@ -129,11 +146,12 @@ class CheckpointPolicy:
         problem = pending.outcome()
         # Each rank has a clock of its own: one may have timed out where another has just seen the end.
         (failed,) = self._backend.any_rank(problem is not None)
+        self._saved = not failed
         if failed:
             self._failed(problem or f"save: {pending.path} was not complete in time on another rank")
 
     def _failed(self, problem: str) -> None:
-        self._pending, self.problem = None, problem
+        self._pending, self._saved, self.problem = None, False, problem
         self._last = -1  # there is no checkpoint of that step: finish() tries once more
         self._event_log.event("save_failed", problem=problem)
         if self._settings.on_failure == "stop":

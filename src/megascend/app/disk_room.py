@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megascend.app.resume import CHECKPOINTS
+from megascend.app.earlier_run import CHECKPOINTS
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import inspect_checkpoint
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME
-from megascend.files import NOT_RENAMED, entries, is_mount_point, remove
+from megascend.files import NOT_RENAMED, entries, remove, stays
 
+CHECKPOINTS = "checkpoints"
+"""In the output directory: the series of a run's checkpoints."""
 GOING, GONE = ".earlier-run", ".earlier-run-gone"
 """In the output directory: the files while they are being moved away, and while they are being removed."""
 EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
@@ -18,14 +20,14 @@ EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
 def clear_output(output: Path, names: Sequence[str]) -> None:
     """Remove the files ``names`` that an earlier run left in ``output``, and nothing else.
 
-    If the process is killed meanwhile, :func:`restore` puts them back. Links and mount points stay: what a run has put behind
-    them is removed.
+    If the process is killed meanwhile, :func:`restore` puts them back. Mount points, and links to checkpoints, exports and files,
+    stay: what a run has put behind them is removed. Links to other directories are removed, and nothing behind them.
 
     Raises:
         OSError: they cannot be removed; those that were moved are back.
     """
     present = [output / name for name in names if os.path.lexists(output / name)]
-    staying = [path for path in present if path.is_symlink() or is_mount_point(path)]
+    staying = [path for path in present if stays(path)]
     going, gone = output / GOING, output / GONE
     remove(gone)
     going.mkdir()
@@ -60,11 +62,25 @@ def restore(output: Path) -> None:
 
 
 def _empty(path: Path) -> None:
-    """Remove what a run has put into a directory, or a file, that stays. A directory may hold what belongs to others."""
+    """Remove what a run has put behind a link or a mount point, as far as that can be told from what belongs to others.
+
+    Checkpoints and exports are known by their files. Of other directories, such as a ``tensorboard`` that several runs share,
+    a link is removed and what it leads to stays.
+    """
     if path.is_file():
         os.truncate(path, 0)
-    elif path.is_dir() and (path.name not in EXPORTS or (path / EXPORTS[path.name]).is_file()):
+    elif not path.is_dir():
+        remove(path)
+    elif path.name == CHECKPOINTS:
         for entry in entries(path):
-            checkpoint = entry.name == LATEST or NAME.fullmatch(entry.name) or LEFT_OVER.fullmatch(entry.name)
-            if path.name != "checkpoints" or checkpoint:
+            if entry.name == LATEST or NAME.fullmatch(entry.name) or LEFT_OVER.fullmatch(entry.name):
                 remove(entry)
+    elif path.name in EXPORTS:
+        if (path / EXPORTS[path.name]).is_file():
+            for entry in entries(path):
+                remove(entry)
+    elif path.is_symlink():
+        remove(path)
+    else:  # a mount point below the run's own output
+        for entry in entries(path):
+            remove(entry)

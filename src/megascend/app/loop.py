@@ -180,6 +180,7 @@ def run(config: RunConfig, start: Start, overwrite: bool, resume: str | Path | N
             event_log,
             lambda: {"data": stream.state_dict(), "counts": vars(counts), "budget": budget.state_dict()},
             beginning.take_over,
+            lambda: not beginning.waiting,
         )
         trackers = make_trackers(config, event_log, done)
         backend.platform.reset_peak_memory()

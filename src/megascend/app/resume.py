@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.app.earlier_run import restore
+from megascend.app.earlier_run import CHECKPOINTS, restore
 from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
 from megascend.app.liveness import process_lives
 from megascend.checkpoint import manifest
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 RUN_FILES = (
     "metrics.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard", CHECKPOINTS, EVENTS, ERRORS, "non_finite",
     "profile", "trackers",

@@ -19,7 +19,7 @@ from megascend.app.shared_output import check_shared
 from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.data.chat import writes_date
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import make_directory, replacing, why_not_writable
+from megascend.files import make_directory, replacing, stays, why_not_writable
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.files import copy_tokenizer, read_config
 from megascend.tracking.registry import check_trackers
@@ -371,9 +371,10 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
 
     def check_adapter() -> None:
         path = config.output / "adapter"
-        if not overwrite:
+        gone = overwrite and not stays(path)
+        if not gone:
             check_target(path)
-        if problem := why_not_writable(config.output):
+        if problem := why_not_writable(config.output if gone else path):
             raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
 
     if config.lora is None and (config.export or config.checkpoint.hf):
@@ -413,7 +414,7 @@ def tell_stop(beginning: Beginning, step: int, signal: str, problem: str | None)
     if beginning.waiting:
         if backend.rank == 0:
             print(
-                f"stopped by {signal} before the first step; the earlier run in {beginning.config.output} is as it was",
+                f"stopped by {signal} before a step was done; the earlier run in {beginning.config.output} is as it was",
                 flush=True,
             )
         return

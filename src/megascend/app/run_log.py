@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
+
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
 WIDEST = 100
@@ -195,9 +197,13 @@ class RunLog:
         self._done, self._waiting = done, waiting
         self._unwritten: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
+        self._earlier_bytes = 0  # of the metrics of steps before this process
 
     def __enter__(self) -> RunLog:
         if self._enabled:
+            # Also of a run that is resumed at its last step and takes none: its plot shows them.
+            if self._done:
+                self.rows, self._earlier_bytes = rows_until(self._output / METRICS, self._done)
             self._display.start()
         return self
 
@@ -240,10 +246,7 @@ class RunLog:
 
     def _write_rows(self) -> None:
         if self._file is None:
-            path = self._output / "metrics.jsonl"
-            earlier, size = rows_until(path, self._done) if self._done else ([], 0)
-            self.rows += earlier
-            self._file = AppendFile(path, size)
+            self._file = AppendFile(self._output / METRICS, self._earlier_bytes)
         for row in self._unwritten:
             self.rows.append(row)
             self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")

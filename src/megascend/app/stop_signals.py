@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,7 +23,24 @@ SAME_S = 2.0
 
 def stopping() -> tuple[signal.Signals, ...]:
     """Return the signals that are to stop a run in this process."""
-    return (*ALWAYS, *(number for number in BY_DEFAULT if signal.getsignal(number) is signal.SIG_DFL))
+    caught = _caught()
+    return (
+        *ALWAYS,
+        *(
+            number
+            for number in BY_DEFAULT
+            if signal.getsignal(number) is signal.SIG_DFL and not caught >> (number - 1) & 1
+        ),
+    )
+
+
+def _caught() -> int:
+    """Return the mask of signals that have a handler, also one set in C (faulthandler's), which Python takes for SIG_DFL."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return int(line.split()[1], 16)
+    return 0
 
 
 class StopSignals:

@@ -36,7 +36,7 @@ from megascend.checkpoint.sent_file import SentFile
 from megascend.checkpoint.staging import Staging
 from megascend.distributed.objects import broadcast_object, from_rank_0, gather_objects, raise_on_all_ranks
 from megascend.errors import CheckpointError
-from megascend.files import followed, remove, replace_directory, stage, staging, vacant
+from megascend.files import followed, is_replaceable, remove, replace_directory, stage, staging
 
 if TYPE_CHECKING:
     from megascend.diagnostics.hang_monitor import HangMonitor
@@ -301,7 +301,7 @@ class Saver:
             CheckpointError: it cannot be made, or ``path`` holds something else.
         """
         try:
-            if not vacant(path) and not (path / manifest.NAME).is_file():
+            if not is_replaceable(path, manifest.NAME):
                 raise CheckpointError(
                     f"save: {path} exists and is not a megascend checkpoint; choose another directory"
                 )

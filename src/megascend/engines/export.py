@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.distributed.objects import raise_on_all_ranks
-from megascend.errors import CheckpointError
-from megascend.files import why_not_writable
+from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
+from megascend.files import stays, why_not_writable
 from megascend.huggingface.files import TensorHeader, companions
 from megascend.huggingface.safetensors_writer import DTYPES
 from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 """What files and names that nobody foresaw raise on the rank that writes, while others wait for its word."""
+_BROKEN_GROUPS = (CollectiveTimeoutError, ProcessGroupError)
+"""Errors, some of them OSErrors, after which ranks cannot agree on anything: another collective would wait in vain."""
 
 
 def export(
@@ -53,6 +55,8 @@ def export(
                 writer = stack.enter_context(CheckpointWriter(source, target, dtype, info))
             except CheckpointError as error:
                 problem = error
+            except _FAULTS as error:
+                problem = _unexpected(error)
         raise_on_all_ranks(problem, groups, f"whether there is room for {target}")
         raise_on_all_ranks(_write(weights, writer), groups, f"whether {target} could be written")
 
@@ -68,6 +72,8 @@ def _write(weights: Iterator[tuple[str, Tensor]], writer: CheckpointWriter | Non
             writer.finish()
     except CheckpointError as error:
         return error
+    except _BROKEN_GROUPS:
+        raise
     except _FAULTS as error:
         return _unexpected(error)
     return None
@@ -106,12 +112,15 @@ def check_export(
             for path in companions(source):
                 with path.open("rb") as file:
                     file.read(1)
-            if not replaces:
+            gone = replaces and not stays(target)
+            if not gone:
                 check_target(target)
-            if reason := why_not_writable(target.parent if replaces else target):
+            if reason := why_not_writable(target.parent if gone else target):
                 problem = CheckpointError(f"export: {target} cannot be written: {reason}")
     except CheckpointError as error:
         problem = error
+    except _BROKEN_GROUPS:
+        raise
     except _FAULTS as error:
         problem = _unexpected(error)
     raise_on_all_ranks(problem, groups, f"whether {target} can be written at the end")

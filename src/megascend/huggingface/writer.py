@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
-from megascend.files import followed, remove, replace_directory, stage, staging, vacant
+from megascend.files import followed, is_replaceable, remove, replace_directory, stage, staging
 from megascend.huggingface import scalar_head
 from megascend.huggingface.exported import OUTPUT, differences
 from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers, with_dtype
@@ -131,7 +131,11 @@ class CheckpointWriter:
 
 def check_target(target: Path) -> None:
     """Raise CheckpointError if an export to ``target`` would replace something that is no Hugging Face directory."""
-    if not vacant(target) and not (target / "config.json").is_file():
+    try:
+        replaceable = is_replaceable(target, "config.json")
+    except OSError as error:
+        raise CheckpointError(f"export: {target} cannot be replaced: {error}") from error
+    if not replaceable:
         raise CheckpointError(f"export: {target} exists and is not a Hugging Face checkpoint; choose another directory")
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import digest, replacing_directory, vacant
+from megascend.files import digest, is_replaceable, replacing_directory
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
 from megascend.lora.peft_settings import CONFIG
@@ -78,7 +78,11 @@ def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) ->
 
 def check_target(path: Path) -> None:
     """Raise CheckpointError if an adapter at ``path`` would replace something else."""
-    if not vacant(path) and not (path / CONFIG).is_file():
+    try:
+        replaceable = is_replaceable(path, CONFIG)
+    except OSError as error:
+        raise CheckpointError(f"save_adapter: {path} cannot be replaced: {error}") from error
+    if not replaceable:
         raise CheckpointError(f"save_adapter: {path} exists and is not an adapter; choose another directory")
 
 

@@ -195,6 +195,7 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
             event_log,
             lambda: {"rollouts": rollouts.state_dict(), "rl": vars(progress)},
             beginning.take_over,
+            lambda: not beginning.waiting,
         )
         trackers = make_trackers(config, event_log, done)
         with RunLog(
@@ -210,10 +211,14 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
                     raise
                 if groups is None:
                     number -= 1
-                    if number or not beginning.waiting:  # before the first step there is nothing worth an earlier run
-                        saves.after_step(number, True)
+                    saves.after_step(number, True)
                     break
-                record = steps.do(number, groups)
+                try:
+                    record = steps.do(number, groups)
+                except EngineError:  # on every rank: an engine was lost after the optimizer's step
+                    if backend.step_count > done:
+                        save_last(saves, backend.step_count)
+                    raise
                 if not record.skipped:
                     beginning.take_over()
                 log.write(record)

@@ -1,0 +1,86 @@
+"""When checkpoints are taken, and what is kept where a part of one cannot be written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megascend.app.checkpoint_policy import CheckpointPolicy
+from megascend.config import RunConfig
+from megascend.errors import CheckpointError
+
+
+class Backend:
+    """Saves a file for a checkpoint, as long as its model can be exported."""
+
+    rank, step_count = 0, 0
+
+    def __init__(self, exportable: bool = True) -> None:
+        self._exportable = exportable
+
+    def any_rank(self, *values: bool) -> tuple[bool, ...]:
+        return values
+
+    def prepare_saves(self) -> None:
+        pass
+
+    def save(self, path: Path, *, hf: bool, after: Any, **contents: Any) -> Any:
+        if hf and not self._exportable:
+            raise CheckpointError("model.norm.weight: 70000 is beyond fp16's range")
+        path.mkdir(parents=True)
+        after(path)
+        return SimpleNamespace(path=path, done=True, wait=lambda: None, outcome=lambda: None)
+
+
+def policy(
+    tmp_path: Path, backend: Any, ready: Any = lambda: True, **checkpoint: Any
+) -> tuple[CheckpointPolicy, list[str]]:
+    config = RunConfig.model_validate(
+        {
+            "model": tmp_path,
+            "output": tmp_path / "run",
+            "data": {"path": tmp_path / "d.jsonl"},
+            "checkpoint": checkpoint,
+        }
+    )
+    events: list[str] = []
+    log: Any = SimpleNamespace(event=lambda name, **fields: events.append(f"{name} {json.dumps(fields, default=str)}"))
+    return CheckpointPolicy(backend, config, log, dict, ready=ready), events
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_model_that_cannot_be_exported_costs_no_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+    backend = Backend(exportable=False)
+    saves, events = policy(tmp_path, backend, every=2, hf=True, asynchronous=asynchronous, on_failure="stop")
+    saves.after_step(2, False)
+    saves.finish(2)
+    assert saves.problem is None
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert [event.split()[0] for event in events] == ["hf_failed", "saved", "save"]
+
+
+def test_nothing_is_due_until_there_is_something_to_keep(tmp_path: Path) -> None:
+    ready: list[int] = []
+    saves, _ = policy(tmp_path, Backend(), lambda: bool(ready), every=1)
+    assert saves.after_step(1, False) is False
+    assert saves.after_step(2, True) is True
+    saves.finish(2)
+    assert not (tmp_path / "run").exists()
+    ready.append(3)
+    saves.after_step(3, False)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_a_run_resumed_elsewhere_keeps_a_checkpoint_of_its_own_where_the_export_fails(tmp_path: Path) -> None:
+    backend = Backend()
+    backend.step_count = 5
+    saves, _ = policy(tmp_path, backend)
+    saves.finish(5)
+    kept = saves.keep(5)
+    path = tmp_path / "run" / "checkpoints" / "step-00000005"
+    assert path.is_dir()
+    assert str(path) in kept
