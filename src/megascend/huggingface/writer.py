@@ -134,7 +134,7 @@ def check_target(target: Path) -> None:
     try:
         replaceable = is_replaceable(target, "config.json")
     except OSError as error:
-        raise CheckpointError(f"export: {target} cannot be replaced: {error}") from error
+        raise CheckpointError(f"export: {target} could not be written: {error}") from error
     if not replaceable:
         raise CheckpointError(f"export: {target} exists and is not a Hugging Face checkpoint; choose another directory")
 

@@ -81,7 +81,7 @@ def check_target(path: Path) -> None:
     try:
         replaceable = is_replaceable(path, CONFIG)
     except OSError as error:
-        raise CheckpointError(f"save_adapter: {path} cannot be replaced: {error}") from error
+        raise CheckpointError(f"save_adapter: {path} could not be written: {error}") from error
     if not replaceable:
         raise CheckpointError(f"save_adapter: {path} exists and is not an adapter; choose another directory")
 
