@@ -154,7 +154,7 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
     (arguments.output / KEY).unlink(missing_ok=True)
     write_key(arguments.output / KEY)
     device = vllm_device(arguments.vllm_python)
-    places = place_engines(gpus_here(), trainers_on_gpus(arguments), len(numbers)) if device == "cuda" else []
+    places = place_engines(gpus_here(), trainers_on_devices(arguments), len(numbers)) if device == "cuda" else []
     if device == "cuda" and not places:
         raise SystemExit(f"{arguments.vllm_python} has a vLLM for CUDA, and this host shows no GPU")
     servers = {}
@@ -180,8 +180,10 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
         print(f"vLLM {number} on {where}: {' '.join(options)}; its log: {log}", flush=True)
     if any(place.with_trainer for place in places):
         # vLLM measures how much memory is free while it starts, so nobody else may take or return any meanwhile.
+        # The other ranks wait for this one to start up meanwhile, for ten minutes.
+        deadline = time.monotonic() + 420
         for server in servers.values():
-            server.wait_until_listening(timeout_s=540)
+            server.wait_until_listening(timeout_s=max(1.0, deadline - time.monotonic()))
     return servers
 
 
@@ -192,7 +194,7 @@ def gpus_here() -> list[str]:
     return visible_gpus(os.environ, torch.cuda.device_count())
 
 
-def trainers_on_gpus(arguments: argparse.Namespace) -> int:
+def trainers_on_devices(arguments: argparse.Namespace) -> int:
     """Trainer processes of this host that use a GPU, each the one at its local rank."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if arguments.platform in ("auto", "cuda") else 0
 
@@ -217,9 +219,9 @@ def main() -> None:
         servers = start_servers(arguments, stack) if main_rank else {}
 
         runtime = megascend.bootstrap(arguments.platform, parallel)
-        # Engines on GPUs compute in bf16, and the trainer like them. Those of transformers are on the CPU.
-        on_gpus = runtime.platform.name == "cuda" and set(arguments.engine) != {"local"}
-        precision = "bf16" if on_gpus else "fp32"
+        # Engines on GPUs and NPUs compute in bf16, and the trainer like them. Those of transformers are on the CPU.
+        on_devices = runtime.platform.name != "cpu" and set(arguments.engine) != {"local"}
+        precision = "bf16" if on_devices else "fp32"
         from megascend.app.plot import Panel, plot_metrics
         from megascend.app.rl.engines import stop_tokens
         from megascend.app.rl.learn import learn

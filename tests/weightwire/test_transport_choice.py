@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,12 @@ def test_no_fitting_transport_raises_with_the_remedy() -> None:
             "moves memory of cpu, and engine 0 keeps weights on cuda.*fits: nccl",
         ),
         ("nccl", TRAINER, place("cuda", A, (A,)), "needs a GPU for each member.*fits: cuda_ipc, shared_memory"),
+        (
+            "nccl",
+            replace(TRAINER, nccl="2.27.5"),
+            replace(place("cuda", B, (A, B)), nccl="2.28.9"),
+            "needs one version of NCCL, and there are 2.27.5, 2.28.9.*fits: cuda_ipc",
+        ),
         ("cuda_ipc", TRAINER, place("cuda", B, (B,)), "see the trainer's GPU, which engine 0 does not.*fits: nccl"),
         ("cuda_ipc", TRAINER, place("cuda", B, (B,), "two"), "needs all members on one machine.*fits: nccl"),
         ("nccl", TRAINER, place(), "moves memory of cuda, and engine 0 keeps weights on cpu.*fits: gloo"),

@@ -92,7 +92,7 @@ def require_agreement_here(
     """
     if not wanted:
         return Verdict("off")
-    raw = json.loads((model_dir / "config.json").read_text())
+    raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
         verdict = _on_rank_0(lambda: _examine_here(raw, config, longest, subject), groups)
     model_type = config.get_text_config().model_type

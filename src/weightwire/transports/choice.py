@@ -31,6 +31,7 @@ class Location:
         gpu: UUID of its CUDA device; empty on other devices, or if it is not known.
         visible: UUIDs of all CUDA devices that the process sees.
         lends: other processes can map its CUDA memory.
+        nccl: version of NCCL that its torch brings; empty on other devices, or if it is not known.
     """
 
     device: str
@@ -39,18 +40,20 @@ class Location:
     gpu: str = ""
     visible: tuple[str, ...] = ()
     lends: bool = True
+    nccl: str = ""
 
     @classmethod
     def of(cls, device: torch.device) -> Location:
         """Describe memory of this process on ``device``."""
-        gpu, visible = "", ()
+        gpu, visible, nccl = "", (), ""
         if device.type == "cuda":
             import torch
 
             visible = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
             gpu = _uuid(torch.cuda.current_device() if device.index is None else device.index)
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
         expandable = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
-        return cls(device.type, socket.gethostname(), memory_space(), gpu, visible, not expandable)
+        return cls(device.type, socket.gethostname(), memory_space(), gpu, visible, not expandable, nccl)
 
     def __str__(self) -> str:
         return f"{self.device}{f' {self.gpu[:12]}' if self.gpu else ''} on {self.host or 'an unknown host'}"
@@ -75,8 +78,8 @@ class Location:
 def choose(sender: Location, receivers: Mapping[str, Location]) -> str:
     """Return the transport that fits best.
 
-    On CUDA it is ``nccl``; where two members use one GPU, which NCCL refuses, it is ``cuda_ipc``, or ``shared_memory`` if a
-    receiver does not see the sender's GPU. On NPUs it is ``hccl``, for receivers on the CPU ``gloo``, and for a mixture on
+    On CUDA it is ``nccl``; where two members use one GPU, or their versions of NCCL differ, both of which NCCL refuses, it is
+    ``cuda_ipc``, or ``shared_memory`` if a receiver does not see the sender's GPU. On NPUs it is ``hccl``, for receivers on the CPU ``gloo``, and for a mixture on
     one machine ``shared_memory``.
 
     Raises:
@@ -120,7 +123,11 @@ def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]
     locations = [sender, *receivers.values()]
     if transport == "nccl":
         gpus = [location.gpu for location in locations if location.gpu]
-        return "" if len(set(gpus)) == len(gpus) else "needs a GPU for each member, and two are on one"
+        if len(set(gpus)) < len(gpus):
+            return "needs a GPU for each member, and two are on one"
+        # NCCL refuses a communicator of several versions; trainer and engines have environments of their own.
+        versions = sorted({location.nccl for location in locations if location.nccl})
+        return f"needs one version of NCCL, and there are {', '.join(versions)}" if len(versions) > 1 else ""
     if transport in ("cuda_ipc", "shared_memory") and not _share(locations):
         return "needs all members on one machine, of one user and in one namespace of processes"
     if transport == "cuda_ipc":
