@@ -154,7 +154,7 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
     (arguments.output / KEY).unlink(missing_ok=True)
     write_key(arguments.output / KEY)
     device = vllm_device(arguments.vllm_python)
-    places = place_engines(gpus_here(), trainers_on_devices(arguments), len(numbers)) if device == "cuda" else []
+    places = place_engines(gpus_here(), trainers_on_gpus(arguments), len(numbers)) if device == "cuda" else []
     if device == "cuda" and not places:
         raise SystemExit(f"{arguments.vllm_python} has a vLLM for CUDA, and this host shows no GPU")
     servers = {}
@@ -194,7 +194,7 @@ def gpus_here() -> list[str]:
     return visible_gpus(os.environ, torch.cuda.device_count())
 
 
-def trainers_on_devices(arguments: argparse.Namespace) -> int:
+def trainers_on_gpus(arguments: argparse.Namespace) -> int:
     """Trainer processes of this host that use a GPU, each the one at its local rank."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if arguments.platform in ("auto", "cuda") else 0
 

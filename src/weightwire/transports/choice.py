@@ -79,8 +79,8 @@ def choose(sender: Location, receivers: Mapping[str, Location]) -> str:
     """Return the transport that fits best.
 
     On CUDA it is ``nccl``; where two members use one GPU, or their versions of NCCL differ, both of which NCCL refuses, it is
-    ``cuda_ipc``, or ``shared_memory`` if a receiver does not see the sender's GPU. On NPUs it is ``hccl``, for receivers on the CPU ``gloo``, and for a mixture on
-    one machine ``shared_memory``.
+    ``cuda_ipc``, or ``shared_memory`` if a receiver does not see the sender's GPU. On NPUs it is ``hccl``, for receivers on the
+    CPU ``gloo``, and for a mixture on one machine ``shared_memory``.
 
     Raises:
         TransportError: none fits.
