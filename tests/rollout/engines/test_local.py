@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from megascend.errors import CheckpointError, EngineError, EngineLostError
+from megascend.errors import CheckpointError, EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.engines.base import Sampling
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import write_tiny_checkpoint
@@ -82,3 +85,25 @@ def test_a_pause_holds_tokens_back_until_its_lease_lapses(tmp_path: Path) -> Non
             await engine.close()
 
     asyncio.run(pause())
+
+
+def test_first_answer_has_a_requests_deadline_and_later_ones_their_own(monkeypatch) -> None:
+    class SlowStart:
+        delays: ClassVar = [0.3, 30.0]
+
+        def start(self, call: str, arguments: Any) -> Future[int]:
+            future: Future[int] = Future()
+            timer = threading.Timer(self.delays.pop(0), future.set_result, [0])
+            timer.daemon = True
+            timer.start()
+            return future
+
+    monkeypatch.setattr("megascend.rollout.engines.local.InProcess", lambda *_, **__: SlowStart())
+    engine = LocalEngine("model", own_process=False, timeout_s=600.0, control_timeout_s=0.1)
+
+    async def ask() -> None:
+        assert await engine.version() == 0
+        with pytest.raises(EngineTimeoutError, match=r"no answer to version within 0\.1 s"):
+            await engine.version()
+
+    asyncio.run(ask())

@@ -38,12 +38,13 @@ class LocalEngine:
         Args:
             model: directory of a Hugging Face checkpoint, whose weights are of version 0.
             own_process: sample in a process of its own, else on a thread of this one.
-            timeout_s: deadline of a request.
+            timeout_s: deadline of a request, and of the first answer to anything.
             control_timeout_s: deadline of everything else.
             settings: of :class:`megascend.rollout.engines.local_model.LocalModel`: precision, device, seed, rows.
         """
         self.name = name
         self._timeout_s, self._control_s = timeout_s, control_timeout_s
+        self._answered = False
         self._service: Service = (
             ChildProcess(name, Path(model), **settings) if own_process else InProcess(Path(model), **settings)
         )
@@ -97,8 +98,13 @@ class LocalEngine:
         await asyncio.to_thread(self._service.close)
 
     async def _ask(self, call: str, deadline_s: float, /, **arguments: Any) -> Any:
+        if not self._answered:
+            # Its process imports transformers and loads the model first, which takes minutes on a busy machine.
+            deadline_s = max(deadline_s, self._timeout_s)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._service.start(call, arguments)), deadline_s)
+            answer = await asyncio.wait_for(asyncio.wrap_future(self._service.start(call, arguments)), deadline_s)
+            self._answered = True
+            return answer
         except asyncio.TimeoutError:
             raise EngineTimeoutError(f"{self.name}: no answer to {call} within {deadline_s:g} s") from None
 
