@@ -453,6 +453,9 @@ COMMANDS = {
     "git clone": INSTALLS,
     "source /usr/local/Ascend": CARDS,
     "export MEGASCEND_MINDSPEED": "names checkouts",
+    "python -c \"from weightwire.keys import write_key": "tests/weightwire/test_keys.py",
+    "export WEIGHTWIRE_KEY_FILE": "tests/weightwire/test_keys.py",
+    "megascend rl RUN.yaml": "needs a vLLM on a GPU; cookbook/async_grpo.sh starts the same",
     "export MEGASCEND_TWINKLE": "names checkouts",
     "python -c 'import megascend; print(*megascend.bootstrap().changes": "tests/bootstrap/test_changes.py",
 }

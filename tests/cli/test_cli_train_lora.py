@@ -108,7 +108,8 @@ def test_the_adapter_learns_and_is_all_that_is_written(single: Path) -> None:
         "metrics.jsonl",
         "metrics.png",
     ]
-    files = ["adapter_config.json", "adapter_model.safetensors", "megascend_adapter.json"]
+    files = ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "megascend_adapter.json"]
+    files += ["tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in (single / "adapter").iterdir()) == files
 
 

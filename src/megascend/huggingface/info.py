@@ -162,11 +162,13 @@ def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
     for part in (config.get("text_config") or {}, config):
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     from megascend.huggingface.architectures import make_known_to_transformers
 
     make_known_to_transformers(model_dir)
+    if config.get("model_type") not in CONFIG_MAPPING and "auto_map" not in config:
+        return False  # an architecture of a plug-in's engine: nothing but its files says what it has
     try:
         full = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # its validators raise classes without a common base
