@@ -44,6 +44,7 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.exported import some
 from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.huggingface.scalar_head import BIAS
 from megascend.kernels.fp16_range import out_of_range
 from megascend.lora.merge import merged
@@ -324,6 +325,7 @@ def load_model(
             f"{model_dir} holds tensors that transformers has no place for in the {type(model).__name__} that config.json "
             f"describes: {some(unused)}: correct config.json, or remove the tensors from the files"
         )
+    restore_padding_rows(model, info.tensors)
     if head is None:
         check_tied(model, info.shape.tied)
     without_bias(model, head)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megascend.errors import CheckpointError, EngineError
 from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.files import tensor_headers
+from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
 from weightwire.errors import ManifestError
@@ -207,4 +209,5 @@ def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
     for what in ("missing_keys", "mismatched_keys"):
         if report[what]:
             raise CheckpointError(f"local engine: {model}: {what.replace('_', ' ')}: {sorted(report[what])[:3]}")
+    restore_padding_rows(found, tensor_headers(model))
     return found.to(device).eval().requires_grad_(False)
