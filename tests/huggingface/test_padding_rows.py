@@ -52,7 +52,7 @@ def test_local_engine_samples_with_the_padding_row_of_the_files(youtu: Path) -> 
 def test_zero_row_of_unknown_origin_raises_checkpoint_error(youtu: Path) -> None:
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(40, 32, padding_idx=PAD)})
     header = TensorHeader("F32", (40, 32), youtu / "model.safetensors")
-    with pytest.raises(CheckpointError, match="row 5 .pad_token_id. of embed_tokens is zero once loaded"):
+    with pytest.raises(CheckpointError, match=r"row 5 \(pad_token_id\) of embed_tokens is zero once loaded"):
         restore_padding_rows(model, {"words.weight": header})
     restore_padding_rows(model, {"model.embed_tokens.weight": header})
     assert torch.equal(model["embed_tokens"].weight.detach()[PAD], stored(youtu)[PAD])

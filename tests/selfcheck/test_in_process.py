@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megascend.errors import ConfigError
+from megascend.bootstrap.runtime import Runtime
+from megascend.config import Parallel
+from megascend.distributed.process_groups import initialize
+from megascend.engines.fsdp import attention
+from megascend.engines.fsdp.engine import FsdpSubject
+from megascend.engines.scalar_head import plain_slice
+from megascend.engines.single.engine import SingleSubject
+from megascend.errors import ConfigError, PlatformError
+from megascend.huggingface.scalar_head import ScalarHead
 from megascend.selfcheck import check, in_process
 from megascend.selfcheck.in_process import Subject
 from megascend.selfcheck.process import BOUND
-from megascend.testing import tiny_config
+from megascend.testing import run_distributed, tiny_config
+from megascend.topology.topology import plan
 
 QWEN = tiny_config("qwen3", num_hidden_layers=2)
 
@@ -26,7 +38,11 @@ class Padded(Subject):
     packing = False
 
     def __init__(self) -> None:
+        super().__init__()
         self.built = 0
+
+    def plain(self, config: Any) -> Any:
+        return plain_slice(config, None)
 
     def build(self, config: Any) -> Any:
         from transformers import AutoModelForCausalLM
@@ -104,6 +120,30 @@ def test_engines_and_layouts_have_verdicts_of_their_own() -> None:
     ]
 
 
+CRITIC = ScalarHead("token", bias=True, dropout=0.1)
+REWARD = ScalarHead("sequence", bias=False)
+
+
+@pytest.mark.parametrize("head", [CRITIC, REWARD], ids=["critic", "reward model"])
+def test_scalar_heads_are_compared_by_the_model_below_them(head: ScalarHead) -> None:
+    subjects: list[Subject] = [SingleSubject(head), FsdpSubject(head, packing=True, context=1, npu=False)]
+    for subject in subjects:
+        verdict = examine(subject)
+        assert (verdict.status, verdict.layers) == ("agrees", 2)
+    borderless = FsdpSubject(head, packing=True, context=1, npu=False)
+    see_all = lambda model, samples: list(  # noqa: E731
+        model(torch.cat(list(samples))[None], use_cache=False, **plain_rows()).logits[0].split([*map(len, samples)])
+    )
+    borderless.logits = see_all  # type: ignore[method-assign]
+    borderless.engine = "borderless"
+    assert examine(borderless).status == "differs"
+
+
+def plain_rows() -> dict[str, Any]:
+    """Return the option by which engine fsdp's attention takes a row for one sample."""
+    return {attention.KEYWORD: attention.sample_lengths(None, None, torch.device("cpu"), torch.float32)}
+
+
 def test_model_that_the_engine_cannot_call_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"engine raising: Qwen3ForCausalLM \(qwen3\) cannot be called") as caught:
         examine(Raising())
@@ -128,6 +168,100 @@ def test_slice_is_made_of_names_of_an_architectures_own_and_of_nested_models() -
     nested = json.loads(json.dumps({"model_type": "qwen3_5", "text_config": text}))
     part = in_process.slice_here(nested, config_of(nested), 10**6)
     assert (part.config["model_type"], part.config["num_hidden_layers"]) == ("qwen3_5_text", 4)
+
+
+class FailingLater(Padded):
+    """An engine whose later calls fail."""
+
+    engine = "failing later"
+    calls = 0
+
+    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+        self.calls += 1
+        if self.calls > 3:
+            raise RuntimeError("no more")
+        return super().logits(model, samples)
+
+
+def test_failure_after_the_first_call_raises_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"engine failing later: Qwen3ForCausalLM .* \(RuntimeError: no more\)"):
+        examine(FailingLater())
+
+
+class ShortOfMemory(Padded):
+    """An engine on a host that once has too little memory for the slice."""
+
+    engine = "short of memory"
+    failed = False
+
+    def plain(self, config: Any) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise MemoryError("for the moment")
+        return super().plain(config)
+
+
+def test_what_could_not_be_checked_is_tried_again() -> None:
+    subject = ShortOfMemory()
+    first, second = examine(subject), examine(subject)
+    assert (first.status, second.status) == ("not checked", "agrees")
+    assert "MemoryError: for the moment" in first.reason
+
+
+def test_error_of_any_kind_is_one_sentence_with_its_cause_on_every_rank(runtime: Runtime) -> None:
+    def check_fails(world: int) -> tuple[str, str]:
+        groups = initialize(plan(Parallel(), world), runtime.platform, 60)
+        try:
+            check._on_rank_0(lambda: 1 // 0, groups)  # type: ignore[arg-type,return-value]
+        except PlatformError as error:
+            return type(error).__name__, str(error)
+        raise AssertionError("no error")
+
+    for world in (1, 2):
+        for name, text in run_distributed(check_fails, world, world, init=False):
+            assert name == "PlatformError"
+            assert "the self-check failed (ZeroDivisionError: " in text
+            assert "self_check: off skips it" in text
+
+
+class OneProcess:
+    """As much of process groups as the check asks for."""
+
+    rank = 0
+    monitor = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
+
+    def ranks(self, name: str) -> list[int]:
+        return [0]
+
+
+def test_layers_that_a_slice_leaves_out_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = ["full_attention"] * 9 + ["sliding_attention"]
+    settings = QWEN | {"num_hidden_layers": 10, "layer_types": kinds, "sliding_window": 16, "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    groups: Any = OneProcess()
+    verdict = check.require_agreement_here(tmp_path, config_of(dict(settings)), 64, groups, Padded(), wanted=True)
+    assert verdict.status == "agrees"
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text == (
+        "self-check: it saw 8 layers of this qwen3 model only: layers from 8 on are of other kinds than those before"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "layers"),
+    [
+        ("jamba", {"attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2}, 3),
+        ("zamba", {"attn_layer_period": 3, "attn_layer_offset": 1}, 3),
+        ("olmo_hybrid", {}, 4),
+    ],
+)
+def test_slices_of_hybrids_have_their_attention(model_type: str, settings: dict[str, Any], layers: int) -> None:
+    raw = {"model_type": model_type, "num_hidden_layers": 32} | settings
+    part = in_process.slice_here(raw, config_of(dict(raw)), 10**6)
+    assert part.config["num_hidden_layers"] == layers
+    kinds = config_of(part.config).layer_types
+    assert len(kinds) == layers
+    assert len(set(kinds)) == 2
 
 
 def test_sliding_windows_and_chunks_shrink_with_the_samples() -> None:

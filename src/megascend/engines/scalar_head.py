@@ -25,21 +25,38 @@ def fresh_weights(head: ScalarHead, hidden: int, seed: int) -> dict[str, Tensor]
     return {name: drawn[name] for name in head.names}
 
 
-def model_class(config: Any, head: ScalarHead | None) -> Any:
+def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
     """transformers' automatic class of a model with this head, whose configuration is changed to one that has it.
 
     A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token of a
     sequence; so all scalar heads are of one class.
+
+    Args:
+        outputs: numbers that the head makes of a token, if it is no language model's.
     """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     if head is None:
         return AutoModelForCausalLM
-    config.num_labels = 1
+    config.num_labels = outputs
     config.classifier_dropout = head.dropout
     config.token_classification_bias = head.bias  # transformers 5.23; for older ones see without_bias()
     config.tie_word_embeddings = False
     return AutoModelForTokenClassification
+
+
+def plain_slice(config: Any, head: ScalarHead | None) -> Any:
+    """Return transformers' own model of a small configuration, fp32, with which a self-check compares an engine's.
+
+    A scalar head has as many outputs as the vocabulary has tokens: one number would show little of the model below it.
+
+    Args:
+        config: changed to one that has the head.
+    """
+    of_head = model_class(config, head, config.vocab_size)
+    model = of_head.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    without_bias(model, head)
+    return model
 
 
 def tie_embeddings(config: Any, tied: bool) -> None:

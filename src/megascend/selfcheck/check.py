@@ -21,7 +21,7 @@ from megascend.selfcheck.places import cache_folder, versions
 from megascend.selfcheck.process import Trial, TrialResult, Worker
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.trial_inputs import described
-from megascend.selfcheck.verdict import Convicted, Verdict, objection, warnings_about
+from megascend.selfcheck.verdict import Convicted, Verdict, gaps, objection, warnings_about
 
 if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
@@ -84,7 +84,7 @@ def require_agreement_here(
         wanted: else nothing is compared.
 
     Returns:
-        The verdict, the same on every rank. A warning goes out on rank 0 where nothing could be compared.
+        The verdict, the same on every rank. A warning goes out on rank 0 of what could not be compared.
 
     Raises:
         SelfCheckError: on every rank: transformers and the engine disagree.
@@ -98,13 +98,8 @@ def require_agreement_here(
     model_type = config.get_text_config().model_type
     if verdict.status == "differs":
         raise SelfCheckError(in_process.objection(verdict, model_type, subject, versions(HERE)))
-    if verdict.status == "not checked" and groups.rank == 0:
-        logging.getLogger(__name__).warning(
-            "self-check: nothing about this %s model was compared with transformers: %s. Compare its log-probabilities yourself "
-            "before training (backend.forward)",
-            model_type,
-            verdict.reason,
-        )
+    for text in gaps(verdict, model_type) if groups.rank == 0 else []:
+        logging.getLogger(__name__).warning("%s", text)
     return verdict
 
 
@@ -115,19 +110,24 @@ def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Su
         return Verdict("not checked", str(error))
     except (LookupError, TypeError, AttributeError) as error:  # settings of another form than decoders have
         return Verdict("not checked", f"config.json: {described(error)}")
-    path = cache_folder() / f"{key(part, HERE, engine=subject.engine, packing=subject.packing)}.json"
+    settings = {"engine": subject.engine, "packing": subject.packing, "head": repr(subject.scalar_head)}
+    path = cache_folder() / f"{key(part, HERE, **settings)}.json"
     return _kept_or_made(path, lambda: (in_process.find_out(part, subject), True))
 
 
-def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
-    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out."""
+def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
+    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out.
+
+    Raises:
+        MegascendError: on every rank: the one of rank 0, or PlatformError for whatever else it has raised.
+    """
     if len(groups.ranks("world")) == 1:
-        return make()
+        return _in_one_sentence(make)
     box: list[tuple[Verdict | None, MegascendError | None]] = []
 
     def work() -> None:
         try:
-            box.append((make(), None))
+            box.append((_in_one_sentence(make), None))
         except MegascendError as error:
             box.append((None, error))
 
@@ -150,6 +150,19 @@ def _on_rank_0(make: Any, groups: ProcessGroups) -> Verdict:
             worker.join(POLL_S)
         running = broadcast_object(worker.is_alive(), "world", groups, what="the self-check")
     return from_rank_0(result, groups, "the self-check")
+
+
+def _in_one_sentence(make: Callable[[], Verdict]) -> Verdict:
+    """Return ``make()``; raise PlatformError, with its cause, for an error that is none of ours."""
+    try:
+        return make()
+    except MegascendError:
+        raise
+    except Exception as error:
+        raise PlatformError(
+            f"the self-check failed ({described(error)}); self_check: off skips it, and then compare log-probabilities yourself "
+            "(backend.forward)"
+        ) from error
 
 
 def examine(
@@ -177,7 +190,7 @@ def _kept_or_made(
             if (known := _kept(path)) is not None:
                 return known
             verdict, final = make()
-            if final:
+            if final and verdict.status != "not checked":  # what failed may have lacked memory
                 keep(path, verdict)
             return verdict
     except OSError as error:  # TimeoutError among them: another process holds the lock

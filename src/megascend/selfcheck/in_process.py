@@ -6,12 +6,13 @@ each sample in a forward pass of transformers' own, and all of them in one micro
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError, MegascendError
+from megascend.huggingface.scalar_head import ScalarHead
 from megascend.selfcheck.process import BOUND, Trial, TrialResult
 from megascend.selfcheck.slicing import WINDOWS, Slice, slice_model
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise
@@ -26,6 +28,9 @@ from megascend.selfcheck.verdict import Verdict
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 """Names that architectures have for the number of their layers."""
+
+KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "layers_num_experts")
+"""Attributes of configurations, a list with an entry for each layer."""
 
 
 class Subject(ABC):
@@ -35,11 +40,19 @@ class Subject(ABC):
         engine: its name.
         packing: samples of a micro batch share a row.
         remedy: what to set where samples are right alone and wrong in one micro batch.
+        scalar_head: in the place of a causal language model's output layer, or None.
     """
 
     engine: str
     packing: bool
     remedy: str = "use another engine"
+
+    def __init__(self, scalar_head: ScalarHead | None = None) -> None:
+        self.scalar_head = scalar_head
+
+    @abstractmethod
+    def plain(self, config: Any) -> Any:
+        """Return transformers' own model of a configuration, in fp32, whose ``logits`` are [n, vocabulary]."""
 
     @abstractmethod
     def build(self, config: Any) -> Any:
@@ -67,6 +80,11 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     full = json.loads(text.to_json_string(use_diff=False))
     aliases = {plain: own for plain, own in (text.attribute_map or {}).items() if own in full}
     full |= {plain: full[own] for plain, own in aliases.items()}
+    total = full.get("num_hidden_layers")
+    for name in KINDS_OF_LAYERS:  # many are properties, made of periods and offsets
+        kinds = getattr(text, name, None)
+        if isinstance(kinds, list) and len(kinds) == total:
+            full[name] = kinds
     raw = dict(raw) | {plain: raw[own] for plain, own in aliases.items() if own in raw}
     in_force = any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
     part = slice_model(raw, full, longest, window_in_force=in_force)
@@ -105,35 +123,27 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
     Raises:
         ConfigError: the engine cannot compute the model; transformers can.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             config = AutoConfig.for_model(**copy.deepcopy(trial.config))
-            plain = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
-            ).eval()
+            plain = subject.plain(copy.deepcopy(config)).eval()
             randomise(plain, trial.seed)
         except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the verdict carries it
             return TrialResult(transformers_problem=described(error))
-        try:
+        with _called_by(subject, plain):
             model = subject.build(copy.deepcopy(config)).eval()
             model.load_state_dict(plain.state_dict())
             subject.logits(model, [torch.arange(length) % config.vocab_size for length in sorted(trial.lengths)])
-        except MegascendError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"engine {subject.engine}: {type(plain).__name__} ({config.model_type}) cannot be called as this engine calls it "
-                f"({described(error)}); use another engine"
-            ) from error
         try:
             chosen = choose_samples(plain, config.vocab_size, sorted(trial.lengths), trial.seed)
         except Exception as error:  # noqa: BLE001  as above
             return TrialResult(transformers_problem=described(error))
         samples = [ids[:-1] for ids in chosen["samples"]]
-        alone = [subject.logits(model, [ids])[0] for ids in samples]
-        together = subject.logits(model, samples)
+        with _called_by(subject, plain):
+            alone = [subject.logits(model, [ids])[0] for ids in samples]
+            together = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
     largest = max(float(logits.abs().max()) for logits, _ in expected)
     return TrialResult(
@@ -143,6 +153,20 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
         largest_logit=largest,
         margin=chosen["margin"],
     )
+
+
+@contextlib.contextmanager
+def _called_by(subject: Subject, plain: Any) -> Iterator[None]:
+    """Raise ConfigError for whatever the engine's way to compute ``plain`` raises in the block."""
+    try:
+        yield
+    except MegascendError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"engine {subject.engine}: {type(plain).__name__} ({plain.config.model_type}) cannot be called as this engine "
+            f"calls it ({described(error)}); use another engine"
+        ) from error
 
 
 def _differences(found: Sequence[Tensor], expected: Sequence[tuple[Tensor, Tensor]], largest: float) -> list[float]:

@@ -100,17 +100,22 @@ def objection(verdict: Verdict, config: Mapping[str, Any], packages: str) -> Sel
     )
 
 
-def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
-    """What a user should know although training goes on."""
-    told = []
-    model_type = config.get("model_type")
+def gaps(verdict: Verdict, model_type: str) -> list[str]:
+    """Return a warning of what a self-check has not compared, if anything."""
     if verdict.status == "not checked":
-        told.append(
+        return [
             f"self-check: nothing about this {model_type} model was compared with transformers: {verdict.reason}. Compare its "
             "log-probabilities yourself before training (backend.forward)"
-        )
-    elif verdict.not_shown:
-        told.append(f"self-check: it saw {verdict.layers} layers of this {model_type} model only: {verdict.not_shown}")
+        ]
+    if verdict.not_shown:
+        return [f"self-check: it saw {verdict.layers} layers of this {model_type} model only: {verdict.not_shown}"]
+    return []
+
+
+def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
+    """What a user should know although training goes on."""
+    model_type = str(config.get("model_type"))
+    told = gaps(verdict, model_type)
     if model_type not in PROVEN:
         passed = "; the self-check of its forward pass agrees with transformers" if verdict.status == "agrees" else ""
         told.append(

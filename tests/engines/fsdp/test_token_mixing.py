@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.attention import KEYWORD, SampleLengths, attention
 from megascend.engines.fsdp.token_mixing import check_layers
 from megascend.errors import ConfigError
+from megascend.huggingface.scalar_head import ScalarHead
 
 ALL_ATTENTION_FUNCTIONS: dict[str, Any] = {}
 """As transformers' modules see their registry."""
@@ -49,7 +51,7 @@ class Model(nn.Module):
 
 
 def check(model: Model, packing: bool = True, context: int = 1) -> None:
-    check_layers(model, model.layers, packing=packing, context=context)
+    check_layers(model, model.layers, packing=packing, context=context, longest=64)
 
 
 def layer(*parts: nn.Module) -> nn.Module:
@@ -96,6 +98,42 @@ def test_models_without_attention_of_the_registry_are_refused_in_every_layout() 
 def test_chunked_attention_is_refused_in_every_layout() -> None:
     with pytest.raises(ConfigError, match="chunked_attention, whose mask is not known"):
         check(Model(layer(Attention()), layer_types=("full_attention", "chunked_attention")), packing=False)
+
+
+WINDOWED = {
+    "phimoe": {"sliding_window": 16},
+    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 16},
+    "mistral": {"sliding_window": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head"),
+    [("phimoe", None), ("qwen2_moe", None), ("qwen2_moe", ScalarHead("token", bias=True)), ("mistral", None)],
+)
+def test_sliding_window_made_by_a_mask_alone_is_refused(model_type: str, head: ScalarHead | None) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 64, "intermediate_size": 32}
+
+    def check_model(longest: int, **more: Any) -> None:
+        config = AutoConfig.for_model(model_type, **sizes | WINDOWED[model_type] | more)
+        with torch.device("meta"):
+            model = transformers_api.engine_model(config, head)
+        layers = transformers_api.layers(model)
+        check_layers(model, layers, packing=False, context=1, longest=longest)
+
+    check_model(16)
+    check_model(64, sliding_window=None, **({"use_sliding_window": False} if model_type == "qwen2_moe" else {}))
+    if model_type == "mistral":  # its attention is given the window
+        check_model(64)
+        return
+    with pytest.raises(
+        ConfigError, match=f"{model_type} has a sliding window of 16 tokens .* by a mask alone"
+    ) as caught:
+        check_model(64)
+    assert "set batching.max_length: 16 or less, or use engine single" in str(caught.value)
 
 
 QUERY = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))

@@ -38,9 +38,10 @@ from megascend.engines.fsdp.token_mixing import check_layers
 from megascend.engines.full_model import FullModel
 from megascend.engines.hf_parts import HfParts
 from megascend.engines.rotary import RotaryByLength
-from megascend.engines.scalar_head import fresh_weights, output_layer, refuse_adapters
+from megascend.engines.scalar_head import fresh_weights, output_layer, plain_slice, refuse_adapters
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.merge import merged
 from megascend.selfcheck.check import require_agreement_here
 from megascend.selfcheck.in_process import Subject
@@ -106,12 +107,12 @@ class FsdpEngine:
             heads = text.num_attention_heads
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
         layers = transformers_api.layers(self.model)
-        check_layers(self.model, layers, packing=batching.packing, context=topology.context)
-        subject = FsdpSubject(packing=batching.packing, context=topology.context, npu=self.device.type == "npu")
-        wanted = self_check and info.scalar_head is None  # the slice's logits are a language model's
+        check_layers(self.model, layers, packing=batching.packing, context=topology.context, longest=self.max_length)
+        npu = self.device.type == "npu"
+        subject = FsdpSubject(info.scalar_head, packing=batching.packing, context=topology.context, npu=npu)
         began = time.monotonic()
         self.self_check = require_agreement_here(
-            model_dir, self.model.config, self.max_length, groups, subject, wanted=wanted
+            model_dir, self.model.config, self.max_length, groups, subject, wanted=self_check
         )
         self.self_check_s = time.monotonic() - began
         self._rotary = RotaryByLength(self.model)
@@ -303,6 +304,7 @@ class FsdpSubject(Subject):
     """A small model as this engine computes it, on the CPU.
 
     Args:
+        scalar_head: in the place of a causal language model's output layer, or None.
         packing: samples share a row.
         context: ranks that hold parts of every sample, which takes the same knowledge of where samples end: the slice is packed.
         npu: products of experts are the NPU's operator in this process; the slice, on the CPU, has transformers' own.
@@ -310,12 +312,16 @@ class FsdpSubject(Subject):
 
     engine = "fsdp"
 
-    def __init__(self, *, packing: bool, context: int, npu: bool) -> None:
+    def __init__(self, scalar_head: ScalarHead | None, *, packing: bool, context: int, npu: bool) -> None:
+        super().__init__(scalar_head)
         self.packing, self._npu = packing or context > 1, npu
         self.remedy = "set batching.packing: false" + (" and parallel.context: 1" if context > 1 else "")
 
+    def plain(self, config: Any) -> Any:
+        return plain_slice(config, self.scalar_head)
+
     def build(self, config: Any) -> Any:
-        model = transformers_api.engine_model(config)
+        model = transformers_api.engine_model(config, self.scalar_head, config.vocab_size)
         if self._npu and transformers_api.has_experts(model):
             patch(
                 model.config,

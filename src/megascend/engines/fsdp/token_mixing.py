@@ -23,11 +23,13 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 MIXERS = (nn.Conv1d, nn.RNNBase)
 STATE_PARAMETERS = ("A_log", "dt_bias", "time_decay", "time_mix_key")
 """Parameters of state-space models and of their kind."""
+WINDOW_MASK, WINDOW = "create_sliding_window_causal_mask", "sliding_window"
+"""Of a sliding window: transformers' function that makes a mask of it, and the argument of an attention function."""
 CHUNKED = "chunked_attention"
 """A kind of layer whose mask this engine does not make, as ``layer_types`` has it."""
 
 
-def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, context: int) -> None:
+def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, context: int, longest: int) -> None:
     """Raise ConfigError where tokens would be mixed across samples, or by a mask that is not made here.
 
     Args:
@@ -35,6 +37,7 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
         layers: its decoder layers.
         packing: samples share a row.
         context: ranks that hold parts of every sample.
+        longest: tokens of the longest sample that is allowed.
     """
     text = model.config.get_text_config()
     kind = text.model_type
@@ -46,6 +49,13 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     if CHUNKED in (getattr(text, "layer_types", None) or ()):
         raise ConfigError(
             f"engine fsdp: {kind} has layers of kind {CHUNKED}, whose mask is not known here; use engine single"
+        )
+    window = _window(text)
+    if window is not None and window < longest and _window_is_a_mask(model):
+        raise ConfigError(
+            f"engine fsdp: {kind} has a sliding window of {window} tokens (sliding_window) that it makes by a mask alone, of "
+            f"which this engine has none, and samples may be up to {longest} long; set batching.max_length: {window} or less, or "
+            "use engine single"
         )
     if not packing and context == 1:
         return
@@ -76,10 +86,34 @@ def _mixers(root: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def _window(text: Any) -> int | None:
+    """Return the tokens that each token sees in layers with a sliding window; None: there is no such layer."""
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, WINDOW, None)
+    return window if isinstance(window, int) and window and (not kinds or "sliding_attention" in kinds) else None
+
+
+def _window_is_a_mask(model: nn.Module) -> bool:
+    """Some forward pass makes a mask of the sliding window, and no attention passes the window to its attention function."""
+    codes = [_code(module) for module in model.modules()]
+    return any(WINDOW_MASK in _names(code) for code in codes) and not any(
+        WINDOW in _keywords(code) for code in codes if REGISTRY in _names(code)
+    )
+
+
 def _takes_attention(module: nn.Module) -> bool:
     """The module's forward pass asks transformers' registry for its attention function."""
-    forward = inspect.unwrap(type(module).forward)
-    return REGISTRY in _names(getattr(forward, "__code__", None))
+    return REGISTRY in _names(_code(module))
+
+
+def _code(module: nn.Module) -> CodeType | None:
+    """Return the code of a module's forward pass, without decorators."""
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+
+
+def _keywords(code: CodeType | None) -> set[str]:
+    """Names of keyword arguments, and all else that is in a tuple of constants."""
+    return set() if code is None else {name for const in code.co_consts if isinstance(const, tuple) for name in const}
 
 
 def _names(code: CodeType | None) -> set[str]:

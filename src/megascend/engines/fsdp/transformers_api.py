@@ -81,8 +81,11 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
     return model
 
 
-def engine_model(config: Any, scalar_head: ScalarHead | None = None) -> Any:
+def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: int = 1) -> Any:
     """A model of a configuration, fp32, whose attention and experts are computed by this engine, tied parameters tied.
+
+    Args:
+        outputs: of a scalar head.
 
     Raises:
         ConfigError: it does not take its attention from elsewhere, or its output layer is not a plain product.
@@ -91,7 +94,9 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None) -> Any:
     _register()
     kind = config.model_type
     try:
-        model = model_class(config, scalar_head).from_config(config, dtype=torch.float32, attn_implementation=NAME)
+        model = model_class(config, scalar_head, outputs).from_config(
+            config, dtype=torch.float32, attn_implementation=NAME
+        )
     except KeyError as error:
         if error.args != (NAME,):
             raise

@@ -30,6 +30,7 @@ from megascend.engines.scalar_head import (
     fresh_weights,
     model_class,
     output_layer,
+    plain_slice,
     refuse_adapters,
     tie_embeddings,
     values_of,
@@ -100,10 +101,8 @@ class SingleEngine:
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else {}
         began = time.monotonic()
         config = model_config(model_dir)
-        wanted = self_check and info.scalar_head is None  # the slice's logits are a language model's
-        self.self_check = require_agreement_here(
-            model_dir, config, self.max_length, groups, SingleSubject(), wanted=wanted
-        )
+        subject = SingleSubject(info.scalar_head)
+        self.self_check = require_agreement_here(model_dir, config, self.max_length, groups, subject, wanted=self_check)
         self.self_check_s = time.monotonic() - began
         self.model = load_model(model_dir, DTYPES[precision], self.device, info, fresh)
         if info.scalar_head is None:
@@ -252,11 +251,15 @@ class SingleSubject(Subject):
     engine = "single"
     packing = False
 
-    def build(self, config: Any) -> Any:
-        from transformers import AutoModelForCausalLM
+    def plain(self, config: Any) -> Any:
+        return plain_slice(config, self.scalar_head)
 
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        check_plain_head(model, config.vocab_size)
+    def build(self, config: Any) -> Any:
+        head = self.scalar_head
+        model = model_class(config, head, config.vocab_size).from_config(config, dtype=torch.float32).eval()
+        without_bias(model, head)
+        if head is None:
+            check_plain_head(model, config.vocab_size)
         self._rotary = RotaryByLength(model)
         return model
 
@@ -265,7 +268,8 @@ class SingleSubject(Subject):
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         self._rotary.enter_samples(torch.arange(len(rows))[:, None].expand(rows.shape), lengths)
         hidden, _ = hidden_states(model, rows, torch.arange(rows.shape[1]).expand(rows.shape))
-        logits = torch.nn.functional.linear(hidden, output_layer(model).weight)
+        layer = output_layer(model)
+        logits = torch.nn.functional.linear(hidden, layer.weight, layer.bias)
         return [row[:length].float() for row, length in zip(logits, lengths, strict=True)]
 
 
