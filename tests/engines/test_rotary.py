@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascend.engines.rotary import RotaryByLength
+from megascend.engines.rotary import RotaryByLength, _borders
+from megascend.testing.host_waits import HostWaits
 
 ORIGINAL, LONG, SHORT, LONGER = 16, 30, 7, 40
 FACTORS = {"short_factor": [1.0 + index for index in range(8)], "long_factor": [4.0 + index for index in range(8)]}
@@ -44,6 +45,31 @@ def test_packed_samples_have_the_frequencies_of_their_own_length(kind: str) -> N
             assert torch.equal(part, alone(kind, length))
     beside = torch.stack(rotary(kind)(torch.zeros(1), positions))[:, 0].split(lengths, dim=1)
     assert torch.equal(beside[1], alone(kind, SHORT)) == (kind == "default"), "transformers alone mixes them up"
+
+
+def test_dynamic_frequencies_are_set_without_waiting_for_the_device() -> None:
+    lengths = [LONG, SHORT, LONGER]
+    model = nn.Sequential(rotary("dynamic"))
+    by_length = RotaryByLength(model)
+    with HostWaits() as waits:
+        sample = torch.arange(len(lengths), device=torch.device("cpu"))[:, None].expand(-1, LONGER)
+        positions = torch.arange(LONGER, device=torch.device("cpu")).expand(len(lengths), -1)
+        by_length.enter_samples(sample, lengths)
+        waits.found.clear()
+        model[0](torch.zeros(1, device=torch.device("cpu")), positions)
+        found = dict(waits.found)
+    assert not found
+
+
+def test_dynamic_border_is_max_position_embeddings() -> None:
+    """``original_max_position_embeddings`` beside it changes nothing in transformers."""
+    lengths = [10, 14]  # above the one, below the other
+    model = nn.Sequential(rotary("dynamic"))
+    model[0].config.rope_parameters["original_max_position_embeddings"] = 8
+    by_length = RotaryByLength(model)
+    by_length.enter_samples(torch.tensor([[0] * 10 + [1] * 14]), lengths)
+    found = by_length.groups(_borders(model[0], dynamic=True), dynamic=True)
+    assert [length for length, _ in found] == [14], "both have the frequencies of short sequences"
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

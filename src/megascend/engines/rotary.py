@@ -6,6 +6,8 @@ long one's frequencies (``longrope``, ``dynamic``), and dynamic frequencies woul
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,8 +75,10 @@ def _kinds(module: nn.Module) -> set[str]:
     return {DYNAMIC if DYNAMIC in name else name for name in names if isinstance(name, str)}
 
 
-def _borders(module: Any) -> list[int]:
+def _borders(module: Any, dynamic: bool) -> list[int]:
     """Return the lengths above which frequencies change."""
+    if dynamic:  # whatever original_max_position_embeddings is
+        return [module.original_max_seq_len]
     settings = getattr(module.config, "rope_parameters", None) or {}
     nested = [each for each in settings.values() if isinstance(each, Mapping)] or [settings]
     lengths = [each.get("original_max_position_embeddings") for each in nested]
@@ -84,17 +88,37 @@ def _borders(module: Any) -> list[int]:
     return sorted(stated)
 
 
+def _set_frequencies(module: Any, length: int, device: torch.device) -> None:
+    """Give a module with dynamic frequencies those of a length, from the host.
+
+    transformers' own way compares lengths on the device: the host would wait for it more than once a micro batch.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kinds = module.rope_type.items() if isinstance(module.rope_type, Mapping) else [(None, module.rope_type)]
+    for layer_type, kind in kinds:
+        if DYNAMIC in kind:
+            prefix, of_layer = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length, **of_layer)
+            setattr(module, f"{prefix}inv_freq", to_device(frequencies, device))
+            setattr(module, f"{prefix}attention_scaling", scaling)
+
+
 def _by_sample(
     owner: RotaryByLength, module: nn.Module, forward: Callable[..., Any], dynamic: bool
 ) -> Callable[..., Any]:
+    undecorated = functools.partial(inspect.unwrap(type(module).forward), module) if dynamic else forward
+
     def run(states: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
         outputs = None
-        for length, tokens in owner.groups(_borders(module), dynamic):
+        for length, tokens in owner.groups(_borders(module, dynamic), dynamic):
             places = position_ids.masked_fill(~tokens, 0).clamp_max(length - 1)  # padding lies behind it
             last = torch.full_like(places[..., :1], length - 1)
-            if dynamic:  # forget the longest sequence so far
-                forward(states, torch.zeros_like(last), *args, **options)
-            turned = forward(states, torch.cat([places, last], dim=-1), *args, **options)
+            compute = forward
+            if dynamic:
+                _set_frequencies(module, length, states.device)
+                compute = undecorated
+            turned = compute(states, torch.cat([places, last], dim=-1), *args, **options)
             outputs = _chosen(turned, outputs, tokens)
         return outputs
 
