@@ -151,7 +151,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     missing = [name for name in _not_computed(model) if name not in persistent]
     for owner in dict.fromkeys(outer for name in missing for outer in _modules_around(name)):
         _initialise_buffers(model, model.get_submodule(owner))  # computes them for the modules inside it
-    missing = [name for name in _not_computed(model) if name in missing]
+    missing = [name for name in _not_computed(model) if name in missing] or _switches_not_computed(model)
     if missing:
         raise ConfigError(
             f"engine fsdp: transformers does not compute the buffer {missing[0]} of {type(model).__name__}; use another engine"
@@ -175,6 +175,21 @@ def _not_computed(model: nn.Module) -> list[str]:
         return bool(unset.any())
 
     return [name for name, buffer in model.named_buffers() if is_unset(buffer)]
+
+
+def _switches_not_computed(model: nn.Module) -> list[str]:
+    """Compute the bool buffers that no checkpoint holds, from False and from True; return the names of those that differ."""
+    persistent = set(model.state_dict())
+    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool and name not in persistent]
+    owners = dict.fromkeys(owner for name in names for owner in (name.rpartition(".")[0], *_modules_around(name)))
+    outcomes: list[list[Tensor]] = []
+    for start in (True, False):  # no number says that a bool has not been computed
+        for name in names:
+            model.get_buffer(name).fill_(start)
+        for owner in owners:
+            _initialise_buffers(model, model.get_submodule(owner))
+        outcomes.append([model.get_buffer(name).clone() for name in names])
+    return [name for name, one, other in zip(names, *outcomes, strict=True) if not torch.equal(one, other)]
 
 
 def _modules_around(name: str) -> list[str]:
