@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_engine_single_trains_the_padding_row_of_the_files(youtu: Path) -> None:
 def test_local_engine_samples_with_the_padding_row_of_the_files(youtu: Path) -> None:
     model = load(youtu, torch.bfloat16, torch.device("cpu"))
     assert torch.equal(model.model.embed_tokens.weight, stored(youtu).bfloat16())
+
+
+def test_local_engine_refuses_rope_that_depends_on_the_longest_row(youtu: Path) -> None:
+    settings = json.loads((youtu / "config.json").read_text())
+    settings["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    (youtu / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="RoPE of kind longrope or dynamic"):
+        load(youtu, torch.float32, torch.device("cpu"))
 
 
 def test_zero_row_of_unknown_origin_raises_checkpoint_error(youtu: Path) -> None:

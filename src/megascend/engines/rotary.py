@@ -68,6 +68,11 @@ class RotaryByLength:
         return [(longest[kind], kind_of_token == kind) for kind in sorted(longest)]
 
 
+def depends_on_length(model: nn.Module) -> bool:
+    """Check whether a model has rotary embeddings whose frequencies depend on the length of a sequence."""
+    return any(_kinds(module) & {LONGROPE, DYNAMIC} for module in model.modules())
+
+
 def _kinds(module: nn.Module) -> set[str]:
     """Return the kinds of RoPE that a module computes: one, or one for each kind of layer."""
     kind = getattr(module, "rope_type", None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascend.engines.rotary import depends_on_length
 from megascend.errors import CheckpointError, EngineError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.files import tensor_headers
@@ -209,5 +210,10 @@ def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
     for what in ("missing_keys", "mismatched_keys"):
         if report[what]:
             raise CheckpointError(f"local engine: {model}: {what.replace('_', ' ')}: {sorted(report[what])[:3]}")
+    if depends_on_length(found):
+        raise CheckpointError(
+            f"local engine: {model} has RoPE of kind longrope or dynamic, which transformers turns by the longest response of a "
+            "batch: log-probabilities of shorter ones would be wrong; use another rollout engine"
+        )
     restore_padding_rows(found, tensor_headers(model))
     return found.to(device).eval().requires_grad_(False)
