@@ -257,11 +257,12 @@ def learned(sample: Sample, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
-def conversation(*answers: str, system: bool = False, last_question: bool = False) -> list[dict[str, str]]:
-    """Questions that have the words of answers, too, and their answers."""
+def conversation(*answers: str, system: bool = False, last_question: bool = False) -> list[dict[str, Any]]:
+    """Questions that have the words of answers, too, and their answers; an empty one is not learned."""
     messages = [{"role": "system", "content": "system, first second"}] if system else []
     for answer in answers:
-        messages += [{"role": "user", "content": f"what, {answer}?"}, {"role": "assistant", "content": answer}]
+        turn = {"role": "assistant", "content": answer} | ({} if answer else {"loss": False})
+        messages += [{"role": "user", "content": f"what, {answer}?"}, turn]
     return messages + ([{"role": "user", "content": "and, first?"}] if last_question else [])
 
 
@@ -286,8 +287,8 @@ def test_turns_are_the_assistants_words_and_their_end(name: str) -> None:
             continue
         sample, _ = encode({"messages": conversation(*answers, **more)}, tokenizer)
         endings = [earlier] * len(answers) if more.get("last_question") else [*[earlier] * (len(answers) - 1), last]
-        expected = [pattern.replace("@", answer) for pattern, answer in zip(endings, answers, strict=True)]
-        assert learned(sample, tokenizer) == [text for text in expected if text], (answers, more)
+        expected = [pattern.replace("@", answer) for pattern, answer in zip(endings, answers, strict=True) if answer]
+        assert learned(sample, tokenizer) == expected, (answers, more)
 
 
 def call(**arguments: Any) -> dict[str, Any]:
@@ -363,7 +364,7 @@ def test_thoughts_that_the_template_leaves_out_are_reported(kept: str, inline: b
     assert said == ([] if kept == "all" else dropped)
 
 
-@pytest.mark.parametrize("role", ["developer", "tool_call", "function", "assitant"])
+@pytest.mark.parametrize("role", ["developer", "tool", "function"])
 def test_roles_that_the_template_leaves_out_are_reported(role: str) -> None:
     tokenizer = chatml().tokenizer()
     findings = Findings()
@@ -374,7 +375,7 @@ def test_roles_that_the_template_leaves_out_are_reported(role: str) -> None:
     for number, record in enumerate((messages, silent, silent)):
         [sample] = encoder.encode(parse_record({"messages": record}, f"f:{number}", None, findings))
         assert learned(sample, tokenizer) == ["first<|im_end|>", "second<|im_end|>"]
-    assert findings.lines() == [
+    assert findings.lines()[role == "function" :] == [  # no role of OpenAI's form, which is a remark of its own
         f"f:1 and 1 more: messages of the role {role!r} are left out: the chat template does not write them, so the model does "
         "not see them; rename the role, or name another template with data.chat_template"
     ]
