@@ -390,7 +390,7 @@ def test_words_of_a_known_role_that_come_only_in_another_message_are_refused() -
 
 
 def test_templates_that_look_at_their_words_are_marked_less() -> None:
-    """One that leaves out an empty system message, and looks at what a question begins with; and marks in the data."""
+    """One that leaves out an empty system message, and looks at what a question begins with."""
     tokenizer = FAMILIES["ChatML, closed once"].tokenizer()
     plain = tokenizer.chat_template
     tokenizer.chat_template = plain.replace("m.role == 'system'", "m.role == 'system' and not c").replace(
@@ -403,11 +403,17 @@ def test_templates_that_look_at_their_words_are_marked_less() -> None:
     messages = [{"role": "system", "content": ""}, *conversation("first", "second")]
     sample, _ = encode({"messages": messages}, tokenizer)
     assert learned(sample, tokenizer) == ["first<|im_end|>", "second<|im_end|>\n</s>"]
-    messages = conversation("\ue3a00\ue3a1", "second")
-    with pytest.raises(DataError, match="cannot tell where turn 1"):
-        encode({"messages": messages}, tokenizer)
-    sample, _ = encode({"messages": messages}, chatml().tokenizer())
-    assert learned(sample, tokenizer)[1] == "second<|im_end|>"
+
+
+@pytest.mark.parametrize("icon", ["\ue000", "\ue001", "\ue0000\ue001", "\ue000\ue001\ue002\ue003", "\ue3a00\ue3a1"])
+def test_private_characters_in_the_data_do_not_switch_the_proof_off(icon: str) -> None:
+    """Icons of fonts are such characters; marks are delimited by others."""
+    tokenizer = FAMILIES["ChatML, closed once"].tokenizer()
+    sample, _ = encode({"messages": conversation(icon, "second")}, tokenizer)
+    assert learned(sample, tokenizer) == [f"{icon}<|im_end|>", "second<|im_end|>\n</s>"]
+    tokenizer = FAMILIES["repeating the question"].tokenizer()
+    with pytest.raises(DataError, match=r"words of message 0, which is the user's"):
+        encode({"messages": conversation(icon)}, tokenizer)
 
 
 def test_words_in_tags_that_the_template_looks_for_are_marked_within() -> None:

@@ -1,11 +1,12 @@
 """A rendered conversation, and where it has the words of its messages: found by rendering it once more with marks in them.
 
-A mark is a number between two characters of a private use area. Taken out again they must leave the same text, so what they say
+A mark is a number between two characters of a private use area that the conversation does not have. Taken out again they must leave the same text, so what they say
 is exact, however a template trims, quotes, moves or repeats what it is given.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ Span = tuple[int, int]
 Render = Callable[[Sequence[Message]], tuple[str, list[Span]]]
 """What a template makes of messages, and where its generation blocks are in that."""
 
-OPEN, CLOSE = "\ue3a0", "\ue3a1"
-MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
+PRIVATE = (0xE000, 0xF900), (0xF0000, 0xFFFFE)
+"""Areas of characters that no standard gives a meaning, and a conversation seldom has: those that it lacks delimit its marks."""
 THOUGHT_END = "</think>"
 TAGGED = re.compile(r"<(\w+)>\s*(?P<inner>.*?)\s*</\1>", re.DOTALL)
 """Words in tags that a template may look for, ``<tool_response>`` in a user's message for example."""
@@ -138,8 +139,9 @@ class Rendering:
     @cached_property
     def positions(self) -> WordPositions:
         """Where the text has the texts of the messages."""
-        if OPEN in self.text or CLOSE in self.text:
-            return WordPositions()
+        used = {*self.text, *json.dumps(self.messages, ensure_ascii=False, default=str)}
+        unused = (character for area in PRIVATE for code in range(*area) if (character := chr(code)) not in used)
+        self._open, self._close = next(unused), next(unused)
         return WordPositions(self._marked_texts(range(len(self.messages))))
 
     def _marked_texts(self, chosen: Sequence[int]) -> list[MarkedText]:
@@ -154,17 +156,20 @@ class Rendering:
         """Positions by one way of marking; None if marks change the text."""
         positions = WordPositions()
         marked = [
-            _Marker(index, marking, positions.texts).marked(message) if index in chosen else message
+            _Marker(index, marking, positions.texts, self._open, self._close).marked(message)
+            if index in chosen
+            else message
             for index, message in enumerate(self.messages)
         ]
         try:
             text, _ = self._render(marked)
         except DataError:
             return None
-        if MARK.sub("", text) != self.text:
+        mark = re.compile(f"{self._open}(\\d+){self._close}")
+        if mark.sub("", text) != self.text:
             return None
         removed = 0
-        for match in MARK.finditer(text):
+        for match in mark.finditer(text):
             place = positions.texts[int(match[1]) // 2]
             (place.ends if int(match[1]) % 2 else place.begins).append(match.start() - removed)
             removed += len(match[0])
@@ -178,6 +183,8 @@ class _Marker:
     index: int
     marking: Marking
     texts: list[MarkedText]
+    open: str
+    close: str
 
     def marked(self, message: Message) -> Message:
         """Return a copy with marks around the words, the thoughts and the names of calls."""
@@ -214,11 +221,14 @@ class _Marker:
         first = last if is_empty else first
         number = 2 * len(self.texts)
         self.texts.append(MarkedText(self.index, part, is_empty))
-        beginning = f"{OPEN}{number}{CLOSE}" if self.marking.beginnings and not is_empty else ""
-        return f"{text[:first]}{beginning}{text[first:last]}{OPEN}{number + 1}{CLOSE}{text[last:]}"
+        beginning = self._mark(number) if self.marking.beginnings and not is_empty else ""
+        return f"{text[:first]}{beginning}{text[first:last]}{self._mark(number + 1)}{text[last:]}"
+
+    def _mark(self, number: int) -> str:
+        return f"{self.open}{number}{self.close}"
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function", call)
         self.texts.append(MarkedText(self.index, "call", is_empty=False))
-        function = function | {"name": f"{function['name']}{OPEN}{2 * len(self.texts) - 1}{CLOSE}"}
+        function = function | {"name": f"{function['name']}{self._mark(2 * len(self.texts) - 1)}"}
         return call | {"function": function} if "function" in call else function
