@@ -320,6 +320,40 @@ def test_what_is_not_exact_is_refused(name: str) -> None:
     assert str(caught.value).startswith("f:1: ")
 
 
+FIRST_CALL = (  # as gpt-oss's template
+    "{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name ~ SHOWN }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("shown", ["''", "m.tool_calls[0].function.name | length"], ids=["marked", "not to be marked"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [call("look"), call("listen")]}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "one?"},
+                *({"from": "function_call", "value": json.dumps({"name": name})} for name in ("look", "listen")),
+            ]
+        },
+    ],
+    ids=["tool_calls", "ShareGPT"],
+)
+def test_calls_beside_the_first_that_are_not_written_raise_data_error(record: dict[str, Any], shown: str) -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = FIRST_CALL.replace("SHOWN", shown)
+    with pytest.raises(
+        DataError,
+        match=r"message 1 \(assistant\): .* all of its 2 tool calls \('look', 'listen'\); .*data.chat_template",
+    ):
+        encode(parse_record(record, "f:1"), tokenizer)
+    alone = [CHAT[0], *({"role": "assistant", "tool_calls": [call(name)]} for name in ("look", "listen"))]
+    sample, _ = encode(parse_record({"messages": alone}, "f:1"), tokenizer, train_on_prompt=True)
+    assert "look" in (text := tokenizer.decode(sample.input_ids))
+    assert "listen" in text
+
+
 @pytest.mark.parametrize("family", ["Qwen", "Qwen thinks"])
 def test_an_end_of_sequence_in_the_assistants_words_is_not_taken_for_the_end_of_its_turn(family: str) -> None:
     messages = [CHAT[0], {"role": "assistant", "content": "say <|im_end|> now"}, *CHAT[2:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -345,21 +345,32 @@ class ChatTemplate:
         options: Mapping[str, Any] | None,
         source: str,
         findings: Findings,
+        *,
+        prompt: bool = False,
     ) -> None:
         """Report what of a conversation the template does not write.
 
+        Args:
+            prompt: the conversation was rendered up to where the assistant would continue.
+
         Raises:
-            DataError: words of the system, the user or the assistant, tools, or all calls of them, or every thought of a template
+            DataError: words of the system, the user or the assistant, tools, some calls of them, or every thought of a template
                 that knows none, are left out.
         """
         messages, rendered = conversation.messages, conversation.text
         self._check_words_written(conversation, source, findings)
-        if tools and rendered == self.render(messages, None, options):
+        if tools and rendered == self.render(messages, None, options, prompt=prompt):
             raise DataError(f"'tools': {UNWRITTEN}")
+
+        def changes_nothing(other: Sequence[Message]) -> bool:
+            with contextlib.suppress(DataError):  # a template may need what is left out
+                return rendered == self.render(other, tools, options, prompt=prompt)
+            return False
+
         if any("tool_calls" in message for message in messages):
-            bare = [_without(message, "tool_calls") for message in messages]
-            if rendered == self._or_nothing(bare, tools, options):
+            if changes_nothing([_without(message, "tool_calls") for message in messages]):
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
+            self._check_calls_written(conversation, changes_nothing)
         template = self.source(tools)
         thinks = any(key in message for message in messages for key in REASONING)
         if thinks and not any(key in template for key in REASONING):
@@ -369,6 +380,24 @@ class ChatTemplate:
         for key in dict.fromkeys(key for message in messages for key in message if key not in KNOWN_KEYS):
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 findings.remark(f"{key!r} of messages is not read", source)
+
+    @staticmethod
+    def _check_calls_written(conversation: Rendering, changes_nothing: Callable[[Sequence[Message]], bool]) -> None:
+        """Raise DataError if some of a message's calls are left out: by the marks of their names, or by taking each out."""
+        messages = conversation.messages
+        for index, message in enumerate(messages):
+            calls = message.get("tool_calls", [])
+            missing = conversation.positions.is_left_out(index, "call")
+            if missing is None:
+                others = [calls[:number] + calls[number + 1 :] for number in range(len(calls))]
+                fewer = [message | {"tool_calls": rest} if rest else _without(message, "tool_calls") for rest in others]
+                missing = any(changes_nothing([*messages[:index], each, *messages[index + 1 :]]) for each in fewer)
+            if missing:
+                names = ", ".join(repr(call.get("function", call)["name"]) for call in calls)
+                raise DataError(
+                    f"message {index} (assistant): the chat template does not write all of its {len(calls)} tool calls ({names}); "
+                    "name another template with data.chat_template, or make each call one of 'tool_calls' in a message of its own"
+                )
 
     def _check_words_written(self, conversation: Rendering, source: str, findings: Findings) -> None:
         """Report messages of which nothing is written; DataError if they are of a role that every template knows."""
@@ -419,12 +448,6 @@ class ChatTemplate:
                 "stop after them; a template with {% generation %} blocks (data.chat_template) can say where turns end",
                 source,
             )
-
-    def _or_nothing(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None) -> str | None:
-        try:
-            return self.render(messages, tools, options)
-        except DataError:
-            return None
 
 
 UNWRITTEN = (
