@@ -109,6 +109,40 @@ def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert kept in stores(folder)
 
 
+@pytest.mark.parametrize("absolute", [False, True], ids=["relative", "absolute"])
+def test_files_outside_of_a_folder_are_in_the_key(folder: Path, absolute: bool) -> None:
+    """A card may name them; and what a folder has beside the split makes no other samples, but for its names."""
+    outside = write(folder / "outside.jsonl", {"text": "first"})
+    (folder / "data").mkdir()
+    write(folder / "data" / "beside.jsonl", {"text": "1"})
+    name = outside if absolute else "../outside.jsonl"
+    (folder / "data" / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: a\n  data_files:\n  - split: train\n    path: {name}\n---\n"
+    )
+
+    def prepared() -> SampleStore:
+        data = Data(path=folder / "data")
+        return prepare_samples(data.path, data, byte_tokenizer(256), LIMITS, folder / "model")
+
+    assert text_of(prepared()) == "first"
+    write(outside, {"text": "second"})
+    assert text_of(prepared()) == "second"
+    write(folder / "data" / "beside.jsonl", {"text": "2"})
+    prepared()
+    assert len(stores(folder)) == 2
+    write(folder / "data" / "more.jsonl", {"text": "2"})
+    assert any("beside.jsonl and 1 more: is not read" in line for line in prepared().remarks)
+    assert {"datasets", "huggingface_hub"} < set(prepare.PACKAGES)
+
+
+def test_stored_samples_name_the_setting_of_their_reader(folder: Path) -> None:
+    data = Data(path=folder / "data.jsonl")
+    for setting in ("data.path", "validation.path"):
+        store = prepare_samples(data.path, data, byte_tokenizer(256), LIMITS, folder / "model", setting)
+        assert [name for name in store.sources if name.startswith("data (")] == [f"data ({setting})"]
+    assert len(stores(folder)) == 1
+
+
 def test_all_that_is_wrong_is_said_at_once_and_nothing_is_kept(folder: Path) -> None:
     long = {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]}
     path = write(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
+from os.path import relpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from megascend.data.check import read_template
 from megascend.data.files import iterate_documents
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, Limits
-from megascend.data.splits import is_saved, split_files
+from megascend.data.splits import files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
 from megascend.files import cache_folder, cache_limit, cached, digest, prune
@@ -32,6 +33,8 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Files of a model directory that decide nothing about tokens."""
 TOKENIZER = ("tokenizer", "vocab", "merges", "added_tokens", "special_tokens_map", "spiece", "sentencepiece")
 """What the names of a tokenizer's files begin with."""
+PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "huggingface_hub")
+"""Those that decide which files are read, and what is made of them."""
 PROGRESS_S = 20.0
 """Seconds from one line about a long tokenisation to the next."""
 PATIENCE_S = 7 * 24 * 3600.0
@@ -74,26 +77,25 @@ def prepare_samples(
     Raises:
         DataError: some of it cannot be trained on; the message lists all problems, with file and line.
     """
-    if not is_saved(path):
-        split_files(path, data.split, data.config_name, Findings(setting))
+    files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
     settings = data.model_dump(
         mode="json",
         include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"},
     )
-    content, files, code = content_of(path, setting), tokenizer_of(model), versions()
+    content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
     day = template_date.isoformat() if writes_date(tokenizer) else ""
     everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code]
     key = digest_of(everything)
     sources = {
-        f"data ({setting})": digest_of(content[1]),
+        "data": digest_of(content[1]),
         **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
         "chat template": digest_of(tokenizer.chat_template),
         **({"date in the chat template": day} if day else {}),
         **{name: code for name, code in files if name.startswith(TOKENIZER)},
         "longest sample": str(limits.length),
-        "versions of transformers, tokenizers, jinja2 or megascend": digest_of(code),
+        f"versions of {', '.join(PACKAGES)} or megascend": digest_of(code),
     }
 
     def make(fresh: Path) -> None:
@@ -114,6 +116,10 @@ def prepare_samples(
     is_new = not path_of_samples.exists()
     try:
         store = SampleStore(cached(path_of_samples, make, PATIENCE_S))
+        # The same samples may be those of another setting, in another run or this one.
+        store.sources = {
+            f"data ({setting})" if name == "data" else name: value for name, value in store.sources.items()
+        }
         if is_new:
             prune(path_of_samples.parent, limit, keep=path_of_samples)
     except OSError as error:
@@ -139,15 +145,21 @@ def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> It
             yield number, encoder.encode(document, number)
 
 
-def content_of(path: Path, setting: str) -> list[Any]:
-    """What tells these data from others: names and digests of the files, of a folder all that are not hidden."""
-    files: Sequence[Path] = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
+    """Return what tells these data from others: digests of what is read, and the names of all files, which remarks list.
+
+    Args:
+        files: those that are read, as :func:`files_of` returns them; of folders that datasets has saved all files are.
+    """
+    read = [each for file in files for each in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+    every = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+    if is_saved(path):
+        read += [path / "dataset_dict.json"]
     try:
-        return [str(path), [[str(file.relative_to(path)), digest(file, xxhash.xxh3_128)] for file in files]]
+        digests = [[relpath(file, path), digest(file, xxhash.xxh3_128)] for file in read if file.is_file()]
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
+    return [str(path), digests, [relpath(file, path) for file in every]]
 
 
 def digest_of(value: Any) -> str:
@@ -163,6 +175,6 @@ def tokenizer_of(model: Path) -> list[list[str]]:
 
 
 def versions() -> list[str]:
-    """What else decides about samples: the packages that render and tokenise, and this package's own code."""
+    """Return what else decides about samples: the packages that tell splits, render and tokenise, and this package's own code."""
     code = [digest(file, xxhash.xxh3_128) for file in sorted(Path(__file__).parent.glob("*.py"))]
-    return [*(version(package) for package in ("transformers", "tokenizers", "jinja2")), *code]
+    return [*map(version, PACKAGES), *code]
