@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -14,6 +15,7 @@ from pyarrow import parquet
 from megascend.app.run_samples import RunSamples
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, RunConfig
+from megascend.data.check import check_files
 from megascend.data.files import iterate_documents, read_documents
 from megascend.data.findings import Findings
 from megascend.data.samples import Limits
@@ -192,6 +194,33 @@ def test_a_config_is_chosen_by_name(tmp_path: Path) -> None:
     assert [each.text for each in read_documents(folder, config_name="de")] == ["y.jsonl 0", "y.jsonl 1"]
 
 
+def test_all_splits_of_a_config_leave_other_configs_out(tmp_path: Path) -> None:
+    both = card(config("en", train="x.jsonl", test="z.jsonl"), config("de", train="y.jsonl"))
+    folder, findings = fill(tmp_path, named("x.jsonl", "y.jsonl", "z.jsonl", README__md=both)), Findings()
+    texts = [each.text for each in iterate_documents(folder, "all", None, findings, "en")]
+    assert texts == ["x.jsonl 0", "x.jsonl 1", "z.jsonl 0", "z.jsonl 1"]
+    assert f"{folder}/y.jsonl: is not read: datasets counts it to no split" in findings.lines()
+    assert len(read_documents(folder, "all")) == 6
+
+
+@pytest.mark.parametrize("read", [read_documents, lambda path, **data: check_files(path, Data(path=path, **data))])
+def test_files_and_saved_folders_have_no_configs_or_other_splits(read: Callable[..., Any], tmp_path: Path) -> None:
+    [path] = fill(tmp_path, named("train.jsonl")).iterdir()
+    rows = datasets.Dataset.from_list([{"text": "one two"}])
+    rows.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "splits"))
+    for each, kind in (
+        (path, "one file"),
+        *((tmp_path / name, "a folder that datasets") for name in ("saved", "splits")),
+    ):
+        with pytest.raises(DataError, match=rf"is {kind}.* has no configs \(data.config_name: en\)"):
+            read(each, config_name="en")
+        read(each)
+    with pytest.raises(DataError, match=r"is one saved dataset and has no split 'test' \(data.split\)"):
+        read(tmp_path / "saved", split="test")
+    read(tmp_path / "saved", split="all")
+
+
 def test_texts_of_all_endings_are_split_by_name(tmp_path: Path) -> None:
     folder = fill(tmp_path, named("train/a.md", "train/b.rst", "train/c.txt", "test/d.rst"))
     assert [each.text for each in read_documents(folder)] == ["train/a.md 0", "train/b.rst 0", "train/c.txt 0"]
@@ -216,6 +245,9 @@ def test_validation_takes_the_split_that_is_named(tmp_path: Path) -> None:
     assert held_out(folder, {}, {"split": "test"}) == (2, 4)
     other = fill(tmp_path / "other", named("a.jsonl"))
     assert held_out(folder, {}, {"path": other}) == (2, 2)
+    both = fill(tmp_path / "both", named("x.jsonl", "y.jsonl", README__md=TWO))
+    for path in (other, other / "a.jsonl"):  # which have no config of that name
+        assert held_out(both, {"config_name": "en"}, {"path": path}) == (2, 2)
     with pytest.raises(DataError, match=r"no split 'dev' \(validation.split\); it has train, validation, test$"):
         held_out(folder, {}, {"split": "dev"})
     with pytest.raises(DataError, match=r"validation.split: .* so the run would train on .*train.jsonl"):

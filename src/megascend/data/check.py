@@ -7,7 +7,7 @@ from pathlib import Path
 from megascend.config import Data
 from megascend.data.files import iterate_documents
 from megascend.data.findings import Findings
-from megascend.data.splits import is_saved, split_files
+from megascend.data.splits import files_of, is_saved, split_files
 from megascend.errors import DataError
 
 LARGE = 32 * 2**20
@@ -30,6 +30,7 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
     read_template(data.chat_template)
     findings = Findings(setting)
     if is_saved(path):
+        files_of(path, data.split, data.config_name, findings)
         return findings
     try:
         size = 0

@@ -15,7 +15,7 @@ from megascend.data.columns import parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
 from megascend.data.messages import without_nulls
-from megascend.data.splits import ALL, TEXT_SUFFIXES, choose_split, is_saved, split_files
+from megascend.data.splits import ALL, TEXT_SUFFIXES, choose_split, files_of, is_saved, split_files
 from megascend.errors import DataError
 
 Record = tuple[str, Any]
@@ -71,6 +71,7 @@ def iterate_records(
 ) -> Iterator[Record]:
     """Yield the records of a file, or of a split of a folder; a text file is one record, a :class:`Document`."""
     if is_saved(path):
+        files_of(path, split, config_name, findings)
         yield from _saved_records(path, split, findings)
         return
     for file in split_files(path, split, config_name, findings):

@@ -6,6 +6,7 @@ megascend reads the files itself: values stay what they are, and every record ha
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     """Return the files of a split of the file or folder ``path``, in the order in which datasets reads them.
 
     Args:
-        split: None: the one named ``validation``, or the only one; ``all``: every readable file of a folder.
+        split: None: the one named ``validation``, or the only one; ``all``: every readable file of a folder, or of its config.
         config_name: one of those that the folder's card lists.
         findings: is told which other files the folder has, and which of the split cannot be read.
 
@@ -68,6 +69,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
             raise DataError(
                 f"{path} is one file and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
             )
+        _check_config_name(path, config_name, findings.setting)
         return [path]
     if not path.is_dir():
         raise DataError(f"no training data at {path.absolute()} ({findings.setting}): neither a file nor a folder")
@@ -76,22 +78,31 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
         return []
     if not readable:
         raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN}")
-    if split == ALL:
+    if split == ALL and config_name is None:
         return readable
     splits = folder_splits(
         path, config_name, findings.setting, text=all(file.suffix in TEXT_SUFFIXES for file in readable)
     )
-    name = choose_split(path, split, list(splits), findings.setting)
+    names = list(splits) if split == ALL else [choose_split(path, split, list(splits), findings.setting)]
     files = []
-    for file in splits[name]:
-        if file.suffix in SUFFIXES:
-            files.append(file)
-        else:
-            findings.problem(
-                f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: {KNOWN}"
-            )
-    _compare(path, readable, files, splits, name, findings)
+    for name in names:
+        for file in splits[name]:
+            if file.suffix in SUFFIXES:
+                files.append(file)
+            else:
+                findings.problem(
+                    f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: {KNOWN}"
+                )
+    files = list(dict.fromkeys(files))
+    _compare(path, readable, files, splits, names, findings)
     return files
+
+
+def _check_config_name(path: Path, config_name: str | None, setting: str) -> None:
+    """Raise DataError if a config is named of what has none; validation data need not have those of ``data.path``."""
+    if config_name is not None and setting != "validation.path":
+        kind = "a folder that datasets has saved" if path.is_dir() else "one file"
+        raise DataError(f"{path} is {kind} and has no configs (data.config_name: {config_name}): leave it out")
 
 
 def files_of(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
@@ -102,7 +113,13 @@ def files_of(path: Path, split: str | None, config_name: str | None, findings: F
     """
     if not is_saved(path):
         return split_files(path, split, config_name, findings)
+    _check_config_name(path, config_name, findings.setting)
     if not (path / "dataset_dict.json").is_file():
+        named = json.loads((path / "state.json").read_text(encoding="utf-8")).get("_split")
+        if split not in (None, "train", ALL, named):
+            raise DataError(
+                f"{path} is one saved dataset and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
+            )
         return [path]
     names = sorted(each.name for each in path.iterdir() if each.is_dir() and is_saved(each))
     return [path / name for name in names if split == ALL or name == choose_split(path, split, names, findings.setting)]
@@ -145,6 +162,8 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
     try:
         with _quiet(), tempfile.TemporaryDirectory(prefix="megascend-splits-") as cache:
             configs = card_configs(root)
+            if setting == "validation.path" and config_name not in configs:
+                config_name = None  # the name is of a config of data.path, which may be another folder
             chosen = _chosen_config(path, configs, config_name)
             _check_config(path, chosen, configs.get(chosen or "", {}))
             if text and not configs:
@@ -254,15 +273,15 @@ def _compare(
     readable: Collection[Path],
     files: Collection[Path],
     splits: Mapping[str, Collection[Path]],
-    name: str,
+    names: Collection[str],
     findings: Findings,
 ) -> None:
-    """Say which readable files of a folder the split leaves out, and why.
+    """Say which readable files of a folder the splits leave out, and why.
 
     Raises:
         DataError: the split is made of text files, and files of records beside them are in no split.
     """
-    others = {file: split for split, each in splits.items() if split != name for file in each}
+    others = {file: split for split, each in splits.items() if split not in names for file in each}
     no_split = [file for file in readable if file not in set(files) and file not in others]
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
     records = [file for file in no_split if file.suffix in RECORD_SUFFIXES]
