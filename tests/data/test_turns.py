@@ -364,6 +364,57 @@ def test_thoughts_that_the_template_leaves_out_are_reported(kept: str, inline: b
     assert said == ([] if kept == "all" else dropped)
 
 
+CUT = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('[/THINK]')[-1] + '<|im_end|>\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "developer"])
+def test_words_whose_beginning_is_left_out_are_reported(role: str) -> None:
+    """Of the assistant it is what it thought; by tags that only the template knows."""
+    tokenizer = chatml().tokenizer()
+    tokenizer.chat_template = CUT + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    messages = [{"role": "developer", "content": "d"}, *conversation("first", "second")]
+    messages.insert(0, {"role": "system", "content": "s"})
+    assert encode({"messages": messages}, tokenizer)[1] == []
+    for message in messages:
+        if message["role"] == role:
+            message["content"] = f"[THINK]long[/THINK]{message['content']}"
+    if role in ("system", "user"):
+        with pytest.raises(
+            DataError, match=rf"\({role}\): the chat template does not write the beginning of its words"
+        ):
+            encode({"messages": messages}, tokenizer)
+        return
+    sample, [said] = encode({"messages": messages}, tokenizer)
+    assert learned(sample, tokenizer) == ["first<|im_end|>", "second<|im_end|>"]
+    kind = (
+        "the reasoning of some of the assistant's turns" if role == "assistant" else "messages of the role 'developer'"
+    )
+    assert kind in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "text", "text": "be brief"}, {"type": "text", "text": ""}],
+        [{"type": "text", "text": " \n"}, {"type": "text", "text": "Think in <think></think>"}],
+        "Think in <think></think>",
+    ],
+    ids=["empty last part", "parts", "closed thought"],
+)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_messages_without_last_words_that_are_left_out_are_reported(role: str, content: Any) -> None:
+    tokenizer = chatml().tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.role == 'system'", "m.role == 'system' and false")
+    messages = [{"role": role, "content": content}, *conversation("first")]
+    if role == "system":
+        with pytest.raises(
+            DataError, match=r"message 0 \(system\): the chat template does not write its words \(..'[^']"
+        ):
+            encode({"messages": messages}, tokenizer)
+    else:
+        assert "messages of the role 'developer' are left out" in encode({"messages": messages}, tokenizer)[1][0]
+
+
 @pytest.mark.parametrize("role", ["developer", "tool", "function"])
 def test_roles_that_the_template_leaves_out_are_reported(role: str) -> None:
     tokenizer = chatml().tokenizer()

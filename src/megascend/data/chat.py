@@ -405,11 +405,16 @@ class ChatTemplate:
         for index, message in enumerate(conversation.messages):
             words, role = tail(message), message["role"]
             left_out = conversation.positions.is_left_out(index, "words")
-            if not words or not (words not in conversation.text if left_out is None else left_out):
+            if left_out is None:
+                left_out = bool(words) and words not in conversation.text
+            # The beginning of what the assistant says is what it thought, between tags that the template knows.
+            is_cut = role != "assistant" and conversation.positions.is_cut(index, "words")
+            if not left_out and not is_cut:
                 continue
             if role in ("system", "user", "assistant"):
+                which = f"the beginning of its words, before ..{words!r}" if is_cut else f"its words (..{words!r})"
                 raise DataError(
-                    f"message {index} ({role}): the chat template does not write its words (..{words!r}); is it the "
+                    f"message {index} ({role}): the chat template does not write {which}; is it the "
                     "template of a model for images, or one without that role? Name another one with data.chat_template"
                 )
             silent[role] = None
@@ -422,9 +427,11 @@ class ChatTemplate:
 
     @staticmethod
     def _drops_thought(conversation: Rendering, index: int) -> bool:
-        """Whether the template leaves out what a message says before ``</think>``, or under a key for it."""
-        message = conversation.messages[index]
-        left_out = conversation.positions.is_left_out(index, "thought")
+        """Check whether the template leaves out what the assistant says before its answer, or under a key for thoughts."""
+        message, positions = conversation.messages[index], conversation.positions
+        if positions.is_cut(index, "thought") or (message["role"] == "assistant" and positions.is_cut(index, "words")):
+            return True
+        left_out = positions.is_left_out(index, "thought")
         if left_out is not None:
             return left_out
         thought = str(message.get("reasoning_content", "")).strip()
@@ -457,10 +464,13 @@ UNWRITTEN = (
 
 
 def tail(message: Message) -> str:
-    """The last words of a message's text, as a template that trims or cuts its beginning still writes them."""
+    """Return the last words of a message's text, as a template that trims or cuts its beginning still writes them."""
     content = message.get("content", "")
-    text = content if isinstance(content, str) else content[-1]["text"]
-    return text.rpartition("</think>")[2].strip()[-16:]  # templates may leave out what was thought
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    text = next((text for text in reversed(texts) if text.strip()), "")
+    if message["role"] == "assistant":  # templates may leave out what it thought
+        text = text.rpartition("</think>")[2]
+    return text.strip()[-16:]
 
 
 def _without(message: Message, key: str) -> Message:

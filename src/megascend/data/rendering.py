@@ -55,12 +55,13 @@ class MarkedText:
 
     Attributes:
         is_empty: there is nothing to be found but the place.
-        begins: empty, too, where only ends were marked.
+        has_beginning: the beginning is marked, too.
     """
 
     message: int
     part: Part
     is_empty: bool
+    has_beginning: bool
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
@@ -87,6 +88,11 @@ class WordPositions:
         """Whether some text of a part is not in the rendered text, or not to its end; None where that is not known."""
         texts = [text for text in self.texts if (text.message, text.part, text.is_empty) == (message, part, False)]
         return any(not text.ends for text in texts) if texts else None
+
+    def is_cut(self, message: int, part: Part) -> bool:
+        """Return True if some text of a part is in the rendered text without its beginning."""
+        texts = [text for text in self.texts if (text.message, text.part) == (message, part)]
+        return any(text.has_beginning and text.ends and not text.begins for text in texts)
 
     def others_within(self, message: int, start: int, end: int) -> set[int]:
         """Other messages with words or thoughts between two offsets."""
@@ -220,8 +226,9 @@ class _Marker:
         is_empty = first >= last
         first = last if is_empty else first
         number = 2 * len(self.texts)
-        self.texts.append(MarkedText(self.index, part, is_empty))
-        beginning = self._mark(number) if self.marking.beginnings and not is_empty else ""
+        has_beginning = self.marking.beginnings and not is_empty
+        self.texts.append(MarkedText(self.index, part, is_empty, has_beginning))
+        beginning = self._mark(number) if has_beginning else ""
         return f"{text[:first]}{beginning}{text[first:last]}{self._mark(number + 1)}{text[last:]}"
 
     def _mark(self, number: int) -> str:
@@ -229,6 +236,6 @@ class _Marker:
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function", call)
-        self.texts.append(MarkedText(self.index, "call", is_empty=False))
+        self.texts.append(MarkedText(self.index, "call", is_empty=False, has_beginning=False))
         function = function | {"name": f"{function['name']}{self._mark(2 * len(self.texts) - 1)}"}
         return call | {"function": function} if "function" in call else function
