@@ -164,7 +164,9 @@ class AppendedTurns:
         stripped = text.rstrip()
         while token := next((token for token in self._special if stripped.endswith(token, start)), ""):
             rest = stripped.removesuffix(token).rstrip()
-            opens = token == self._bos or (rest.endswith(self._special, start) and token in self._openers(index, head))
+            # A token that the words themselves end with ends no turn: the one behind them does.
+            closed = rest.endswith(self._special, start if words is None else max(start, words))
+            opens = token == self._bos or (closed and token in self._openers(index, head))
             if token == self._eos or not opens:
                 break
             text = stripped = rest
