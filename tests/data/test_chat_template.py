@@ -320,6 +320,35 @@ def test_what_is_not_exact_is_refused(name: str) -> None:
     assert str(caught.value).startswith("f:1: ")
 
 
+LAST_BLOCK = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' and loop.last %}{% generation %}"
+    "{{ SHOWN + '<|im_end|>' }}{% endgeneration %}{% else %}{{ SHOWN + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("shown", ["m.content", "m.content | upper"], ids=["marked", "not to be marked"])
+def test_an_answer_in_a_block_is_no_proof_of_an_equal_one_outside(shown: str) -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = LAST_BLOCK.replace("SHOWN", shown)
+    yes = {"role": "assistant", "content": "YES"}
+    with pytest.raises(DataError, match=r"generation blocks .*does the template use them inside a macro"):
+        encode(parse_record({"messages": [CHAT[0], yes, CHAT[0], yes]}, "f:1"), tokenizer)
+    sample, _ = encode(parse_record({"messages": [CHAT[0], yes]}, "f:1"), tokenizer)
+    assert learned(sample, tokenizer) == ["YES<|im_end|>"]
+
+
+def test_calls_outside_of_blocks_raise_data_error() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% endfor %}{% generation %}{{ (m.content or '') + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [CHAT[0], CHAT[1] | {"tool_calls": [call("look")]}]
+    with pytest.raises(DataError, match="do not hold the words of message 1"):
+        encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+
+
 FIRST_CALL = (  # as gpt-oss's template
     "{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}"
     "{% if m.tool_calls %}{{ m.tool_calls[0].function.name ~ SHOWN }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
@@ -360,6 +389,21 @@ def test_an_end_of_sequence_in_the_assistants_words_is_not_taken_for_the_end_of_
     tokenizer = tokenizer_of(family, blocks=False)
     sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
     assert learned(sample, tokenizer)[0] == "say <|im_end|> now<|im_end|>"
+
+
+def test_an_end_of_sequence_at_the_end_of_the_words_leaves_the_turn_its_own_end() -> None:
+    """By a template whose end of turn opens no turn, and comes before the user's words nevertheless, as OpenChat's."""
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>", "<|end_of_turn|>"]})
+    tokenizer.eos_token = "</s>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'GPT4 ' + m.role + ': ' + m.content + '<|end_of_turn|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'GPT4 assistant: ' }}{% endif %}"
+    )
+    messages = [CHAT[0], {"role": "assistant", "content": "fine</s>"}, CHAT[0], CHAT[3]]
+    for count in (2, 4):
+        sample, _ = encode(parse_record({"messages": messages[:count]}, "f:1"), tokenizer)
+        assert learned(sample, tokenizer) == ["fine</s><|end_of_turn|>", "drei<|end_of_turn|>"][: count // 2]
 
 
 def test_what_the_template_leaves_out_is_said() -> None:

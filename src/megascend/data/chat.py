@@ -259,7 +259,7 @@ class ChatTemplate:
                 if turns and not apart
                 else self._turns_apart(conversation.blocks, messages, turns, tools, options)
             )
-            self._check_words(conversation.text, messages, turns, spans)
+            self._check_words(conversation, turns, spans)
         else:
             appended = AppendedTurns(
                 conversation,
@@ -301,19 +301,33 @@ class ChatTemplate:
         return self._counted_turns(marked, messages, turns, tools, options)
 
     @staticmethod
-    def _check_words(
-        rendered: str, messages: Sequence[Message], turns: Sequence[int], found: Sequence[tuple[int, list[Span]]]
-    ) -> None:
-        """Raise DataError if words of the assistant that the template writes stand outside of its blocks."""
+    def _check_words(conversation: Rendering, turns: Sequence[int], found: Sequence[tuple[int, list[Span]]]) -> None:
+        """Raise DataError if words or calls of the assistant that the template writes stand outside of its blocks."""
         every = [span for _, spans in found for span in spans]
         blocks = dict(found) if len(found) == len(turns) else dict.fromkeys(turns, every)
+        rendered, positions = conversation.text, conversation.positions
+        unproven = 0
         for index in turns:
-            words = tail(messages[index])
-            if words and words in rendered and not any(words in rendered[start:end] for start, end in blocks[index]):
+            words = tail(conversation.messages[index])
+            marked = [text for text in positions.texts if text.message == index and text.part != "thought"]
+            within = all(
+                any(start < at <= end for start, end in blocks[index] for at in text.ends)
+                for text in marked
+                if text.ends and not text.is_empty
+            )
+            if words and words in rendered and positions.is_left_out(index, "words") is None:
+                unproven += 1
+                within &= any(words in rendered[start:end] for start, end in blocks[index])
+            if not within:
                 raise DataError(
                     f"the chat template's generation blocks do not hold the words of message {index}, which is the assistant's; "
                     "does the template use them inside a macro?"
                 )
+        if unproven > len(every):
+            raise DataError(
+                f"the chat template has {len(every)} generation blocks for {len(turns)} messages of the assistant: not all of "
+                "them are within; does the template use them inside a macro?"
+            )
 
     def _counted_turns(
         self,
