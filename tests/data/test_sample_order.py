@@ -117,3 +117,16 @@ def test_a_fingerprint_tells_token_ids_and_weights_apart():
     others = ([of[1], of[0]], [of[0]], [of[0], Sample.causal([5, 6, 8])], [of[0], Sample.causal([5, 6, 7], 2)])
     assert fingerprint_of(of) == fingerprint_of([Sample.causal([1, 2, 3, 4]), Sample.causal([5, 6, 7])])
     assert len({fingerprint_of(of), *map(fingerprint_of, others)}) == 5
+
+
+def test_other_sources_of_the_same_prompts_are_refused_where_there_is_no_choice() -> None:
+    """As of a chat template, which the prompts of reinforcement learning do not tell; checkpoints without sources are resumed."""
+    state = batches(range(4), 2, seed=1, shuffle=True, fingerprint="a", sources={"chat template": "x"}).state_dict()
+    same = batches(range(4), 2, seed=1, shuffle=True, fingerprint="a", sources={"chat template": "x"})
+    same.load_state_dict(state)
+    other = batches(range(4), 2, seed=1, shuffle=True, fingerprint="a", sources={"chat template": "y"})
+    with pytest.raises(DataError, match="cannot resume the data order: .* by: chat template$"):
+        other.load_state_dict(state)
+    other.load_state_dict(state | {"sources": {}})
+    chosen = batches(range(4), 2, 1, True, "a", sources={"chat template": "y"}, on_changed="error")
+    chosen.load_state_dict(state)

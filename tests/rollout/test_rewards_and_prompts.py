@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from datetime import date
 from decimal import Decimal
@@ -15,7 +16,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from megascend.app.rl.set_up import read_and_check
 from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.config.rl import RlConfig
 from megascend.data.columns import parse_record
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, Limits
@@ -235,3 +238,55 @@ def test_a_chat_is_tokenised_as_in_supervised_training() -> None:
     tokenizer.chat_template = "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r"message 1 \(user\): the chat template does not write its words"):
         prompt_tokens({"messages": messages}, tokenizer, day, findings, "p:1")
+
+
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+
+
+def test_calls_of_a_prompt_that_the_template_does_not_write_raise_data_error() -> None:
+    messages = [{"role": "user", "content": "up?"}, CALLS, {"role": "tool", "content": "blue"}]
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['tool_calls']", "[]")
+    with pytest.raises(DataError, match="'tool_calls': the model's chat template does not write them"):
+        prompt_tokens({"messages": messages}, tokenizer, None, Findings(), "p:1")
+
+
+def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
+    """Of one line, of malformed lines beside good ones that are too long, and of both files."""
+    learned, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    roles = [
+        {"role": "usr", "content": "x"},
+        {"role": "user", "content": "x", "loss": 1},
+        {"role": "Tool", "content": "x"},
+    ]
+    learned.write_text(f"{json.dumps({'messages': roles})}\n{{\n{json.dumps({'prompt': 'x' * 99})}\n")
+    held_out.write_text("[]\n")
+    config = RlConfig(
+        model=tmp_path,
+        output=tmp_path / "o",
+        steps=1,
+        rollout={"prompts": learned, "reward": "a.py:b", "max_tokens": 8},
+        evaluation={"prompts": held_out},
+    )
+    with pytest.raises(DataError, match="^6 problems in the prompts") as caught:
+        read_and_check(config, byte_tokenizer(4096), Limits(50))
+    said = str(caught.value)
+    for words in (
+        "role 'usr'",
+        "only the assistant's",
+        "role 'Tool'",
+        ":2: not valid JSON",
+        "99 tokens",
+        "b.jsonl:1: expected",
+    ):
+        assert words in said
+    assert "train_on_prompt" not in said
+
+    held_out.unlink()
+    learned.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    alone = config.model_copy(update={"evaluation": None})
+    tokenizer = byte_tokenizer(4096)
+    *_, tokens = read_and_check(alone, tokenizer, Limits(50))
+    assert read_and_check(alone, tokenizer, Limits(50))[2] == tokens
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert read_and_check(alone, tokenizer, Limits(50))[2] != tokens

@@ -66,9 +66,9 @@ def parse_messages(found: Any, where: str, *, learned: bool = True) -> tuple[Mes
             continue
         weight = attempt(lambda raw=raw, place=place: _loss_weight(raw, place))
         if weight and message["role"] != "assistant":
+            advice = "; to learn all of a conversation set data.train_on_prompt: true" if learned else ""
             problems.append(
-                f"{place}: only the assistant's messages can carry loss, this one is the {message['role']}'s; to learn all of a "
-                "conversation set data.train_on_prompt: true"
+                f"{place}: only the assistant's messages can carry loss, this one is the {message['role']}'s{advice}"
             )
         if learned and weight != 0 and is_empty_answer(message):
             problems.append(f"{place}: {EMPTY_ANSWER}")

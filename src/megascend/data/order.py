@@ -39,7 +39,8 @@ class Batches(Generic[T]):
         Args:
             fingerprint: tells these samples from others, so that a position is not taken up in other data.
             sources: what the samples were made of, for the message that they have changed.
-            on_changed: ``continue``: go on with samples that have changed; None: there is no such choice.
+            on_changed: ``continue``: go on with samples that have changed; None: there is no such choice, and the sources must be
+                the same, too.
 
         Raises:
             DataError: there are no samples.
@@ -92,6 +93,12 @@ class Batches(Generic[T]):
                 raise DataError(
                     f"cannot resume the data order: {key} was {state[key]} when it was saved and is {self._kind()[key]} now"
                 )
+        saved = state.get("sources") or {}
+        sources = [name for name, value in self._sources.items() if saved.get(name, value) != value]
+        if sources and not changed and self._on_changed is None:
+            raise DataError(
+                f"cannot resume the data order: the samples changed and the data did not, by: {', '.join(sources)}"
+            )
         if changed:
             report = changed_samples(state, self._kind(), state.get("sources") or {}, self._sources)
             if self._on_changed != "continue":

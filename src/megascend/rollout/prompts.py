@@ -28,21 +28,26 @@ def read_prompts(path: Path) -> list[Prompt]:
     return [prompt for _, prompt in numbered_prompts(path)]
 
 
-def numbered_prompts(path: Path) -> list[tuple[int, Prompt]]:
-    """:func:`read_prompts`, with the numbers of the lines, from 1."""
+def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple[int, Prompt]]:
+    """Return :func:`read_prompts`, with the numbers of the lines, from 1.
+
+    Args:
+        findings: takes the malformed lines, which are then left out; default: they raise.
+    """
     if not path.is_file():
         raise DataError(f"no prompts at {path.absolute()}: not a file")
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
-    prompts, findings = [], Findings()
+    prompts, malformed = [], findings or Findings()
     for number, line in enumerate(lines, 1):
         if line.strip():
-            with findings.collecting():
+            with malformed.collecting():
                 prompts.append((number, parse_prompt(line, f"{path}:{number}")))
-    findings.raise_problems("prompts")
-    if not prompts:
+    if findings is None:
+        malformed.raise_problems("prompts")
+    if not prompts and not malformed.problems:
         raise DataError(f"{path}: no prompt in it")
     return prompts
 
@@ -95,9 +100,10 @@ def prompt_tokens(
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
     else:
         template = ChatTemplate(tokenizer, day=template_date)
-        conversation = template.rendering(parse_messages(prompt["messages"], "messages", learned=False)[0], prompt=True)
+        where = f"{source}: messages" if source else "messages"
+        conversation = template.rendering(parse_messages(prompt["messages"], where, learned=False)[0], prompt=True)
         if findings is not None:
-            template.check_written(conversation, None, None, source, findings)
+            template.check_written(conversation, None, None, source, findings, prompt=True)
         tokens = tokenizer(conversation.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokens:
         raise DataError(f"a prompt without a token: {prompt!r:.80}")

@@ -127,7 +127,7 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
     reward = load_reward(config.rollout.reward)
     tokenizer, limits = load_tokenizer(config.model), sample_limits(config, launch.world_size)
     config = with_template_date(config, tokenizer, resume, launch)
-    learned_from, evaluated = read_and_check(config, tokenizer, limits)
+    learned_from, evaluated, tokens = read_and_check(config, tokenizer, limits)
     prompts, held_out = [prompt for _, prompt in learned_from], [prompt for _, prompt in evaluated]
     if launch.rank == 0 and (said := disk_warning(config)):
         logger.warning(said)
@@ -156,7 +156,8 @@ def run(config: RlConfig, start: Start, overwrite: bool, resume: str | Path | No
                 print(backend.self_check.summary(), flush=True)
 
         # Engines, with the weights that the trainer begins with, whatever they had before
-        stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts))
+        sources = {"chat template, tokenizer or date": tokens}
+        stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
         members: list[InferenceEngine] = []
         backend.from_rank_0(lambda: members.extend(engines(config)))
         collector = None

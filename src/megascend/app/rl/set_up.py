@@ -77,8 +77,8 @@ def check_objective(objective: Objective) -> None:
 
 def read_and_check(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits
-) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]]]:
-    """The prompts that are learned from, and those of evaluations, with file and line.
+) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]], str]:
+    """Return the prompts that are learned from, those of evaluations, with file and line, and a digest of the former's tokens.
 
     Raises:
         DataError: they cannot be read, the tokenizer cannot write them, or one with its response would be too long; the
@@ -86,17 +86,22 @@ def read_and_check(
         ConfigError: a token of ``rollout.stop`` is none.
     """
     stop_tokens(tokenizer, config.rollout.stop)
-    findings, found = Findings(), []
+    findings, found, digests = Findings(), [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
-        numbered = numbered_prompts(path) if path is not None else []
+        numbered, digest = [], xxhash.xxh3_64()
+        if path is not None:
+            with findings.collecting():
+                numbered = numbered_prompts(path, findings)
         for number, prompt in numbered:
             with findings.collecting():
-                _check_prompt(prompt, f"{path}:{number}", config, tokenizer, limits, findings)
+                tokens = _check_prompt(prompt, f"{path}:{number}", config, tokenizer, limits, findings)
+                digest.update(json.dumps(tokens).encode())
         found.append([(f"{path}:{number}", prompt) for number, prompt in numbered])
+        digests.append(digest.hexdigest())
     findings.raise_problems("prompts")
     for line in findings.lines():
         logger.warning("prompts: %s", line)
-    return found[0], found[1]
+    return found[0], found[1], digests[0]
 
 
 def _check_prompt(
@@ -106,17 +111,22 @@ def _check_prompt(
     tokenizer: PreTrainedTokenizerBase,
     limits: Limits,
     findings: Findings,
-) -> None:
+) -> list[int]:
+    """Return a prompt's tokens; DataError if there are none, or too many."""
     max_tokens = config.rollout.max_tokens
     try:
-        count = len(prompt_tokens(prompt, tokenizer, config.template_date, findings, source))
+        tokens = prompt_tokens(prompt, tokenizer, config.template_date, findings, source)
     except DataError as error:
+        if str(error).startswith(f"{source}: "):  # each of several lines
+            raise
         raise DataError(f"{source}: {error}") from error
+    count = len(tokens)
     if count + max_tokens > limits.length:
         raise DataError(
             f"{source}: {count} tokens, and rollout.max_tokens: {max_tokens} for the response: together more than "
             f"{limits.length} ({limits.setting})"
         )
+    return tokens
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
