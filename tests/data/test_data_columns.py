@@ -54,7 +54,7 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "messages": (
                 USER,
                 {"role": "assistant", "tool_calls": [WRAPPED_CALL]},
-                {"role": "tool", "content": "blue"},
+                {"role": "observation", "content": "blue"},
                 ANSWER,
             ),
             "loss_weights": (0.0, 1.0, 0.0, 0.0),
@@ -156,7 +156,7 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "messages": (
                 USER,
                 {"role": "assistant", "tool_calls": [WRAPPED_CALL] * 2},
-                {"role": "tool", "content": "blue"},
+                {"role": "observation", "content": "blue"},
                 ANSWER,
             ),
             "tools": (WRAPPED,),
@@ -176,7 +176,7 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "messages": (
                 USER,
                 {"role": "assistant", "tool_calls": [WRAPPED_CALL] * 2},
-                {"role": "tool", "content": "blue"},
+                {"role": "tool_response", "content": "blue"},
                 ANSWER,
             ),
             "loss_weights": (0.0, 1.0, 0.0, 0.0),

@@ -364,6 +364,39 @@ def test_thoughts_that_the_template_leaves_out_are_reported(kept: str, inline: b
     assert said == ([] if kept == "all" else dropped)
 
 
+BY_ROLE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+TOOL_ROLES = {
+    "none that it knows": (BY_ROLE, (), "tool"),
+    "a token of the role": (BY_ROLE, ("<|observation|>",), "observation"),  # as of GLM-4
+    "the role by name": (BY_ROLE.replace("+ m.role", "+ {'observation': 'ipython'}.get(m.role, m.role)"), (), "ipython"),
+    "tools under the role's token": (  # as of GLM-4.5
+        BY_ROLE.replace("{{ '<|'", "{{ '<|observation|>' + m.content if m.role == 'tool' else '<|'"),
+        ("<|observation|>",), "observation",
+    ),
+    "tools by name": (BY_ROLE.replace("+ m.role", "+ {'tool': 'ipython'}.get(m.role, m.role)"), ("<|observation|>",), "ipython"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sharegpt", [False, True], ids=["messages", "ShareGPT"])
+@pytest.mark.parametrize("name", TOOL_ROLES)
+def test_answers_of_tools_have_the_role_that_the_template_knows(name: str, sharegpt: bool) -> None:
+    template, special, written = TOOL_ROLES[name]
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, "<|end|>"]})
+    tokenizer.chat_template = template
+    messages = [{"role": "user", "content": "up?"}, {"role": "observation", "content": "blue"}]
+    messages.append({"role": "assistant", "content": "Blue."})
+    speakers = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers.get(m["role"], m["role"]), "value": m["content"]} for m in messages]
+    sample, said = encode({"conversations": turns} if sharegpt else {"messages": messages}, tokenizer)
+    assert f"<|user|>up?<|end|><|{written}|>blue" in tokenizer.decode(
+        [int(sample.input_ids[0]), *sample.target_ids.tolist()]
+    )
+    assert learned(sample, tokenizer)[0].endswith("Blue.<|end|>")
+    renamed = ["f:1: messages of the role 'observation' are written as those of the role 'tool'"]
+    assert said == (renamed if name not in ("a token of the role", "the role by name") else [])
+
+
 CUT = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('[/THINK]')[-1] + '<|im_end|>\n' }}{% endfor %}"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.data.document import Message
 from megascend.data.findings import Findings
-from megascend.data.messages import REASONING, with_arguments_as_text
+from megascend.data.messages import REASONING, RESULTS, with_arguments_as_text
 from megascend.data.rendering import Rendering, Span
 from megascend.data.turns import AppendedTurns
 from megascend.errors import DataError
@@ -183,7 +183,7 @@ class ChatTemplate:
                 **variables,
             )
 
-        conversation = [self._with_content(message) for message in messages]
+        conversation = [self._with_content(self._with_role(message, template)) for message in messages]
         try:
             with dated:
                 try:
@@ -200,6 +200,17 @@ class ChatTemplate:
                 f"the chat template refuses the conversation: {type(error).__name__}{where}: {error}"
             ) from error
         return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
+
+    def _with_role(self, message: Message, template: str) -> Message:
+        """Return a tool's answer under the role ``tool``, unless the template knows it by the one that the data have.
+
+        It does if it names the role, or if it names neither and the role has a token of its own (GLM-4's ``<|observation|>``).
+        """
+        role = message["role"]
+        if role not in RESULTS or _names(template, role):
+            return message
+        has_token = f"<|{role}|>" in self._ends and f"<|{role}|>" not in template
+        return message if has_token and not _names(template, "tool") else message | {"role": "tool"}
 
     def _with_content(self, message: Message) -> Message:
         """A message whose text parts are joined by line breaks, unless the template takes parts."""
@@ -386,6 +397,9 @@ class ChatTemplate:
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
             self._check_calls_written(conversation, changes_nothing)
         template = self.source(tools)
+        for role in dict.fromkeys(message["role"] for message in messages):
+            if self._with_role({"role": role}, template)["role"] != role:
+                findings.remark(f"messages of the role {role!r} are written as those of the role 'tool'", source)
         thinks = any(key in message for message in messages for key in REASONING)
         if thinks and not any(key in template for key in REASONING):
             raise DataError(f"'reasoning_content': {UNWRITTEN}")
@@ -475,6 +489,11 @@ UNWRITTEN = (
     "the model's chat template does not write them, so the model would not see them; use a template that does "
     "(data.chat_template), or leave them out of the data"
 )
+
+
+def _names(template: str, role: str) -> bool:
+    """Check whether a template compares roles with this one: names it in quotes."""
+    return re.search(rf"""(['"]){re.escape(role)}\1""", template) is not None
 
 
 def tail(message: Message) -> str:

@@ -21,7 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 CALLS = ("function_call", "tool_call")
 """Speakers of messages that are tool calls, written as JSON: of ShareGPT and LLaMA-Factory, and of ms-swift."""
 RESULTS = ("observation", "function_response", "tool_response")
-"""Speakers of messages that are a tool's answer."""
+"""Speakers of messages that are a tool's answer; written as the role ``tool`` unless a chat template knows them."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -29,7 +29,7 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "system": "system",
     "tool": "tool",
-    **dict.fromkeys(RESULTS, "tool"),
+    **dict(zip(RESULTS, RESULTS, strict=True)),
 }
 MISTAKEN = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 """Names of speakers that other formats have, and no chat template learns as the assistant or reads as the user."""
@@ -136,8 +136,6 @@ def parse_message(found: Any, where: str) -> Message:
         calls = decoded(message.pop("content", None))
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
         role = message["role"] = "assistant"
-    elif role in RESULTS:
-        role = message["role"] = "tool"
     if isinstance(message.get("function_call"), dict) and "tool_calls" not in message:  # OpenAI's earlier form
         message["tool_calls"] = [message.pop("function_call")]
     if "tool_calls" in message:
@@ -303,7 +301,7 @@ def tool_remarks(found: Any, document: Document) -> list[str]:
     remarks += [
         f"the role {role!r} is none of {', '.join(ROLES)}: its messages are not learned as the assistant's are"
         for role in roles
-        if role not in ROLES
+        if role not in (*ROLES, *RESULTS)
     ]
     return remarks
 
