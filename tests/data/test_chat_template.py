@@ -425,6 +425,16 @@ def test_what_the_template_leaves_out_is_said() -> None:
     assert encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)[1] == [NO_END]
 
 
+def test_turns_that_are_not_learned_need_no_end() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = BARE.replace(
+        "m.content + '<|im_end|>'", "m.content + ('<|im_end|>' if loop.last else ' ')"
+    )
+    for loss, number in ((False, 0), (True, 1)):
+        messages = [CHAT[0], CHAT[1] | {"loss": loss}, *CHAT[2:]]
+        assert len(encode(parse_record({"messages": messages}, "f:1"), tokenizer)[1]) == number
+
+
 NO_END = (
     "f:1: no turn of the assistant ends with a special token that is trained on, so the model does not learn to stop; a template "
     "with {% generation %} blocks (data.chat_template) can say where turns end"

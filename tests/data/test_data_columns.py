@@ -489,3 +489,16 @@ def test_a_column_that_is_not_read_is_named_once() -> None:
 def test_the_settings_know_every_column() -> None:
     read = {name for must, may in FORMS.values() for name in (*must, *may)} | set(OF_CHATS)
     assert read == set(DATA_COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "record", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+)
+def test_tools_and_options_of_plain_text_are_said_to_be_unread(record: dict[str, Any]) -> None:
+    findings = Findings()
+    parse_record(record | {"tools": [TOOL], "chat_template_kwargs": {"x": 1}}, "f:1", None, findings)
+    reason = "is not read: only conversations of messages have a chat template"
+    assert findings.lines() == [f"f:1: 'tools' {reason}", f"f:1: 'chat_template_kwargs' {reason}"]
+    findings = Findings()
+    parse_record(record | {"tools": [], "chat_template_kwargs": None}, "f:1", None, findings)
+    assert findings.lines() == []

@@ -194,6 +194,14 @@ def test_a_config_is_chosen_by_name(tmp_path: Path) -> None:
     assert [each.text for each in read_documents(folder, config_name="de")] == ["y.jsonl 0", "y.jsonl 1"]
 
 
+@pytest.mark.parametrize("split", ["train", "all"])
+def test_linked_folders_are_said_to_be_unread(split: str, tmp_path: Path) -> None:
+    folder, findings = fill(tmp_path / "f", named("train.jsonl")), Findings()
+    (folder / "more").symlink_to(fill(tmp_path / "other", named("train.jsonl")))
+    assert len(list(iterate_documents(folder, split, None, findings))) == 2
+    assert findings.lines() == [f"{folder}/more: is not read: a link to a folder"]
+
+
 def test_all_splits_of_a_config_leave_other_configs_out(tmp_path: Path) -> None:
     both = card(config("en", train="x.jsonl", test="z.jsonl"), config("de", train="y.jsonl"))
     folder, findings = fill(tmp_path, named("x.jsonl", "y.jsonl", "z.jsonl", README__md=both)), Findings()

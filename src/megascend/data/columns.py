@@ -82,8 +82,13 @@ def parse_record(
                 findings.remark(f"{key!r} is not read", source)
     document = _PARSERS[form](values, source)
     if findings is not None:
-        for remark in tool_remarks(values.get("tools"), document):
-            findings.remark(remark, source)
+        if document.text is None and document.messages is None and not isinstance(document.chosen, tuple):
+            for key in OF_CHATS:
+                if values.get(key):
+                    findings.remark(f"{key!r} is not read: only conversations of messages have a chat template", source)
+        else:
+            for remark in tool_remarks(values.get("tools"), document):
+                findings.remark(remark, source)
     return document
 
 

@@ -176,7 +176,8 @@ class Encoder:
             )
             turns = self._template.assistant_spans(conversation, tools, options, apart=apart)
             spans = [(start, end, weights[index]) for index, pieces in turns for start, end in pieces]
-            self._template.check_endings(conversation.text, turns, document.source, self._findings)
+            counted = [(index, pieces) for index, pieces in turns if weights[index]]
+            self._template.check_endings(conversation.text, counted, document.source, self._findings)
         self._template.check_written(conversation, tools, options, document.source, self._findings)
         tokens, offsets = self._ids(conversation.text, special=False, offsets=True)
         if not whole and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):

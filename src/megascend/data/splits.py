@@ -250,13 +250,15 @@ def _quiet() -> Iterator[None]:
 def _readable_files(path: Path, findings: Findings) -> list[Path]:
     """Return the files of a folder that could be read, in name order; the others become remarks."""
     try:
-        every = sorted(file for file in path.rglob("*") if not file.is_dir())
+        every = sorted(file for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
     except OSError as error:
         raise DataError(f"{path} cannot be read ({findings.setting}): {error.strerror or error}") from None
     files = []
     for file in every:
         if any(part.startswith(".") for part in file.relative_to(path).parts):
             findings.remark("hidden files are not read", str(file))
+        elif file.is_dir():
+            findings.remark("is not read: a link to a folder", str(file))
         elif file.suffix not in SUFFIXES:
             findings.remark(f"{file.suffix or file.name!r} files are not read", str(file))
         elif file.name.upper() == CARD.upper():
