@@ -427,10 +427,11 @@ def test_what_the_template_leaves_out_is_said() -> None:
 
 def test_turns_that_are_not_learned_need_no_end() -> None:
     tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = BARE.replace(
-        "m.content + '<|im_end|>'", "m.content + ('<|im_end|>' if loop.last else ' ')"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{{ '<|im_end|>' if loop.last }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    for loss, number in ((False, 0), (True, 1)):
+    for loss, number in ((0, 0), (0.5, 1)):
         messages = [CHAT[0], CHAT[1] | {"loss": loss}, *CHAT[2:]]
         assert len(encode(parse_record({"messages": messages}, "f:1"), tokenizer)[1]) == number
 

@@ -125,7 +125,7 @@ def test_other_sources_of_the_same_prompts_are_refused_where_there_is_no_choice(
     same = batches(range(4), 2, seed=1, shuffle=True, fingerprint="a", sources={"chat template": "x"})
     same.load_state_dict(state)
     other = batches(range(4), 2, seed=1, shuffle=True, fingerprint="a", sources={"chat template": "y"})
-    with pytest.raises(DataError, match="cannot resume the data order: .* by: chat template$"):
+    with pytest.raises(DataError, match=r"cannot resume the data order: .* by: chat template$"):
         other.load_state_dict(state)
     other.load_state_dict(state | {"sources": {}})
     chosen = batches(range(4), 2, 1, True, "a", sources={"chat template": "y"}, on_changed="error")

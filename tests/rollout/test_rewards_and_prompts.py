@@ -268,7 +268,7 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
         rollout={"prompts": learned, "reward": "a.py:b", "max_tokens": 8},
         evaluation={"prompts": held_out},
     )
-    with pytest.raises(DataError, match="^6 problems in the prompts") as caught:
+    with pytest.raises(DataError, match=r"^6 problems in the prompts") as caught:
         read_and_check(config, byte_tokenizer(4096), Limits(50))
     said = str(caught.value)
     for words in (

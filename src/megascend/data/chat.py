@@ -423,8 +423,9 @@ class ChatTemplate:
             if missing:
                 names = ", ".join(repr(call.get("function", call)["name"]) for call in calls)
                 raise DataError(
-                    f"message {index} (assistant): the chat template does not write all of its {len(calls)} tool calls ({names}); "
-                    "name another template with data.chat_template, or make each call one of 'tool_calls' in a message of its own"
+                    f"message {index} (assistant): the chat template does not write all of its {len(calls)} tool calls "
+                    f"({names}); name another template with data.chat_template, or make each call one of 'tool_calls' in a "
+                    "message of its own"
                 )
 
     def _check_words_written(self, conversation: Rendering, source: str, findings: Findings) -> None:

@@ -1,7 +1,7 @@
 """A rendered conversation, and where it has the words of its messages: found by rendering it once more with marks in them.
 
-A mark is a number between two characters of a private use area that the conversation does not have. Taken out again they must leave the same text, so what they say
-is exact, however a template trims, quotes, moves or repeats what it is given.
+A mark is a number between two characters of a private use area that the conversation does not have. Taken out again they must
+leave the same text, so what they say is exact, however a template trims, quotes, moves or repeats what it is given.
 """
 
 from __future__ import annotations
