@@ -246,7 +246,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name"
 def test_calls_of_a_prompt_that_the_template_does_not_write_raise_data_error() -> None:
     messages = [{"role": "user", "content": "up?"}, CALLS, {"role": "tool", "content": "blue"}]
     tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = tokenizer.chat_template.replace("message['tool_calls']", "[]")
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("message['tool_calls']", "[]")
     with pytest.raises(DataError, match="'tool_calls': the model's chat template does not write them"):
         prompt_tokens({"messages": messages}, tokenizer, None, Findings(), "p:1")
 
