@@ -18,7 +18,7 @@ FSDP: dict[str, tuple[str, str]] = {
     "falcon": ("attention classes of its own", "attention classes of its own"),
     "falcon_h1": (HYBRID, "does more with its logits"),
     "lfm2": (HYBRID, "right"),
-    "phimoe": ("compute different numbers for this phimoe model", "compute different numbers for this phimoe model"),
+    "phimoe": ("has a sliding window of", "has a sliding window of"),
     "inkling_text": (HYBRID, "position_bias"),
     "minimax": (HYBRID, "right"),
     "qwen3_next": (HYBRID, "right"),

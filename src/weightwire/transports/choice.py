@@ -48,10 +48,11 @@ class Location:
         gpu, visible, nccl = "", (), ""
         if device.type == "cuda":
             import torch
+            from torch.cuda.nccl import version
 
             visible = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
             gpu = _uuid(torch.cuda.current_device() if device.index is None else device.index)
-            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+            nccl = ".".join(map(str, version()))
         expandable = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
         return cls(device.type, socket.gethostname(), memory_space(), gpu, visible, not expandable, nccl)
 
