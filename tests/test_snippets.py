@@ -453,7 +453,7 @@ COMMANDS = {
     "git clone": INSTALLS,
     "source /usr/local/Ascend": CARDS,
     "export MEGASCEND_MINDSPEED": "names checkouts",
-    "python -c \"from weightwire.keys import write_key": "tests/weightwire/test_keys.py",
+    'python -c "from weightwire.keys import write_key': "tests/weightwire/test_keys.py",
     "export WEIGHTWIRE_KEY_FILE": "tests/weightwire/test_keys.py",
     "megascend rl RUN.yaml": "needs a vLLM on a GPU; cookbook/async_grpo.sh starts the same",
     "export MEGASCEND_TWINKLE": "names checkouts",
