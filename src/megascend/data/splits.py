@@ -115,7 +115,10 @@ def files_of(path: Path, split: str | None, config_name: str | None, findings: F
         return split_files(path, split, config_name, findings)
     _check_config_name(path, config_name, findings.setting)
     if not (path / "dataset_dict.json").is_file():
-        named = json.loads((path / "state.json").read_text(encoding="utf-8")).get("_split")
+        try:
+            named = json.loads((path / "state.json").read_bytes()).get("_split")
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
+            raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
         if split not in (None, "train", ALL, named):
             raise DataError(
                 f"{path} is one saved dataset and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
