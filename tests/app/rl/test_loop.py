@@ -287,7 +287,7 @@ class KilledEngine(LocalEngine):
 
 class StoppedEngine(LocalEngine):
     async def generate(self, *_: Any, **__: Any) -> list[Completion]:
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(DEADLINE_S)
         return []
 
@@ -327,7 +327,7 @@ def test_a_run_that_fails_before_its_first_step_touches_nothing_of_an_earlier_on
     run_distributed(lambda: overwriting(KilledEngine), 1, init=False, timeout_s=DEADLINE_S, expect_lost={0})
     assert snapshot(config.output) == before
     stopped = in_a_fork(lambda: overwriting(StoppedEngine))[0]
-    assert (stopped.stopped, stopped.steps) == ("SIGUSR1", 0)
+    assert (stopped.stopped, stopped.steps) == ("SIGTERM", 0)
     assert snapshot(config.output) == before
     in_a_fork(lambda: overwriting(RecordedEngine, export=False))
     assert {path.name for path in config.output.iterdir()} == {
