@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from weightwire.errors import ManifestError
 from weightwire.manifest import Manifest, TensorSpec
@@ -13,6 +16,9 @@ from weightwire.manifest import Manifest, TensorSpec
 log = logging.getLogger(__name__)
 
 MOST_HEADER_BYTES = 2**28
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+"""Endings of an embedding's name."""
 NOT_LOADED = ("rotary_emb.inv_freq",)
 """Endings of names that old checkpoints have and nobody reads."""
 
@@ -55,10 +61,33 @@ class Expected:
         offered = {spec.name: spec for spec in manifest.tensors}
         shapes = {name: shape for name, shape in self._shapes.items() if not name.endswith(NOT_LOADED)}
         if self._tied:  # the head may be there a second time, on either side
-            shapes.pop("lm_head.weight", None)
-            if "lm_head.weight" in offered:
-                shapes["lm_head.weight"] = offered["lm_head.weight"].shape
+            shapes.pop(HEAD, None)
+            if HEAD in offered:
+                shapes[HEAD] = offered[HEAD].shape
         manifest.expect(
             TensorSpec(name, offered[name].dtype if name in offered else "float32", shape)
             for name, shape in shapes.items()
         )
+
+
+def tied_head_checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on the tensors for a model whose output layer is its embedding; vLLM drops an output layer without a word.
+
+    Raises:
+        ManifestError: the output layer that came is not equal to the embedding.
+    """
+    head = embedding = None
+    for name, tensor in tensors:
+        if name == HEAD:
+            head = tensor
+        elif name.endswith(EMBEDDINGS):
+            embedding = tensor
+        if head is not None and embedding is not None:
+            if not torch.equal(head, embedding):
+                raise ManifestError(
+                    f"{HEAD} of the update differs from the embedding, and vLLM was started with "
+                    "tie_word_embeddings: true, which computes logits with the embedding: start vLLM from a directory "
+                    "whose config.json says tie_word_embeddings: false (an export of the trainer does)"
+                )
+            head = None
+        yield name, tensor

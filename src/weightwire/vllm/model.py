@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from weightwire.errors import ManifestError
+from weightwire.vllm.checkpoint import tied_head_checked
 from weightwire.vllm.experts import kernels_built_again
 
 KV_CACHE = "kv_cache"
@@ -66,13 +67,16 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     If it raises, the model is sound, but some of its weights are new. A :class:`Snapshot` has the old ones.
 
     Raises:
-        ManifestError: layers of the model got nothing: they would keep their old values.
+        ManifestError: layers of the model got nothing: they would keep their old values; an output layer of its own came for a
+            model that computes logits with its embedding.
         Exception: whatever vLLM's loaders raise.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     device = next(model.parameters()).device
     structure = Structure(model)
+    if getattr(model_config.hf_config, "tie_word_embeddings", False):
+        tensors = tied_head_checked(tensors)
     try:
         with torch.device(device), torch.no_grad(), kernels_built_again(model):
             initialize_layerwise_reload(model)
