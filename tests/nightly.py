@@ -8,32 +8,43 @@ from __future__ import annotations
 import pytest
 
 NIGHTLY = {
+    "app/test_token_budget.py": {
+        "the_budget_fills_the_memory_and_stays_when_resumed": "memory/test_measured_peaks.py; the choice of a budget",
+    },
     "bootstrap/test_after_import.py": {
         "a_plain_megatron_program_sums_what_is_not_contiguous": "modules and functions that are reported: test_runtime.py",
     },
     "bootstrap/test_import_order.py": {
         "parts_that_do_not_need_megatron_can_come_first[megascend.step.step]": "megascend.backend, which imports it",
     },
+    "bootstrap/test_import_structure.py": {
+        "no_file_is_read_twice_and_no_name_is_missing": "every test that imports megascend",
+    },
+    "bootstrap/test_providers.py": {
+        "a_provider_is_found_by_its_place": "a provider from outside, called in order",
+    },
     "bootstrap/test_runtime.py": {
         "every_module_of_others_that_the_bootstrap_put_in_place_is_reported": "modules and functions that are reported",
         "settings_of_the_users_own_win_and_are_not_reported": "the environment changes only as reported",
+        "transformers_and_peft_may_come_first[transformers, peft, torch.distributed]": "test_import_order.py",
     },
     "checkpoint/test_asynchronous.py": {
         "an_error_in_the_block_does_not_wait_for_ever[one rank]": "on all ranks",
         "with_hf_there_is_a_model_for_transformers_in_it": "checkpoint/test_corruption.py: every damage, kind hf",
     },
     "checkpoint/test_corruption.py": {
+        "a_checkpoint_of_a_model_with_other_parameters_is_refused[False]": "True",
         "every_damage_to_every_file_is_refused_and_changes_nothing[full]": "the same files and a model in kind hf",
         "the_one_before_is_taken_and_said_so[full]": "kind adapters, which has more files",
-        "a_checkpoint_of_a_model_with_other_parameters_is_refused[False]": "True",
     },
     "checkpoint/test_killed_while_saving.py": {
-        "at_every_point_of_an_overwritten_checkpoint_there_is_one[exchange]": "no exchange; every point of a series",
+        "a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever[for it]": "reliability/test_hang_and_death.py",
         "a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever[in the next save]": "for it",
+        "at_every_point_of_an_overwritten_checkpoint_there_is_one[exchange]": "no exchange; every point of a series",
     },
     "checkpoint/test_save_and_load.py": {
         "a_checkpoint_before_the_first_step_is_one_too[False]": "True",
-        "another_layout_goes_on_from_the_same_numbers": "checkpoint/test_resharding.py: all pairs of five layouts",
+        "another_layout_goes_on_from_the_same_numbers": "checkpoint/test_resharding.py",
         "main_parameters_are_saved[bf16]": "fp16; upstream's reader in bf16",
         "the_same_layout_goes_on_bit_for_bit[EP2-False]": "EP2-True, DP2-False",
         "the_same_layout_goes_on_bit_for_bit[PP2-True]": "PP2 x VPP2",
@@ -41,45 +52,63 @@ NIGHTLY = {
     "checkpoint/test_upstream_reader.py": {
         "a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken[plain-bf16]": "distributed",
     },
+    "cli/test_cli_doctor.py": {
+        "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
+    },
     "cli/test_cli_launch.py": {
         "another_exception_keeps_its_traceback": "a killed worker is named; our error",
+        "our_error_wins_over_what_it_caused": "a killed worker is named",
         "the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
-    },
-    "bootstrap/test_providers.py": {
-        "a_provider_is_found_by_its_place": "a provider from outside, called in order",
     },
     "cli/test_cli_new_model.py": {
         "plain_transformers_loads_every_architecture": "the command; every tiny model is used by parity",
+    },
+    "cli/test_cli_results.py": {
+        "export_that_would_lack_a_tensor_is_refused_before_the_first_step": "engines/test_layouts_of_files.py",
     },
     "cli/test_cli_rl.py": {
         "the_example_learns_and_resumes": "app/rl/test_loop.py",
     },
     "cli/test_cli_template.py": {
-        f"a_run_keeps_its_date_and_exports_its_template[{kind}]": "single; huggingface/test_files.py: beside an adapter"
-        for kind in ("single, lora", "fsdp", "megatron", "megatron, lora")
+        f"a_run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
+        for kind in ("single", "single, lora", "fsdp", "megatron", "megatron, lora")
     },
     "cli/test_cli_train.py": {
         "two_processes_learn_the_same": "a cookbook script on two ranks; one process in the same file",
+    },
+    "distributed/test_objects.py": {
+        "who_misses_a_call_is_missed_at_the_call": "ranks that do not come are named",
     },
     "engines/fsdp/test_fsdp_adapters.py": {
         "dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine": "fused layers draw one mask: test_adapter_layers.py",
     },
     "engines/fsdp/test_fsdp_experts.py": {
         "gradients_of_divided_experts_count_once": "divided experts equal Hugging Face's, norms too; NaN: test_fsdp.py",
+        "the_auxiliary_loss_is_hugging_faces_in_every_layout": "engines/single/test_single.py: the router loss",
     },
-    "engines/megatron/test_graphed_steps.py": {
-        "a_life_of_adapters_is_the_same[2]": "one process; nothing that is captured is communicated",
+    "engines/fsdp/test_speed.py": {
+        "compiled_layers_compute_the_same": "eager layers; compiled ones are nightly only",
     },
     "engines/megatron/test_export.py": {
         "a_merged_adapter_is_exported_under_the_sources_names": "named weights: a merged adapter; cli/test_cli_train_lora.py",
         "an_export_without_training_is_the_checkpoint_bit_for_bit[GLM-4.5, EP2]": "MoE EP2, and the other architectures",
         "an_export_without_training_is_the_checkpoint_bit_for_bit[dots1, PP2]": "TP2 x PP2, and the other architectures",
-        "exported_models_give_the_same_logits_in_transformers[odd vocabulary, TP2]": "named weights: TP2 x PP2, odd vocabulary",
+        "exported_models_give_the_same_logits_in_transformers[GLM-4 (fused gate and up), TP2]": "named weights",
         "exported_models_give_the_same_logits_in_transformers[QKV bias, TP2]": "tied, TP2; parity: TP2 + SP Qwen2 (QKV bias)",
+        "exported_models_give_the_same_logits_in_transformers[odd vocabulary, TP2]": "named weights: TP2 x PP2, odd vocabulary",
         "exported_models_give_the_same_logits_in_transformers[tied, PP2]": "tied, TP2; TP2 x PP2",
         "heads_for_multi_token_prediction_are_carried_over[fp16]": "bf16",
         "layouts_of_one_process_export_after_each_other[own default group]": "the trainer's default group",
         "the_dtype_of_training_is_kept[fp16-dtype1]": "bf16",
+    },
+    "engines/megatron/test_graphed_steps.py": {
+        "a_life_of_a_model_is_the_same[1-": "[2-True]",
+        "a_life_of_a_model_is_the_same[2-False]": "[2-True]",
+        "a_life_of_adapters_is_the_same[1]": "adapters of experts",
+        "a_life_of_adapters_is_the_same[2]": "one process; nothing that is captured is communicated",
+    },
+    "engines/megatron/test_grouped_experts.py": {
+        "tenants_equal_pefts[EP2-2]": "trajectories of TP2 x EP2 + SP; lora/test_parity_with_peft.py: experts",
     },
     "engines/megatron/test_model_settings.py": {
         "honoured_as_in_hugging_face[decoder_sparse_step: 2, PP2]": "on one process; mlp_only_layers, TP2 + SP",
@@ -87,22 +116,40 @@ NIGHTLY = {
     },
     "engines/megatron/test_named_weights.py": {
         "a_merged_adapter_is_what_peft_merges[qwen2-parallel1]": "qwen3",
+        "a_reader_that_neither_goes_on_nor_stops_is_named_in_time": "weightwire/test_processes.py",
         "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[EP2": "PP2",
         "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[TP2": "PP2",
         "the_stream_is_the_checkpoint_bit_for_bit[MoE TP2 x EP2, ETP1]": "ETP2",
     },
+    "engines/megatron/test_registered_architecture.py": {
+        "the_self_check_compares_it_and_its_export_has_its_names": "it trains as in Hugging Face; selfcheck/test_check.py",
+    },
     "engines/megatron/test_routers.py": {
         "a_skipped_step_and_one_at_lr_0_change_nothing[dots1]": "glm4_moe",
+        "both_losses_are_the_references_in_every_layout[CP2]": "EP2; TP2 + SP",
         "both_losses_are_the_references_in_every_layout[DP2]": "EP2, CP2",
         "both_losses_are_the_references_in_every_layout[single]": "EP2, CP2; fp16 on one process",
         "dummy_batches_count_nowhere[megatron]": "the formula of transformers",
+        "pipelines_and_recomputation_find_their_own_micro_batch[selective": "PP2 x VPP2, full recompute",
         "the_bias_moves_by_the_load_of_all_ranks_real_tokens[PP2]": "EP2; TP2 + SP",
     },
     "engines/single/test_single.py": {
         "adapters_equal_pefts_and_move_between_engines[qwen3]": "qwen3_moe",
+        "more_than_one_process_is_refused": "a refusal without layout or communication",
+    },
+    "engines/test_registered_engine.py": {
+        "a_run_file_names_its_plug_in_and_the_engine": "the same engine through the backend, in the same file",
+    },
+    "engines/test_scalar_head.py": {
+        "a_token_classifiers_dropout_acts_in_training_alone": "training equals transformers, without dropout",
+    },
+    "integrations/test_megatron_start.py": {
+        "the_page_runs_as_it_is_written": "bootstrap/test_training_device.py",
     },
     "lora/test_adapter_failures.py": {
         "experts_that_two_tenants_share_keep_them_apart[EP2]": "ETP2",
+        "nothing_that_befalls_one_tenant_changes_another[DP2]": "TP2 + SP",
+        "nothing_that_befalls_one_tenant_changes_another[single]": "TP2 + SP",
     },
     "lora/test_adapter_io.py": {
         "files_of_one_layout_are_those_of_every_other[dense-layouts0]": "odd shapes",
@@ -127,9 +174,19 @@ NIGHTLY = {
     },
     "lora/test_parity_with_peft.py": {
         "trajectory_equals_peft[CP2 packed]": "embedding and head, CP2 packed",
-        "trajectory_equals_peft[MoE TP2 x EP2 + SP]": "MoE TP2 x EP2, ETP2; npu/test_lora.py",
         "trajectory_equals_peft[MoE TP2 + SP (ETP2)]": "MoE TP2 x EP2, ETP2",
+        "trajectory_equals_peft[MoE TP2 x EP2 + SP]": "MoE TP2 x EP2, ETP2; npu/test_lora.py",
+        "trajectory_equals_peft[MoE, full recompute]": "CP2, full recompute; MoE TP2 x EP2, ETP2",
         "trajectory_equals_peft[TP2 + SP]": "TP2 + SP, padded",
+        "trajectory_equals_peft[TP2 x PP2]": "TP2 + SP, padded; PP2 x VPP2",
+        "trajectory_equals_peft[embedding and head, PP2]": "embedding and head: TP2, DP2, CP2",
+    },
+    "lora/test_target_maps.py": {
+        "adapters_of_a_real_model_follow_the_registered_map": "engines/megatron/test_registered_architecture.py: its adapters",
+    },
+    "memory/test_measured_peaks.py": {
+        "the_estimate_is_close_to_the_peak[dp2]": "tp2 sequence, moe",
+        "the_estimate_is_close_to_the_peak[lora]": "tp2 sequence, moe",
     },
     "npu/test_attention_calls.py": {
         "context_parallel_algorithms_never_see_a_dense_mask[all_gather]": "parity: CP2, all_gather",
@@ -164,47 +221,113 @@ NIGHTLY = {
     "npu/test_traps_models.py": {
         "sequences_are_padded_to_twice_the_context_parallel_size[all_gather]": "ring",
     },
+    "reference_te/test_names.py": {
+        "lora_of_peft_on_the_layers": "lora/test_parity_with_peft.py",
+    },
+    "reference_te/test_reference_install.py": {
+        "a_real_transformer_engine_with_cuda_is_not_replaced": "where it is installed: tests/gpu",
+    },
     "reliability/test_disk.py": {
         "a_run_that_is_stopped_while_there_is_no_room_says_so": "a run that goes on without checkpoints",
     },
     "reliability/test_hang_and_death.py": {
+        "forward[PP2-hang-0]": "DP2-die, TP2-stop",
+        "forward[TP2-hang-1]": "DP2-die, TP2-stop",
+        "grad_reduce[hang]": "stop",
+        "object_gather[stop]": "hang",
         "save[save-hang]": "save-stop; write-hang",
+        "save[save-stop]": "a rank that stops while it writes",
         "save[write-die]": "save-die; write-hang; a rank that stops while it writes",
+        "start_up[hang]": "die",
+        "start_up[stop]": "die",
+    },
+    "reliability/test_resume.py": {
+        "a_killed_run_goes_on_bit_for_bit[DP2-0]": "MoE EP2, single",
+        "a_killed_run_goes_on_bit_for_bit[PP2-0]": "MoE EP2, single",
+        "a_killed_run_goes_on_bit_for_bit[TP2-0]": "MoE EP2, single",
+    },
+    "reliability/test_under_torchrun.py": {
+        "a_rank_that_dies_before_and_one_that_dies_after_a_restart": "test_hang_and_death.py; cli/test_cli_launch.py",
+    },
+    "rollout/engines/test_guarded.py": {
+        "nothing_is_left_when_the_trainer_is_killed[trainer and server-alone]": "trainer and server-forks",
+        "nothing_is_left_when_the_trainer_is_killed[trainer-alone]": "trainer and server-forks",
+        "nothing_is_left_when_the_trainer_is_killed[trainer-forks]": "trainer and server-forks",
+    },
+    "selfcheck/test_check.py": {
+        "a_backend_that_imports_megatron_has_one_stand_by": "a worker that stood by",
     },
     "selfcheck/test_findings.py": {
         "random_shapes_of_the_proven_architectures_raise_no_alarm[one each]": "what is honoured raises no alarm",
     },
+    "serve/test_serve_flat.py": {
+        "lives_that_are_over_leave_nothing_behind[False]": "[True]",
+    },
+    "serve/test_serve_memory.py": {
+        "what_has_no_room_on_one_rank_fails_alone[DP2]": "TP2",
+        "what_has_no_room_on_one_rank_fails_alone[one rank]": "TP2",
+    },
+    "serve/test_serve_vllm_failures.py": {
+        "one_that_is_still_ill_when_its_time_is_over": "another server answers",
+    },
     "step/test_loss_in_every_layout.py": {
+        "a_function_that_raises_on_one_rank_ends_the_step_on_all[CP2]": "TP2 + SP",
         "a_function_that_raises_on_one_rank_ends_the_step_on_all[DP2]": "TP2 + SP, CP2",
         "a_function_that_raises_on_one_rank_ends_the_step_on_all[PP2]": "TP2 + SP, CP2",
         "a_loss_that_is_infinite_at_tokens_of_weight_0_trains[DP2, padded]": "CP2, TP2 + SP, single",
         "a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business[ppo": "importance sampling",
         "an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains[DP2, padded]": "single, padded; TP2 + SP",
         "padding_adds_nothing_to_sums_over_samples[DP2, padded]": "CP2, PP2, TP2 + SP",
+        "sums_policy_losses_and_log_probabilities_equal_hugging_faces[CP2]": "parity: CP2; TP2 + SP",
+        "sums_policy_losses_and_log_probabilities_equal_hugging_faces[PP2]": "single; TP2 + SP",
     },
     "step/test_step.py": {
         "a_rank_without_samples_joins_the_others_collectives[qwen3]": "qwen3_moe",
-        "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/single/test_single.py",
         "a_step_with_nan_on_one_rank_is_skipped_by_all[False": "with the distributed optimizer",
+        "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/single/test_single.py",
+    },
+    "testing/test_distributed.py": {
+        "a_rank_stuck_in_a_collective_shows_where": "hanging ranks are named with their stacks",
+    },
+    "testing/test_families.py": {
+        "a_deadline_ends_it_too": "the other ends of a family",
+    },
+    "testing/test_kept.py": {
+        "a_reference_is_run_once_wherever_its_checkpoint_lies": "a kept program is found again, in the same file",
+    },
+    "testing/test_reference.py": {
+        "modules_are_imported_for_one_program_alone": "every program of a reference",
     },
     "weightsync/test_push.py": {
+        "a_silent_engine": "an engine that does not come",
         "an_engine_killed_during_the_transfer[PP2]": "TP2",
         "engines_get_the_checkpoint_bit_for_bit[TP2]": "DP2 x TP2",
+    },
+    "weightwire/test_group.py": {
+        "the_missing_member_is_named[1]": "[0]",
+    },
+    "test_bad_input.py": {
+        "a_rank_that_stops_between_steps_is_named_in_time": "reliability/test_hang_and_death.py",
+    },
+    "test_bench_suite.py": {
+        "a_real_line_has_its_rows": "a line that fails; rows of stored figures",
     },
     "test_cookbook.py": {
         "a_cookbook_script_learns[CP2]": "experts on EP2; npu/test_cookbook_ascend.py: tp_moe_cp_npu",
         "a_cookbook_script_learns[PP2]": "experts on EP2; PP2 in parity",
+        "experts_learn_and_resume_on_two_forked_ranks[MoE FSDP2]": "MoE EP2; engines/fsdp/test_fsdp_experts.py",
         "tenants_that_had_no_time_to_learn_are_a_failure": "npu/test_cookbook_ascend.py: multi_lora_npu",
     },
+    "test_docs.py": {
+        "the_examples_of_tests_run": "test_snippets.py; the tests themselves",
+    },
     "test_own_data.py": {
+        "a_new_user_follows_the_page[few steps]": "test_readme.py; cli/test_cli_train.py",
         "a_new_user_follows_the_page[whole]": "the same commands with fewer steps",
     },
     "test_readme.py": {
         "the_program_without_a_cluster_runs": "engines/single/test_single.py",
         "the_programs_about_lora_run": "lora/test_backend_adapters.py, lora/test_peft_format.py",
-    },
-    "testing/test_kept.py": {
-        "a_reference_is_run_once_wherever_its_checkpoint_lies": "a kept program is found again, in the same file",
     },
 }
 """By file below tests: beginnings of tests' names, without ``test_``, and what covers them."""
@@ -223,7 +346,7 @@ def mark(items: list[pytest.Item], whole_files: bool) -> None:
     for file, starts in NIGHTLY.items():
         mine = [item for item in items if item.nodeid.startswith(f"tests/{file}::")]
         for start in starts:
-            found = [item for item in mine if item.nodeid.partition("::")[2].startswith(f"test_{start}")]
+            found = [item for item in mine if item.name.startswith(f"test_{start}")]
             for item in found:
                 item.add_marker(pytest.mark.nightly)
             if mine and not found:

@@ -21,7 +21,18 @@ LAYOUTS = {
     "DP2": (2, Parallel()),
     "EP2": (2, Parallel(expert=2)),
 }
-PAIRS = list(itertools.permutations(LAYOUTS, 2))
+SETS = {"three": ("single", "TP2", "EP2"), "all": tuple(LAYOUTS)}
+"""Sets of layouts each of which is loaded under every other."""
+
+over_pairs = pytest.mark.parametrize(
+    ("table", "saved", "loaded"),
+    [
+        pytest.param(key, *pair, id=f"{' to '.join(pair)}, {key}", marks=[pytest.mark.nightly] if key == "all" else [])
+        for key, layouts in SETS.items()
+        for pair in itertools.permutations(layouts, 2)
+    ],
+    indirect=["table"],
+)
 
 
 def on_layout(layout, work):
@@ -65,8 +76,9 @@ def whole_tensors(directories):
 
 
 @pytest.fixture(scope="module")
-def table(parity_folder, tmp_path_factory):
-    """For every layout its checkpoint after three steps and the fourth step's figures; for every pair the same, loaded."""
+def table(parity_folder, tmp_path_factory, request):
+    """For every layout of a set its checkpoint after three steps and the fourth step's figures; for every pair the same, loaded."""
+    layouts = SETS[request.param]
     folder = tmp_path_factory.mktemp("resharding")
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
 
@@ -78,20 +90,22 @@ def table(parity_folder, tmp_path_factory):
 
     def reload(backend, samples, name):
         figures = {}
-        for saved in LAYOUTS:
+        for saved in layouts:
             if saved != name:
                 backend.load(folder / saved)
                 backend.save(folder / f"{saved} at {name}", wait=True)
                 figures[saved] = (backend.step_count, *step(backend, samples))
         return figures
 
-    expected = {name: on_layout(name, train)(checkpoint, folder / name) for name in LAYOUTS}
-    loaded = {name: on_layout(name, reload)(checkpoint, name) for name in LAYOUTS}
-    whole = whole_tensors([folder / name for name in LAYOUTS] + [folder / f"{a} at {b}" for a, b in PAIRS])
+    expected = {name: on_layout(name, train)(checkpoint, folder / name) for name in layouts}
+    loaded = {name: on_layout(name, reload)(checkpoint, name) for name in layouts}
+    whole = whole_tensors(
+        [folder / name for name in layouts] + [folder / f"{a} at {b}" for a, b in itertools.permutations(layouts, 2)]
+    )
     return folder, expected, loaded, whole
 
 
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
+@over_pairs
 def test_parameters_and_moments_are_the_same(table, saved, loaded):
     folder, _, _, whole = table
     before, after = whole[folder / saved], whole[folder / f"{saved} at {loaded}"]
@@ -101,7 +115,7 @@ def test_parameters_and_moments_are_the_same(table, saved, loaded):
         assert torch.equal(tensor, after[name]), name
 
 
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
+@over_pairs
 def test_the_next_step_is_the_same(table, saved, loaded, record_property):
     _, expected, found, _ = table
     steps, loss, norm = found[loaded][saved]
