@@ -31,6 +31,8 @@ from typing import Any
 from bench_multi_lora import make_samples
 from bench_train import QWEN3_1_7B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Work, versions, write_checkpoint
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
+
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
 """Largest relative difference of first losses and gradient norms."""
 
@@ -210,7 +212,7 @@ def measure(work: Work, folder: str, arguments: argparse.Namespace, graphs: bool
 
 def stand_in(backend: Any, settings: Any) -> None:
     """What takes the place of CUDA graphs on a CPU."""
-    from megascend.testing.graphed_steps import CaptureOnCpu, gradients_of
+    from support.graphed_steps import CaptureOnCpu, gradients_of
 
     backend.engine.graph_steps(settings, CaptureOnCpu(lambda: gradients_of(backend)))
 

@@ -8,7 +8,7 @@
 Each case trains three steps of a random model; the peak is that of the last two, in which the optimizer's state is there. Of
 several ranks, the one that needs most counts. The exit code is 1 if an estimate lies outside of -5 to +15 % of the measured peak.
 
-On a CPU the ranks of a case are forks of one process for each engine, and ``megascend.testing.tensor_memory`` counts. On GPUs
+On a CPU the ranks of a case are forks of one process for each engine, and ``support.tensor_memory`` counts. On GPUs
 every rank is a process of its own, ``--parallel`` cases run at the same time (each counts its own allocations), and
 ``torch.cuda.max_memory_allocated`` counts; what the allocator has reserved stands beside it.
 """
@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from bench_train import Work, write_checkpoint
-
 from megascend.config import RunConfig
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.workload import Workload
 from megascend.topology.topology import plan
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 
 LOWEST, HIGHEST = -0.05, 0.15
 """Of the measured peak, by which an estimate may miss it."""
@@ -167,7 +168,7 @@ def estimate_of(case: Case, platform: str, model: Path) -> Estimate:
 def measure(case: Case, platform: str, model: Path) -> Measured:
     """Train three steps on this rank, and look at the last two."""
     if platform == "cpu":
-        from megascend.testing.tensor_memory import TensorMemory
+        from support.tensor_memory import TensorMemory
 
         with TensorMemory() as memory:
             train(case, platform, model, memory.reset_peak)

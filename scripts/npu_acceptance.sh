@@ -30,4 +30,5 @@ source cookbook/ascend/environment.sh
 
 start=("$PYTHON")
 [ -z "$simulated" ] || start=("$PYTHON" -m megascend.cli.main simnpu -- "$PYTHON")
-exec "${start[@]}" -m megascend.acceptance "${passed[@]}"
+export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/scripts"
+exec "${start[@]}" -m npu_acceptance "${passed[@]}"

@@ -25,6 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
+
 LORA_LOGITS_BOUND = 2e-5
 WORKER_TIMEOUT_S = 180
 ADAPTERS_TIMEOUT_S = 300
@@ -37,8 +39,8 @@ def measure(
     pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool, jobs: int
 ) -> list[dict[str, Any]]:
     """One row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
-    from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_reference
     from megascend.testing.parity import case_checkpoint, differences, hf_reference, token_lists
+    from support.lora_parity import adapter_differences, case_adapter, peft_reference
 
     forks = prepare(platform_name)
     tokens, chosen = token_lists(), cases(pattern, precision, platform_name, lora)
@@ -72,8 +74,8 @@ def measure(
 
 def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = False) -> list[Any]:
     """The matrix's cases whose name matches, in ``precision`` if one is asked for."""
-    from megascend.testing.lora_parity import lora_matrix
     from megascend.testing.parity import matrix
+    from support.lora_parity import lora_matrix
 
     of_platform = lora_matrix(platform_name) if lora else matrix(platform_name)
     chosen = [case for case in of_platform if re.search(pattern, case.name)]
@@ -92,8 +94,8 @@ def make_adapters(pattern: str, folder: Path, platform_name: str, precision: str
 
 def adapter_maker(pattern: str, folder: Path, platform_name: str, precision: str | None) -> None:
     """What the process of :func:`make_adapters` does."""
-    from megascend.testing.lora_parity import case_adapter
     from megascend.testing.parity import case_checkpoint
+    from support.lora_parity import case_adapter
 
     prepare("cpu")
     for case in cases(pattern, precision, platform_name, lora=True):
@@ -123,8 +125,8 @@ def run(
     """The trajectory of the case, or of ``adapter`` in it, on forked processes or torchrun's."""
     import torch
 
-    from megascend.testing.lora_parity import train_adapter
     from megascend.testing.parity import train_case
+    from support.lora_parity import train_adapter
 
     if forks:
         if adapter is not None:
@@ -144,8 +146,8 @@ def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precis
     import torch
 
     import megascend
-    from megascend.testing.lora_parity import case_adapter, run_adapter
     from megascend.testing.parity import STEPS, run_case, token_lists
+    from support.lora_parity import case_adapter, run_adapter
 
     megascend.bootstrap(platform_name)
     (case,) = cases(f"^{re.escape(name)}$", precision, platform_name, lora)

@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forked_programs import run_forked
 from megascend import Adam, Batching, Parallel, Sample, load_config
 from megascend.bootstrap.versions import require_supported
 from megascend.errors import (
@@ -37,6 +36,7 @@ from megascend.errors import (
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.forked_programs import run_forked
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 LIMIT_S = 60.0

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # for good: its modules import each other when they are used
+import bench
+from bench_suite import gate, lines, running
+from bench_suite.gate import Row, Stored
 
-import bench  # noqa: E402
-from bench_suite import gate, lines, running  # noqa: E402
-from bench_suite.gate import Row, Stored  # noqa: E402
+SCRIPTS = Path(bench.__file__).parent
 
 STORED = Stored(
     "NVIDIA H200", "full", {"moe/a": (3.0, 0.04), "moe/b": (1.0, 0.25), "load/c": (0.7, 0.25)}, {"torch": "1"}

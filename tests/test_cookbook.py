@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forked_programs import run_command, run_forked
+from support.forked_programs import run_command, run_forked
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 150

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forked_programs import run_command, run_forked
+from support.forked_programs import run_command, run_forked
 
 PAGE = Path(__file__).parents[1] / "docs" / "own-data.md"
 STEPS = {"own.yaml": 240, "winter.yaml": 40}

@@ -17,7 +17,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from covering import FIRST_STACK_ONLY, first_stack_only
 from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
 from megascend.huggingface.model_shape import ModelShape
@@ -33,6 +32,7 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.topology.topology import plan
+from support.covering import FIRST_STACK_ONLY, first_stack_only
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")

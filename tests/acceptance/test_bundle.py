@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megascend.acceptance.bundle import write_bundle
-from megascend.acceptance.privacy import of_this_machine
-from megascend.acceptance.records import Report, SectionResult, at_most, failed, noted
+from npu_acceptance.privacy import of_this_machine
+from npu_acceptance.records import Report, SectionResult, at_most, failed, noted
+from npu_acceptance.report import write_bundle
 
 PRIVATE = {
     "USER": "evelyn",

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megascend.acceptance import layouts, plan
-from megascend.acceptance.__main__ import count_cards, parse
-from megascend.acceptance.recipes import of_row
-from megascend.acceptance.records import (
+from megascend.errors import ConfigError
+from npu_acceptance import parity, plan
+from npu_acceptance.__main__ import count_cards, parse
+from npu_acceptance.plan import Settings
+from npu_acceptance.recipes import of_row
+from npu_acceptance.records import (
     Measurement,
     Report,
     Results,
@@ -23,9 +25,7 @@ from megascend.acceptance.records import (
     noted,
     read_results,
 )
-from megascend.acceptance.settings import Settings
-from megascend.acceptance.summary import render
-from megascend.errors import ConfigError
+from npu_acceptance.report import render
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_sections_come_in_their_order_and_unknown_ones_are_named() -> None:
     assert [each.name for each in plan.chosen(["speed", "doctor"])] == ["doctor", "speed"]
     with pytest.raises(ConfigError, match="no section spede; there are doctor, operators"):
         plan.chosen(["spede"])
-    assert plan.reason_to_leave_out(plan.SECTIONS[0], 1) == ""
+    assert plan.too_few_cards(plan.SECTIONS[0].least_cards, 1) == ""
     (recipes,) = plan.chosen(["recipes"])
-    assert plan.reason_to_leave_out(recipes, 1) == "needs 4 cards, and 1 takes part"
+    assert plan.too_few_cards(recipes.least_cards, 1) == "needs 4 cards, and 1 takes part"
 
 
 def test_cards_are_counted_from_what_the_shell_sees(tmp_path: Path) -> None:
@@ -110,15 +110,15 @@ def test_settings_travel_as_json(tmp_path: Path) -> None:
 
 
 def test_layouts_have_bounds_for_cards_and_those_of_the_docs_when_simulated() -> None:
-    simulated, cards = layouts.cases(True, False), layouts.cases(False, False)
-    assert {case.name for case in simulated} == {*layouts.FROM_MATRIX, *(case.name for case in layouts.ON_EIGHT)}
+    simulated, cards = parity.cases(True, False), parity.cases(False, False)
+    assert {case.name for case in simulated} == {*parity.FROM_MATRIX, *(case.name for case in parity.ON_EIGHT)}
     assert [case.world_size for case in simulated] == sorted(case.world_size for case in simulated)
     assert {case.world_size for case in simulated} == {1, 2, 4, 8}
     for here, there in zip(simulated, cards, strict=True):
         assert here.name == there.name
         assert here.loss_bound < there.loss_bound
         assert here.parallel == there.parallel
-    assert [layouts.largest_power_of_two(cards) for cards in range(1, 9)] == [1, 2, 2, 4, 4, 4, 4, 8]
+    assert [plan.largest_power_of_two(cards) for cards in range(1, 9)] == [1, 2, 2, 4, 4, 4, 4, 8]
 
 
 def test_rows_of_the_recipes_table_are_read() -> None:

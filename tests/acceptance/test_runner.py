@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megascend.acceptance import processes
-from megascend.acceptance.plan import Section
-from megascend.acceptance.runner import SETTINGS_VARIABLE, run_sections
-from megascend.acceptance.settings import Settings
+from npu_acceptance import processes
+from npu_acceptance.plan import Section, Settings
+from npu_acceptance.runner import SETTINGS_VARIABLE, run_sections
 
+SCRIPTS = Path(processes.__file__).parents[1]
 MEASURE = """
 import os, sys
-from megascend.acceptance.records import Results, at_most, left_out
-from megascend.acceptance.settings import Settings
+sys.path.append("{scripts}")
+from npu_acceptance.records import Results, at_most, left_out
+from npu_acceptance.plan import Settings
 settings = Settings.from_json(os.environ["{variable}"])
 results = Results(settings.folder / f"{name}.jsonl")
 {body}
@@ -43,11 +44,8 @@ EXPECTED = {
 
 
 def command(section: Section) -> list[str]:
-    return [
-        sys.executable,
-        "-c",
-        MEASURE.format(variable=SETTINGS_VARIABLE, name=section.name, body=BODIES[section.name]),
-    ]
+    values = {"scripts": SCRIPTS, "variable": SETTINGS_VARIABLE, "name": section.name, "body": BODIES[section.name]}
+    return [sys.executable, "-c", MEASURE.format(**values)]
 
 
 def test_every_section_has_a_verdict_and_none_stops_another(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError, PlatformError
 from megascend.testing import faults, run_distributed
-from run_directory import snapshot
+from support.run_directory import snapshot
 
 DEADLINE_S = 240
 

@@ -15,7 +15,7 @@ from megascend.errors import ConfigError
 from megascend.platforms.base import MemoryFigures
 from megascend.platforms.cpu import CpuPlatform
 from megascend.testing import run_distributed
-from megascend.testing.tensor_memory import TensorMemory
+from support.tensor_memory import TensorMemory
 
 MIB = 2**20
 

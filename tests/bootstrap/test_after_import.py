@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forked_programs import run_forked
 from megascend.bootstrap.after_import import after_import
+from support.forked_programs import run_forked
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from forked_programs import run_forked
 from megascend import changes
 from megascend.changes import ABSENT, changed, listed, patch, patched, restore
+from support.forked_programs import run_forked
 
 
 def test_a_patch_is_listed_once_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from forked_programs import run_forked
 from megascend.bootstrap import providers, transformer_engine
 from megascend.bootstrap.providers import Entry, PatchProvider, Setup, create, names, register
 from megascend.bootstrap.reference import Reference
@@ -15,6 +14,7 @@ from megascend.bootstrap.versions import STACKS
 from megascend.config import Parallel
 from megascend.errors import ConfigError, PlatformError
 from megascend.platforms import load
+from support.forked_programs import run_forked
 
 
 class Noted(PatchProvider):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from forked_programs import run_forked
+from support.forked_programs import run_forked
 
 
 def run(program: str, *arguments: str) -> str:

@@ -6,10 +6,10 @@ import multiprocessing.process
 
 import pytest
 
-from covering import FIRST_STACK, FIRST_STACK_ONLY, first_stack_only
 from megascend import Adam, Batching, CheckpointError, ConfigError, Parallel, Schedule
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from support.covering import FIRST_STACK, FIRST_STACK_ONLY, first_stack_only
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 SCHEDULE = Schedule(kind="cosine", warmup_steps=2, total_steps=8)

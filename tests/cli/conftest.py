@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import forked_programs
-from forked_programs import run_command
+from support import forked_programs
+from support.forked_programs import run_command
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

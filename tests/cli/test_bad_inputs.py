@@ -16,8 +16,8 @@ import pytest
 import yaml
 from bad_inputs import BAD_INPUTS, Bad
 
-from forked_programs import COMMAND, environment, run_forked
 from megascend.cli.main import app
+from support.forked_programs import COMMAND, environment, run_forked
 
 LIMIT_S = 30
 """Of processor time."""

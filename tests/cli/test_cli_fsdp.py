@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forked_programs import environment
 from megascend.cli.run_report import read_run
 from megascend.testing import faults
+from support.forked_programs import environment
 
 ROOT = Path(__file__).parents[2]
 RUN_FILE = ROOT / "examples" / "quickstart" / "quickstart.yaml"

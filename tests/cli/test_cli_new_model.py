@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from forked_programs import run_forked
 from megascend.cli.random_checkpoint import (
     ARCHITECTURES,
     ModelSize,
@@ -18,6 +17,7 @@ from megascend.cli.random_checkpoint import (
     write_checkpoint,
 )
 from megascend.errors import ConfigError
+from support.forked_programs import run_forked
 
 TEXT = "Héllo,  \n\tworld 你好 <b>{}</b> don't"
 

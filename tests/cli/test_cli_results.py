@@ -64,7 +64,7 @@ def test_failed_export_leaves_a_checkpoint_from_which_resume_exports(megascend, 
 
 def python_path(folder: Path) -> str:
     """Return the search path of a command that finds modules in ``folder``."""
-    import forked_programs
+    from support import forked_programs
 
     return f"{folder}:{forked_programs.environment()['PYTHONPATH']}"
 

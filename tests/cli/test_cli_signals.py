@@ -20,9 +20,9 @@ import psutil
 import pytest
 import yaml
 
-import forked_programs
 from megascend.app.stop_signals import STOPPING
 from megascend.cli.run_report import read_run
+from support import forked_programs
 
 PLUGIN = """
 import os, pty, signal, threading, time

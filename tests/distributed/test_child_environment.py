@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megascend.acceptance import processes
 from megascend.app import kernels_ahead
 from megascend.cli.checks import run_python
 from megascend.distributed.launch import Launch, child_environment
@@ -19,6 +18,7 @@ from megascend.distributed.plain_process import plain_environment
 from megascend.platforms import cpu_products
 from megascend.rollout.engines.guarded import GuardedProcess
 from megascend.rollout.engines.vllm_process import engine_environment
+from npu_acceptance import processes
 
 RANK = {
     "RANK": "0",

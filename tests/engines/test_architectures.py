@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from architecture_runs import causal_models
 
-from forked_programs import run_forked
+from support.forked_programs import run_forked
 
 PROGRAM = Path(__file__).with_name("architecture_runs.py")
 HYBRID = "set batching.packing: false"

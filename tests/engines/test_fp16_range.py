@@ -9,10 +9,10 @@ import pytest
 import torch
 from fp16_runs import LARGE, PROJECTION, build, results
 
-from forked_programs import run_forked
 from megascend.errors import CheckpointError
 from megascend.kernels.fp16_range import out_of_range, to_dtype
 from megascend.testing import run_distributed
+from support.forked_programs import run_forked
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from layouts_of_files import HEAD, LAYOUTS, build, results
 
-from forked_programs import run_forked
 from megascend.testing import run_distributed
+from support.forked_programs import run_forked
 
 ENGINES = ("megatron", "fsdp", "single")
 REFUSED = {

@@ -15,13 +15,13 @@ import yaml
 from bigram_ranks import LR, STEPS, TOKENS
 from safetensors.torch import load_file, save_file
 
-from forked_programs import run_forked
 from megascend import Backend, Recompute, RunConfig, backends, register_engine
 from megascend.app import run
 from megascend.bootstrap import engines
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config.plugins import check_plugins, import_plugins
 from megascend.errors import ConfigError
+from support.forked_programs import run_forked
 
 OUTSIDE = Path(__file__).parents[1] / "outside"
 VOCABULARY, HIDDEN = 320, 16

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megascend.engines.rotary import RotaryByLength, _borders
-from megascend.testing.host_waits import HostWaits
+from support.host_waits import HostWaits
 
 ORIGINAL, LONG, SHORT, LONGER = 16, 30, 7, 40
 FACTORS = {"short_factor": [1.0 + index for index in range(8)], "long_factor": [4.0 + index for index in range(8)]}

@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import load_file
 from scalar_runs import LAYOUTS, LR, MODELS, STEPS, TOKEN, TOKENS, Layout, make_backend, samples_of
 
-from forked_programs import run_forked
 from megascend import Sample
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.testing import run_distributed
 from megascend.testing.parity import MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, reference
 from megascend.testing.reference import run_reference
+from support.forked_programs import run_forked
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
+SCALAR_REFERENCE = Path(__file__).parents[1] / "support" / "scalar_reference.py"
 IN_CI = {("single", "critic"), ("single", "reward model"), ("TP2 + SP", "critic"), ("PP2", "tied critic")}
 IN_CI |= {("CP2", "reward model"), ("engine single", "reward model"), ("engine fsdp, DP2", "critic")}
 
@@ -35,7 +36,7 @@ def on_ranks(folder, function, layout, *arguments):
 def expected(folder, checkpoint, kind):
     job = {"checkpoint": str(checkpoint), "samples": samples_of(kind), "loss": MODELS[kind][2], "steps": STEPS}
     job |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM}
-    return load_file(reference(folder, "scalar_reference.py", job))
+    return load_file(reference(folder, SCALAR_REFERENCE, job))
 
 
 def equal_to_transformers(found, reference, kind):

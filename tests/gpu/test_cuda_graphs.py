@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import megascend
-from megascend.testing.graphed_steps import differences, gradients_of, life, life_of_a_model
 from megascend.testing.parity import case_checkpoint
+from support.graphed_steps import differences, gradients_of, life, life_of_a_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 

@@ -14,8 +14,8 @@ from megascend import Adam, Adapters, Batching, CheckpointError, ConfigError, Lo
 from megascend.lora.adapter_io import OPTIMIZER, STATE, SavedAdapter, read, write
 from megascend.lora.factors import Factors
 from megascend.testing import run_distributed
-from megascend.testing.lora_parity import ALL
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from support.lora_parity import ALL
 
 LENGTHS = (9, 14, 7, 12)
 LAYOUTS = {

@@ -21,8 +21,8 @@ from megascend import (
     Sample,
 )
 from megascend.testing import run_distributed
-from megascend.testing.lora_parity import ALL
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from support.lora_parity import ALL
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from megascend.testing.distributed import run_distributed
-from megascend.testing.lora_parity import ISOLATED_EMBEDDING_AND_HEAD, differences_from_alone, isolation_cases
 from megascend.testing.parity import STEPS, Case, case_checkpoint
+from support.lora_parity import ISOLATED_EMBEDDING_AND_HEAD, differences_from_alone, isolation_cases
 
 VALUE, MOVEMENT = 1e-6, 5e-5
 NIGHTLY = dict.fromkeys(("single", "TP2", "DP2"), pytest.mark.nightly)

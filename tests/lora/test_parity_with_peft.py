@@ -2,15 +2,15 @@
 
 import pytest
 
-from covering import on_this_stack
-from megascend.testing.lora_parity import (
+from megascend.testing.parity import Case, case_checkpoint, token_lists
+from support.covering import on_this_stack
+from support.lora_parity import (
     adapter_differences,
     case_adapter,
     lora_matrix,
     peft_reference,
     train_adapter,
 )
-from megascend.testing.parity import Case, case_checkpoint, token_lists
 
 LOGITS_BOUND, FACTORS_BOUND = 2e-5, 1e-3
 # Every way in which a layer's factors are divided, exchanged or recomputed; scripts/parity.py --lora does the whole matrix.

@@ -20,9 +20,9 @@ from megascend.errors import CheckpointError
 from megascend.lora import peft_format, peft_settings, peft_tensors
 from megascend.lora.base_weights import check_base_weights
 from megascend.lora.factors import Factors
-from megascend.testing.lora_parity import peft_reference
 from megascend.testing.parity import PROMPT, case_checkpoint, token_lists
 from megascend.testing.reference import run_reference
+from support.lora_parity import peft_reference
 
 TOKENS = token_lists(lengths=(12, 7))
 PREFIX = "base_model.model."
@@ -37,7 +37,7 @@ import json, sys, torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from megascend.testing.peft_reference import load
+from support.peft_reference import load
 
 torch.set_num_threads(1)
 job, result = json.load(sys.stdin), {}

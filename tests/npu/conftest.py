@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 import simnpu
-from covering import FIRST_STACK
 from megascend.bootstrap.runtime import Runtime, bootstrap
 from megascend.testing.reference import IMPORTED, ProgramServer
+from support.covering import FIRST_STACK
 
 SECOND_STACK = ("test_contract.py",)
 """What CI runs on the second stack too: what another MindSpeed has otherwise. Another Megatron is in its parity on the CPU."""

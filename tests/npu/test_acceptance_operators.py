@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import simnpu
-from megascend.acceptance import attention, dense, experts, operators
-from megascend.acceptance.compare import BOUNDS, Case, relative_error
-from megascend.acceptance.records import Measurement, Results, read_results
 from megascend.testing import run_distributed
+from npu_acceptance import attention, dense, experts, operators
+from npu_acceptance.compare import BOUNDS, Case, relative_error
+from npu_acceptance.records import Measurement, Results, read_results
 
 
 @pytest.fixture(scope="module", autouse=True)

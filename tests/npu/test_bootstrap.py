@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from covering import FIRST_STACK_ONLY
+from support.covering import FIRST_STACK_ONLY
 
 FIRST = {
     "megatron.core": ("import megatron.core", "megatron.core"),

@@ -12,8 +12,8 @@ import torch
 from megascend import Fsdp, Lora, Parallel, Recompute
 from megascend.engines.fsdp.npu import check_settings
 from megascend.errors import ConfigError
-from megascend.testing.lora_parity import adapter_differences, peft_reference, share_of
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+from support.lora_parity import adapter_differences, peft_reference, share_of
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 RECOMPUTED = Recompute(granularity="full")

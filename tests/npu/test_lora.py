@@ -5,7 +5,8 @@ import os
 import pytest
 
 from megascend.testing.distributed import run_distributed
-from megascend.testing.lora_parity import (
+from megascend.testing.parity import STEPS, Case, case_checkpoint, token_lists
+from support.lora_parity import (
     adapter_differences,
     case_adapter,
     lora_matrix,
@@ -14,7 +15,6 @@ from megascend.testing.lora_parity import (
     share_of,
     train_adapter,
 )
-from megascend.testing.parity import STEPS, Case, case_checkpoint, token_lists
 
 LOGITS_BOUND, FACTORS_BOUND = 2e-5, 1e-3
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from covering import on_this_stack
 from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
+from support.covering import on_this_stack
 
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 

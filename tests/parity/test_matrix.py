@@ -2,8 +2,8 @@
 
 import pytest
 
-from covering import chosen, first_stack_only
 from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
+from support.covering import chosen, first_stack_only
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forked_programs import run_forked
 from megascend.platforms.affinity import NODES, Placement, bind_to_node, cpus_of, node_of_device, nodes_with_cpus, place
 from megascend.testing import run_distributed
+from support.forked_programs import run_forked
 
 TWO_SOCKETS = {0: frozenset(range(32)), 1: frozenset(range(32, 64))}
 

@@ -15,7 +15,6 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from forked_programs import run_command
 from megascend import Adam, Adapters, Batching, CheckpointError, Lora
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
@@ -25,6 +24,7 @@ from megascend.distributed.objects import gather_objects
 from megascend.errors import PlatformError
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from support.forked_programs import run_command
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

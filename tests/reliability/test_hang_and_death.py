@@ -10,7 +10,6 @@ import pytest
 import torch
 from faulty_runs import DEADLINE_S, KILLED, LONG_TIMEOUT_S, TIMEOUT_S, caught, run, save, timeout_of, train
 
-from forked_programs import run_forked
 from megascend.backend import GRACE_S
 from megascend.config import Fsdp, Parallel
 from megascend.diagnostics.watchdog import EXIT_PEER_LOST
@@ -26,6 +25,7 @@ from megascend.errors import (
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples
 from megascend.topology.topology import plan
+from support.forked_programs import run_forked
 
 DIAGNOSIS_S = 60.0  # three seconds of polling; the rest is what a busy machine adds (14 s were seen)
 

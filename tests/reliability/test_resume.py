@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from forked_programs import run_command
 from megascend import Adam, Adapters, Batching, Lora, Sample, Schedule
 from megascend.app.resume import checkpoints_at
 from megascend.config import RunConfig
 from megascend.errors import DistributedTestError
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, token_lists
+from support.forked_programs import run_command
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

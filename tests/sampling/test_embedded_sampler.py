@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from forked_programs import run_forked
 from megascend import Adapters, Batching, Lora, Parallel, Sample
 from megascend.errors import EngineError
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.testing import run_distributed
-from megascend.testing.lora_parity import write_adapter
 from megascend.testing.parity import case_checkpoint
+from support.forked_programs import run_forked
+from support.lora_parity import write_adapter
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 
-from forked_programs import PACKAGES
+from support.forked_programs import PACKAGES
 
 for name in [
     *PACKAGES,

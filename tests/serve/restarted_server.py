@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forked_programs import environment
+from support.forked_programs import environment
 
 START_S = 300.0
 HERE = Path(__file__).parent

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from serve_ranks import KEYS, service, training_job, written
 
-from forked_programs import environment, run_forked
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
 from megascend.serve.names import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 from megascend.testing.reference import run_reference
+from support.forked_programs import environment, run_forked
 
 HERE = Path(__file__).parent
 CLIENT_S = 600.0

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from forked_programs import environment
+from support.forked_programs import environment
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [

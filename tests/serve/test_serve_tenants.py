@@ -17,11 +17,11 @@ import pytest
 from safetensors.torch import load_file
 from serve_ranks import KEYS, service
 
-from forked_programs import environment
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
 from megascend.serve.names import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
+from support.forked_programs import environment
 
 pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent

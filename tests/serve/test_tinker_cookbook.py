@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cookbook_inputs import MODEL
 
-from forked_programs import environment
+from support.forked_programs import environment
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("MEGASCEND_TINKER_COOKBOOK")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megascend.kernels import host_copy
-from megascend.testing.host_waits import HostWaits
+from support.host_waits import HostWaits
 
 CPU = torch.device("cpu")
 

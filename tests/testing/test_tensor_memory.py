@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megascend.testing.tensor_memory import TensorMemory
+from support.tensor_memory import TensorMemory
 
 KIB = 1024
 

@@ -255,8 +255,8 @@ class Trajectory:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
-    """The file that one of this package's reference scripts makes of ``job``, in a process of its own.
+def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
+    """Run a reference script, one of this package's by name or any by path, on ``job`` in a process of its own; return its file.
 
     Made once: this session finds it in ``folder``, a later one in the machine's cache (:mod:`megascend.testing.kept`), as long
     as the files that ``job`` names have the same content.
@@ -264,7 +264,7 @@ def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
     Raises:
         DistributedTestError: the script failed; the message holds its output.
     """
-    program = Path(__file__).with_name(script)
+    program = Path(__file__).parent / script
     text = json.dumps(job)
     architecture = registered_for(Path(job["checkpoint"]))
     modules = [architecture.transformers] if architecture is not None and architecture.transformers else []
@@ -275,7 +275,7 @@ def reference(folder: Path, script: str, job: dict[str, Any]) -> Path:
         path.write_text(text, encoding="utf-8")
         done = run_reference(program, path, written, timeout_s=REFERENCE_TIMEOUT_S, modules=modules)
         if done.returncode:
-            raise DistributedTestError(f"the reference {script} failed:\n{done.stderr[-4000:]}")
+            raise DistributedTestError(f"the reference {program.name} failed:\n{done.stderr[-4000:]}")
 
     def make(written: Path) -> None:
         made_from = _by_content(job) | ({} if architecture is None else {"architecture": architecture.code()})

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import megascend
-from forked_programs import run_forked
 from megascend.app.rl.learn import group_samples, learn
 from megascend.config.rl import Objective
 from megascend.rollout.group import Group, Response
 from megascend.testing import run_distributed, write_tiny_checkpoint
+from support.forked_programs import run_forked
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 WORKER = Path(__file__).with_name("single_gradients.py")

@@ -21,7 +21,7 @@ from megascend.errors import DataError, EngineError, EngineTimeoutError
 from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import faults, run_distributed
-from run_directory import snapshot
+from support.run_directory import snapshot
 
 REWARD = """
 import os, signal

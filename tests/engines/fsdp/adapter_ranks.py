@@ -11,7 +11,6 @@ from ranks import do_jobs, equal, make, on_ranks
 
 from megascend import Adam, AdapterQueue, Adapters, Lora
 from megascend.errors import MegascendError
-from megascend.testing.lora_parity import ALL, PeftTrajectory, train_mixed, train_one, write_adapter
 from megascend.testing.parity import (
     LR,
     MAX_GRAD_NORM,
@@ -21,6 +20,7 @@ from megascend.testing.parity import (
     first_of_equals,
     token_lists,
 )
+from support.lora_parity import ALL, PeftTrajectory, train_mixed, train_one, write_adapter
 
 
 def written(checkpoint: str, adapters: dict[str, Lora], targets: Any = "all-linear") -> None:

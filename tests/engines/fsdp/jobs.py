@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forked_programs import run_forked
+from support.forked_programs import run_forked
 
 Job = tuple[str, tuple[Any, ...], dict[str, Any]]
 """A function's name and its arguments."""

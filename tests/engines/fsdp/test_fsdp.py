@@ -9,10 +9,10 @@ import pytest
 import torch
 from jobs import Job, run_jobs
 
-from forked_programs import run_forked
 from megascend import Batching, Fsdp, Parallel, Recompute
 from megascend.testing.parity import Trajectory, case_checkpoint, causal_samples, differences, hf_reference, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.forked_programs import run_forked
 
 RANKS = Path(__file__).with_name("ranks.py")
 TIED: dict[str, Any] = {"tie_word_embeddings": True}

@@ -11,8 +11,8 @@ from jobs import Job, run_jobs
 
 from megascend import Adam, Adapters, Batching, Fsdp, Lora, Parallel, Recompute
 from megascend.testing import run_distributed
-from megascend.testing.lora_parity import ALL, adapter_differences, peft_reference, share_of
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, token_lists
+from support.lora_parity import ALL, adapter_differences, peft_reference, share_of
 
 RANKS = Path(__file__).with_name("adapter_ranks.py")
 SP2 = Parallel(context=2, context_algorithm="ulysses")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from forked_programs import run_forked
 from megascend import Batching, Fsdp, Moe, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.errors import ConfigError
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
 from megascend.topology.topology import plan
+from support.forked_programs import run_forked
 
 PROGRAM = Path(__file__).with_name("speed_ranks.py")
 COMPILED = Fsdp(compile=True)

@@ -17,8 +17,8 @@ from megascend.errors import PlatformError
 from megascend.kernels.qkv_rope_plain import plain_qkv_rope
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
-from megascend.testing.graphed_steps import CaptureOnCpu, gradients_of
 from megascend.testing.parity import case_checkpoint
+from support.graphed_steps import CaptureOnCpu, gradients_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

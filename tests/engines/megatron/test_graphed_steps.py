@@ -10,9 +10,9 @@ import torch
 
 from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Fsdp, Lora, Moe, Parallel, Recompute, Sample
 from megascend.testing import run_distributed
-from megascend.testing.graphed_steps import LAYOUTS, CaptureOnCpu, differences, gradients_of, life, life_of_a_model
 from megascend.testing.parity import case_checkpoint
 from megascend.topology.topology import plan
+from support.graphed_steps import LAYOUTS, CaptureOnCpu, differences, gradients_of, life, life_of_a_model
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from covering import FIRST_STACK_ONLY
 from megascend import Moe, Parallel, Recompute
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
-from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
 from megascend.testing.parity import (
     STEPS,
     Case,
@@ -26,6 +24,8 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
+from support.covering import FIRST_STACK_ONLY
+from support.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

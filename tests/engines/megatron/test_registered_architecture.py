@@ -19,7 +19,6 @@ from megascend.config import Data, Parallel, RunConfig
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import architectures
 from megascend.testing import run_distributed, tiny_config
-from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_reference, train_adapter
 from megascend.testing.parity import (
     Case,
     case_backend,
@@ -30,6 +29,7 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
+from support.lora_parity import adapter_differences, case_adapter, peft_reference, train_adapter
 
 OUTSIDE = str(Path(__file__).parents[2] / "outside")
 pytestmark = pytest.mark.usefixtures("megatron_imported")

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from forked_programs import run_forked
 from megascend import Adam, Adapters, Batching, Lora, Moe, Recompute, Sample
 from megascend.batch.losses import BUILT_IN
 from megascend.testing import run_distributed
-from megascend.testing.lora_parity import adapter_differences, case_adapter, peft_reference
 from megascend.testing.parity import (
     Case,
     Trajectory,
@@ -26,6 +24,8 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
+from support.forked_programs import run_forked
+from support.lora_parity import adapter_differences, case_adapter, peft_reference
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 WORKER = Path(__file__).with_name("worker.py")

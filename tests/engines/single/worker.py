@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import megascend
-from megascend.testing.lora_parity import PeftTrajectory, train_one
 from megascend.testing.parity import STEPS, causal_samples, token_lists
+from support.lora_parity import PeftTrajectory, train_one
 
 FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
 
@@ -79,7 +79,7 @@ def adapters(checkpoint: str, loaded: str, saved: str, lora: dict[str, Any]) -> 
 
 
 def against_peft(checkpoint: str, adapter: str, steps: int, out: str) -> PeftTrajectory:
-    """See :func:`megascend.testing.lora_parity.train_one`."""
+    """See :func:`support.lora_parity.train_one`."""
     backend = make(checkpoint, adapters=megascend.Adapters())
     found = train_one(backend, Path(adapter), steps, Path(out))
     backend.close()

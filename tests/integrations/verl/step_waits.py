@@ -31,7 +31,7 @@ from verl.workers.utils.losses import sft_loss
 from megascend.errors import LossFunctionError
 from megascend.integrations.verl import losses
 from megascend.kernels import linear_logprobs
-from megascend.testing.host_waits import HostWaits
+from support.host_waits import HostWaits
 
 LENGTHS = (7, 12, 5, 9, 12, 8)
 ON_CPU = (

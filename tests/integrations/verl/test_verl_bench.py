@@ -13,7 +13,7 @@ pytest.importorskip("mbridge", reason="no mbridge, which verl's own engine needs
 
 from verl_runs import DEADLINE_S, ROOT, environment
 
-import families
+from support import families
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 

@@ -75,7 +75,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> dict[str, torch.Tenso
         )
     job = {"checkpoint": str(folder / "critic"), "samples": samples, "loss": "clipped_value", "steps": 3, "lr": 5e-4}
     (folder / "job.json").write_text(json.dumps(job | {"weight_decay": 0.0, "max_grad_norm": 1.0}))
-    program = ROOT / "src/megascend/testing/scalar_reference.py"
+    program = ROOT / "tests/support/scalar_reference.py"
     done = python(
         [str(program), str(folder / "job.json"), str(folder / "reference.safetensors")], folder, VERL_ENGINE_VENDOR=""
     )

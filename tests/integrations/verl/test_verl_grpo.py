@@ -20,7 +20,7 @@ pytest.importorskip("verl", reason="no verl in this environment: bash scripts/te
 
 from verl_runs import RAY, RL_DEADLINE_S, environment, grpo_command, logged_steps, python, write_prompts
 
-import families
+from support import families
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 

@@ -15,7 +15,7 @@ pytest.importorskip("verl", reason="no verl in this environment: bash scripts/te
 
 from verl_runs import DEADLINE_S, environment, logged, python, sft_command, write_data
 
-import families
+from support import families
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]

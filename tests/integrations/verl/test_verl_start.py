@@ -13,7 +13,7 @@ pytest.importorskip("verl", reason="no verl in this environment: bash scripts/te
 
 from verl_runs import DEADLINE_S, RAY, RL_DEADLINE_S, ROOT, environment
 
-import families
+from support import families
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import families
+from support import families
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -24,7 +24,7 @@ FP32 = "+engine.override_transformer_config.params_dtype=float32"
 
 def environment(**more: str) -> dict[str, str]:
     """For a process that imports verl on this machine's CPU; ``vendor`` megascend unless ``more`` says otherwise."""
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "megascend", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return {**os.environ, **own, **more}
 

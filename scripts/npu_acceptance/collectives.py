@@ -1,26 +1,41 @@
-"""``torchrun -m megascend.acceptance.collective_ranks JOB``: one rank that runs every collective and counts wrong values."""
+"""Section ``collectives``: what HCCL returns, value by value, and that objects travel over Gloo.
+
+``torchrun -m npu_acceptance.collectives JOB`` is one rank, which runs every collective and counts wrong values.
+"""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import megascend
-from megascend.acceptance.ranks import read_job
-from megascend.acceptance.records import Measurement, Results, at_most, equal, failed, left_out, noted
+from npu_acceptance.plan import Settings
+from npu_acceptance.processes import read_job, run_ranks
+from npu_acceptance.records import Measurement, Results, at_most, equal, failed, left_out, noted
 
+RANKS_TIMEOUT_S = 540.0
 SIZE = 1003
 """Elements that a rank contributes: no multiple of anything."""
 TIMEOUT_S = 120.0
 MIB = 2**20
+ERROR = "relative error of a sum"
+SUM_BOUND, SUM_BOUND_16 = 1e-5, 3e-2
 
 
-def main(argument: str) -> None:
-    """Run every check; rank 0 writes what all ranks found, check by check."""
-    job = read_job(argument)
+def run(settings: Settings, results: Results) -> None:
+    """Run this module on all cards; its first rank writes the results."""
+    job = {"results": str(results.path), "simulated": settings.simulated, "quick": settings.quick}
+    factor = 2 if settings.simulated else 1
+    ended = run_ranks(settings, settings.cards, "collectives", job, RANKS_TIMEOUT_S * factor)
+    if problem := ended.problem(RANKS_TIMEOUT_S * factor):
+        results.add(failed(f"all collectives on {settings.cards} cards", f"{problem}: {ended.last_error}"))
+
+
+def run_rank() -> None:
+    """Run every check; rank 0 writes the findings of all ranks, check by check."""
+    job = read_job()
     runtime = megascend.bootstrap("npu")
     from megascend.distributed.launch import Launch
     from megascend.distributed.objects import gather_objects
@@ -64,10 +79,6 @@ def verdict(name: str, answers: list[tuple[float, str]]) -> Measurement:
         bound = SUM_BOUND if "fp32" in name else SUM_BOUND_16
         return at_most(name, max(found for found, _ in answers), bound)
     return at_most(name, sum(found for found, _ in answers), 0, "wrong elements")
-
-
-ERROR = "relative error of a sum"
-SUM_BOUND, SUM_BOUND_16 = 1e-5, 3e-2
 
 
 class Checks:
@@ -260,4 +271,4 @@ def object_checks(rank: int, size: int, device: Any) -> Iterator[Measurement]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_rank()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from megascend.acceptance import attention, dense, experts
-from megascend.acceptance.compare import NAMES, Case, run_case
-from megascend.acceptance.records import Results, failed, left_out
-from megascend.acceptance.settings import Settings
+from npu_acceptance import attention, dense, experts
+from npu_acceptance.compare import NAMES, Case, run_case
+from npu_acceptance.plan import Settings
+from npu_acceptance.records import Results, failed, left_out
 
 
 def run(settings: Settings, results: Results) -> None:

@@ -1,17 +1,22 @@
-"""Section ``speed``: how long a step takes, and how much memory; recorded, since no card has been measured yet."""
+"""Section ``speed``: how long a step takes, and how much memory; recorded, since no card has been measured yet.
+
+``torchrun -m npu_acceptance.speed JOB`` is one rank, which trains a few steps and takes the time.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megascend.acceptance.layouts import largest_power_of_two
-from megascend.acceptance.ranks import last_error, run_ranks
-from megascend.acceptance.records import Measurement, Results, at_most, failed, noted
-from megascend.acceptance.settings import Settings
+import megascend
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+from npu_acceptance.plan import Settings, largest_power_of_two
+from npu_acceptance.processes import read_job, run_ranks
+from npu_acceptance.records import Measurement, Results, at_most, failed, noted
 
 LIMIT_S = 400.0
 MIB, TERA = 2**20, 1e12
@@ -67,9 +72,9 @@ def run(settings: Settings, results: Results) -> None:
         job = {"name": name, "model": str(model), "parallel": parallel, "answer": str(answer)}
         job |= {"samples": load.samples, "length": load.length, "steps": load.warm_up + load.steps}
         limit = LIMIT_S * (2 if settings.simulated else 1)
-        ended = run_ranks(settings, ranks, "megascend.acceptance.speed_ranks", job, limit)
+        ended = run_ranks(settings, ranks, "speed", job, limit)
         if ended.code != 0 or not answer.is_file():
-            results.add(failed(name, f"{ended.problem(limit)}: {last_error(ended)}"))
+            results.add(failed(name, f"{ended.problem(limit)}: {ended.last_error}"))
             continue
         results.extend(figures(name, ranks, json.loads(answer.read_text(encoding="utf-8")), load.warm_up))
 
@@ -88,3 +93,53 @@ def figures(name: str, ranks: int, seen: dict[str, Any], warm_up: int) -> list[M
         noted(f"{name}, speed of a card", a_second, "tokens/s"),
         noted(f"{name}, model FLOPs of a card", a_second * seen["flops_per_token"] / TERA, "TFLOP/s"),
     ]
+
+
+def run_rank() -> None:
+    """Train on the same batch again and again; rank 0 leaves the figures of all."""
+    job = read_job()
+    parallel = megascend.Parallel(**job["parallel"])
+    megascend.bootstrap("npu", parallel)
+    import torch
+
+    from megascend.distributed.objects import gather_objects
+
+    backend = megascend.MegatronBackend(
+        model=job["model"],
+        parallel=parallel,
+        precision="bf16",
+        optimizer=megascend.Adam(lr=1e-3),
+        batching=megascend.Batching(packing=True, micro_batch_tokens=job["length"]),
+        platform="npu",
+        timeout_s=120,
+    )
+    count = job["samples"] * backend.topology.data
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, backend.vocab_size, (count, job["length"]), generator=generator).tolist()
+    share = backend.shard([megascend.Sample.causal(each) for each in ids])
+    seconds, losses = [], []
+    for _ in range(job["steps"]):
+        start = time.perf_counter()
+        result = backend.forward_backward(share)
+        backend.optimizer_step()
+        backend.platform.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(result.loss)
+    memory = backend.platform.memory()
+    peaks = gather_objects(memory.peak, "world", backend.groups, "peak memory")
+    if backend.rank == 0:
+        answer = {
+            "seconds": seconds,
+            "losses": losses,
+            "tokens": count * job["length"],
+            "peaks": peaks,
+            "memory": memory.total,
+            "parameters": backend.parameter_count,
+            "flops_per_token": backend.flops_per_token(job["length"]),
+        }
+        Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")
+    backend.close()
+
+
+if __name__ == "__main__":
+    run_rank()

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import megascend
 from megascend.surroundings import home
 
 PUBLIC_VARIABLES = re.compile(
@@ -98,6 +99,7 @@ def of_this_machine(environment: Mapping[str, str] = os.environ) -> Scrubber:
     names += [(str(folder), "<path>") for folder in (home(), Path.cwd()) if len(folder.parts) > 1]
     roots = {
         str(Path(__file__).resolve().parents[2]): "megascend",
+        str(Path(megascend.__file__).parents[1]): "megascend",
         sysconfig.get_path("purelib"): "site-packages",
         sysconfig.get_path("stdlib"): "python",
         sys.prefix: "python",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.acceptance.compare import Case, Tensors, normal
+from npu_acceptance.compare import Case, Tensors, normal
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 COMPRESSED = 2048

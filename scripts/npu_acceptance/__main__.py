@@ -1,4 +1,4 @@
-"""``python -m megascend.acceptance``: the whole run. ``scripts/npu_acceptance.sh`` prepares its environment."""
+"""``python -m npu_acceptance``: the whole run. ``scripts/npu_acceptance.sh`` prepares its environment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megascend.acceptance import plan, privacy
-from megascend.acceptance.about import about
-from megascend.acceptance.bundle import write_bundle
-from megascend.acceptance.records import Report
-from megascend.acceptance.runner import run_sections
-from megascend.acceptance.settings import Settings
-from megascend.acceptance.summary import render, section_lines
 from megascend.errors import ConfigError
+from npu_acceptance import plan, privacy
+from npu_acceptance.records import Report
+from npu_acceptance.report import about, render, section_lines, write_bundle
+from npu_acceptance.runner import run_sections
 from simnpu.settings import ACTIVE_VARIABLE
 
 MOST_CARDS = 8
@@ -30,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     sections = plan.chosen(options.only)
     folder = Path(options.folder or tempfile.mkdtemp(prefix="megascend-acceptance-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    settings = Settings(folder, cards, simulated, options.stand_in, options.quick)
+    settings = plan.Settings(folder, cards, simulated, options.stand_in, options.quick)
     scrub = privacy.of_this_machine(os.environ)
 
     done = []

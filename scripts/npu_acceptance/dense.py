@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megascend.acceptance.compare import Case, Tensors, normal
+from npu_acceptance.compare import Case, Tensors, normal
 
 EPSILON = 1e-6
 ADAM = {"lr": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8}

@@ -1,15 +1,18 @@
-"""Running the sections one after the other, each in a process of its own: one that fails or hangs stops no other."""
+"""Run the sections one after the other, each in a process of its own: one that fails or hangs stops no other.
+
+``python -m npu_acceptance.runner NAME`` is that process.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 
-from megascend.acceptance import processes
-from megascend.acceptance.plan import SIMULATED_TIMEOUT_FACTOR, Section, reason_to_leave_out
-from megascend.acceptance.records import SectionResult, Verdict, left_out, read_results
-from megascend.acceptance.settings import Settings
+from npu_acceptance import processes
+from npu_acceptance.plan import SIMULATED_TIMEOUT_FACTOR, Section, Settings, too_few_cards
+from npu_acceptance.records import Results, SectionResult, Verdict, left_out, read_results
 
 SETTINGS_VARIABLE = "MEGASCEND_ACCEPTANCE_SETTINGS"
 
@@ -26,28 +29,29 @@ def run_sections(
     Args:
         deadline_s: of every section, in place of the plan's.
         about_to: called before each section that is run.
-        command: what runs a section; by default this Python with :mod:`megascend.acceptance.section`.
+        command: the program of a section; by default this module.
     """
     for section in sections:
-        reason = reason_to_leave_out(section, settings.cards)
+        reason = too_few_cards(section.least_cards, settings.cards)
         limit = deadline_s or section.deadline_s * (SIMULATED_TIMEOUT_FACTOR if settings.simulated else 1)
         if reason:
             yield SectionResult(section.name, "left out", 0.0, limit, (left_out(section.name, reason),), reason)
             continue
         about_to(section)
-        yield run_section(section, settings, limit, (command or own_command)(section))
+        yield run_section(section, settings, limit, (command or section_program)(section))
 
 
-def own_command(section: Section) -> list[str]:
-    """This Python, running the section."""
-    return [sys.executable, "-m", "megascend.acceptance.section", section.name]
+def section_program(section: Section) -> list[str]:
+    return [sys.executable, "-m", "npu_acceptance.runner", section.name]
 
 
 def run_section(section: Section, settings: Settings, deadline_s: float, command: list[str]) -> SectionResult:
-    """Run one section, and read what it wrote."""
+    """Run one section's program, and read its results."""
     results = settings.folder / f"{section.name}.jsonl"
     results.unlink(missing_ok=True)
-    environment = section_environment(settings, os.environ)
+    environment = {SETTINGS_VARIABLE: settings.to_json(), "PYTHONUNBUFFERED": "1"}
+    # Without it every operator reports deprecations of the stack's packages, once a process.
+    environment["PYTHONWARNINGS"] = os.environ.get("PYTHONWARNINGS", "ignore")
     ended = processes.run(command, settings.folder / "logs" / f"{section.name}.log", deadline_s, environment)
     measurements = read_results(results)
     problem = ended.problem(deadline_s)
@@ -62,8 +66,7 @@ def run_section(section: Section, settings: Settings, deadline_s: float, command
     )
 
 
-def section_environment(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a section's processes find in their environment."""
-    own = {SETTINGS_VARIABLE: settings.to_json(), "PYTHONUNBUFFERED": "1"}
-    # Without it every operator reports deprecations of the stack's packages, once a process.
-    return own if "PYTHONWARNINGS" in environment else own | {"PYTHONWARNINGS": "ignore"}
+if __name__ == "__main__":
+    name = sys.argv[1]
+    settings = Settings.from_json(os.environ[SETTINGS_VARIABLE])
+    import_module(f"npu_acceptance.{name}").run(settings, Results(settings.folder / f"{name}.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,29 +12,42 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from megascend.distributed.launch import child_environment
+from npu_acceptance.plan import Settings
 
 TERMINATE_S = 40.0
-"""Between being asked to end and being killed. torchrun gives its ranks 30 s, and then kills them itself."""
+"""Between SIGTERM and SIGKILL. torchrun gives its ranks 30 s, and then kills them itself."""
 TAIL_LINES = 60
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended: its exit code, or None if it was not done within its deadline; and the end of its output."""
+    """How a program ended.
+
+    Attributes:
+        code: its exit code; None if it was not done within its deadline.
+        tail: the end of its output.
+    """
 
     code: int | None
     tail: str
     seconds: float
 
     def problem(self, deadline_s: float) -> str:
-        """In words; empty if it ended with 0."""
+        """Describe the failure; empty if the program ended with 0."""
         if self.code is None:
             return f"not done after {deadline_s:.0f} s"
         return f"exit code {self.code}" if self.code else ""
+
+    @property
+    def last_error(self) -> str:
+        """The line of the first rank that raised, or else the exit code."""
+        errors = [line.split("]: ", 1)[-1] for line in self.tail.splitlines() if "Error: " in line or "Error(" in line]
+        return errors[0] if errors else f"exit code {self.code}"
 
 
 def run(command: Sequence[str], log: Path, deadline_s: float, environment: Mapping[str, str] | None = None) -> Ended:
@@ -60,7 +74,7 @@ def run(command: Sequence[str], log: Path, deadline_s: float, environment: Mappi
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program and all that it has started, in whatever session: first asked, then killed.
+    """End the program and all that it has started, in whatever session: SIGTERM first, then SIGKILL.
 
     torchrun gives its ranks sessions of their own, and ``timeout`` its command a process group.
     """
@@ -77,11 +91,26 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind when it ended by itself
+        os.killpg(process.pid, signal.SIGKILL)  # what it left behind when it ended
     process.wait()
 
 
-def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
-    """The command that runs a module on so many cards of this host."""
+def run_ranks(
+    settings: Settings, ranks: int, section: str, job: dict[str, Any], deadline_s: float, **environment: str
+) -> Ended:
+    """Run a section's module as a program on ``ranks`` cards; its argument names a file with ``job`` as JSON."""
+    name = f"{section}-{job.get('name', ranks)}".replace(" ", "_")
+    path = settings.folder / "jobs" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(job), encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launcher, "-m", module, *arguments]
+    command = [*launcher, "-m", f"npu_acceptance.{section}", str(path)]
+    ended = run(command, settings.folder / "logs" / f"{name}.log", deadline_s, environment)
+    if ended.code != 0:
+        print(f"== the end of {name}\n{ended.tail}", flush=True)
+    return ended
+
+
+def read_job() -> dict[str, Any]:
+    """Return the job of this rank, from the file that the command line names."""
+    return json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.acceptance.records import Measurement, at_most
+from npu_acceptance.records import Measurement, at_most
 
 Tensors = dict[str, Tensor]
 

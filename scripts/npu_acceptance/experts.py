@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.acceptance.compare import Case, Tensors, normal
+from npu_acceptance.compare import Case, Tensors, normal
 
 SIZES = (40, 0, 17, 71)
 """Rows of each group; an expert may have none."""

@@ -1,6 +1,6 @@
 """Are adapters right? Train one with megascend and with Hugging Face + peft; train many mixed and each alone; compare.
 
-The reference of the first is :mod:`megascend.testing.peft_reference`, in a process of its own as in
+The reference of the first is :mod:`support.peft_reference`, in a process of its own as in
 :mod:`megascend.testing.parity`.
 """
 
@@ -114,7 +114,7 @@ def peft_reference(
         "max_grad_norm": max_grad_norm,
         "learning_rates": None if learning_rates is None else list(learning_rates),
     }
-    tensors = load_file(reference(folder, "peft_reference.py", job))
+    tensors = load_file(reference(folder, Path(__file__).with_name("peft_reference.py"), job))
     config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
     trained = {key.removeprefix("adapter."): value for key, value in tensors.items() if key.startswith("adapter.")}
     return PeftTrajectory(

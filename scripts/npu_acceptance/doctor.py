@@ -7,9 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
-from megascend.acceptance.records import Measurement, Results, Verdict, failed
-from megascend.acceptance.settings import Settings
 from megascend.distributed.launch import child_environment
+from npu_acceptance.plan import Settings
+from npu_acceptance.records import Measurement, Results, Verdict, failed
 
 VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "noted", "skip": "left out", "fail": "failed"}
 

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megascend.acceptance.layouts import largest_power_of_two
-from megascend.acceptance.records import Measurement, Results, failed, noted
-from megascend.acceptance.settings import Settings
 from megascend.distributed.launch import child_environment
+from npu_acceptance.plan import Settings, largest_power_of_two
+from npu_acceptance.records import Measurement, Results, failed, noted
 
 SCRIPT = Path("scripts") / "npu_smoke.sh"
 RECIPES = ("tp_npu", "tp_moe_npu", "tp_moe_cp_npu", "multi_lora_npu")
