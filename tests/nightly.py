@@ -1,6 +1,6 @@
 """Tests that are nightly for their time alone, and what covers the same code in CI.
 
-Tests with other reasons carry the marker themselves, and have a row in docs/testing.md.
+Files and tests that are nightly for other reasons carry the marker themselves: docs/testing.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from megascend.backend import Backend
 from megascend.bootstrap import engines
 from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
-from megascend.deprecation import MINDSPEED, renamed_argument
 from megascend.distributed.launch import Launch
 from megascend.engines.context import engine_context
 from megascend.errors import ConfigError, TopologyError
@@ -138,7 +137,6 @@ class MegatronBackend(Backend):
         CollectiveTimeoutError, SelfCheckError: before any training, on every rank.
     """
 
-    @renamed_argument(MINDSPEED)
     def __init__(
         self,
         model: str | Path,

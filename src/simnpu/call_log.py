@@ -56,7 +56,7 @@ class CallLog:
         self.listeners: list[list[Call]] = []
 
     def add(self, name: str, arguments: Mapping[str, Any]) -> None:
-        folder = settings.read(settings.LOG_VARIABLE)
+        folder = os.environ.get(settings.LOG_VARIABLE)
         if not (self.listeners or folder):
             return
         call = Call(name, {key: describe(value) for key, value in arguments.items() if value is not None})

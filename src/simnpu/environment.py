@@ -11,7 +11,7 @@ from pathlib import Path
 
 from simnpu.errors import MissingDependencyError, PlatformError
 from simnpu.genuine import refuse_beside_real_torch_npu
-from simnpu.settings import ACTIVE_VARIABLE, PYTHON_VARIABLE, under_present_names
+from simnpu.settings import ACTIVE_VARIABLE, PYTHON_VARIABLE
 
 HERE = Path(__file__).resolve().parent
 SITE = HERE / "site_packages"  # what a program imports by Ascend's names: torch_npu, torchair, acl
@@ -36,7 +36,7 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
         PlatformError: a real torch_npu that works is installed, or the metadata folder cannot be written.
     """
     refuse_beside_real_torch_npu(search_path())
-    env = under_present_names(os.environ if base is None else base)
+    env = dict(os.environ if base is None else base)
     paths = [*map(str, own_paths()), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     if (root := str(HERE.parent)) not in installed_folders():  # simnpu itself runs from a source tree
         paths.append(root)

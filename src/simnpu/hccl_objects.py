@@ -8,6 +8,7 @@ and want the simulation to hold them to that.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from simnpu.errors import ConfigError
 from simnpu.hccl_group import is_hccl
-from simnpu.settings import OBJECTS_VARIABLE, read
+from simnpu.settings import OBJECTS_VARIABLE
 
 OBJECT_COLLECTIVES = (
     "all_gather_object",
@@ -89,7 +90,7 @@ def look(group: ProcessGroup | None, device: Any, name: str) -> None:
 
 
 def refused() -> bool:
-    text = read(OBJECTS_VARIABLE) or "warn"
+    text = os.environ.get(OBJECTS_VARIABLE) or "warn"
     if text not in ("warn", "refuse"):
         raise ConfigError(f"{OBJECTS_VARIABLE}={text!r}: expected warn or refuse")
     return text == "refuse"

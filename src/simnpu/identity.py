@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from simnpu.errors import ConfigError
-from simnpu.settings import DEVICES_VARIABLE, NAME_VARIABLE, read
+from simnpu.settings import DEVICES_VARIABLE, NAME_VARIABLE
 
 SIMULATED_NAME = "Simulated Ascend (CPU memory, simnpu)"
 SIMULATED_VERSION = "0.0.0+simnpu"
@@ -44,7 +44,7 @@ def chip() -> Chip | None:
     Raises:
         ConfigError: no chip of a generation whose kernels are simulated.
     """
-    name = read(NAME_VARIABLE)
+    name = os.environ.get(NAME_VARIABLE)
     if not name:
         return None
     found = CHIPS.get(name) or CHIPS.get(f"Ascend{name}")
@@ -70,7 +70,10 @@ def device_count() -> int:
     Raises:
         ConfigError: a variable holds no number.
     """
-    settings = {DEVICES_VARIABLE: read(DEVICES_VARIABLE), "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")}
+    settings = {
+        DEVICES_VARIABLE: os.environ.get(DEVICES_VARIABLE),
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),
+    }
     for variable, text in settings.items():
         if text:
             if not text.isdigit() or int(text) < 1:

@@ -15,7 +15,7 @@ from simnpu.environment import simulated_version as simulated_version
 from simnpu.identity import SIMULATED_VERSION, soc_version
 from simnpu.missing import missing as missing
 from simnpu.operators import quantised_types
-from simnpu.settings import ACTIVE_VARIABLE, read
+from simnpu.settings import ACTIVE_VARIABLE
 
 UNSUPPORTED_DTYPES = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
 
@@ -100,7 +100,7 @@ def raise_missing(attribute: str, where: str) -> None:
 
 def announce() -> None:
     """One line on stderr per job, so that its log says what it ran on: from rank 0, or from the launcher above it."""
-    launcher_spoke = read(ACTIVE_VARIABLE) is not None and "TORCHELASTIC_RUN_ID" in os.environ
+    launcher_spoke = ACTIVE_VARIABLE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
     if os.environ.get("RANK", "0") != "0" or launcher_spoke:
         return
     print(

@@ -9,7 +9,7 @@ import torch
 
 from simnpu import identity
 from simnpu.errors import ConfigError
-from simnpu.settings import DEVICES_VARIABLE, read
+from simnpu.settings import DEVICES_VARIABLE
 
 VISIBLE_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 DEVICE = "npu"
@@ -37,7 +37,7 @@ def device_count() -> int:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not all(name.isdigit() for name in names) or len(set(names)) != len(names):
         raise ConfigError(f"{VISIBLE_VARIABLE}={text!r}: expected numbers of devices, each once, separated by commas")
-    if read(DEVICES_VARIABLE) and any(int(name) >= identity.device_count() for name in names):
+    if os.environ.get(DEVICES_VARIABLE) and any(int(name) >= identity.device_count() for name in names):
         raise ConfigError(
             f"{VISIBLE_VARIABLE}={text!r}: this host has {identity.device_count()} simulated devices "
             f"({DEVICES_VARIABLE}), numbered from 0"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 
 import pytest
 
-from megascend.cli.messages import ask_nothing, tell_renamed
-from megascend.deprecation import SETTINGS, RenamedWarning
+from megascend.cli.messages import ask_nothing
 
 PROGRAM = """
 import logging, os, sys
@@ -49,25 +47,3 @@ def test_a_package_that_asks_for_a_key_gets_no_answer(monkeypatch: pytest.Monkey
     assert not sys.stdin.isatty()
     with sys.stdin, pytest.raises(EOFError):
         input("Enter your choice: ")
-
-
-@pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
-def test_an_old_name_is_said_in_a_line_by_the_first_rank(
-    rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        tell_renamed({} if rank is None else {"RANK": rank})
-        SETTINGS["mindspeed"].warn()
-        warnings.warn("another", stacklevel=1)
-    lines = [warnings.formatwarning(each.message, each.category, each.filename, each.lineno) for each in told]
-    assert len(lines) == times + 1
-    assert (
-        lines[:times]
-        == ["setting mindspeed is now called provider_options since version 0.2; 0.4 will no longer know mindspeed\n"][
-            :times
-        ]
-    )
-    assert __file__ in lines[-1]
-    assert issubclass(RenamedWarning, FutureWarning)

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from simnpu.environment import own_paths
-from simnpu.settings import FORMER_NAMES
 
 
 def launch(*arguments: str, first: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
     own = {str(path) for path in own_paths()}
     paths = [*([str(first)] if first else []), *(entry for entry in sys.path if entry and entry not in own)]
-    unset = (*FORMER_NAMES, *FORMER_NAMES.values(), "RANK", "LOCAL_WORLD_SIZE")
-    env = {name: value for name, value in os.environ.items() if name not in unset}
+    unset = ("SIMNPU", "RANK", "LOCAL_WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "megascend.cli.main", "simnpu", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env | changes, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""The settings of a run file: names of earlier versions, and the provider's."""
+"""The settings of a run file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app.resume import differences
 from megascend.config import RunConfig, Validation, load_config
 from megascend.errors import ConfigError
 
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
-OPTION = {"use_fused_ring_attention_update": True}
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
@@ -46,38 +44,6 @@ def test_the_schedule_ends_with_the_run_and_what_goes_beyond_it_is_said(tmp_path
     assert (whole.schedule.total_steps, whole.schedule_remarks()) == (150, [])
     [said] = load(tmp_path, "steps: 5\nschedule: {warmup_steps: 9}\n").of_length(8).schedule_remarks()
     assert "schedule.warmup_steps: 9 is not less than steps: 5" in said
-
-
-@pytest.mark.parametrize("text", ["mindspeed: {use_fused_ring_attention_update: true}\n", "mindspeed: {}\n"])
-def test_a_run_file_of_0_1_loads_with_a_warning_that_names_the_new_key(tmp_path, text):
-    with pytest.warns(FutureWarning, match="mindspeed is now called provider_options"):
-        config = load(tmp_path, text)
-    assert config.provider_options == (OPTION if "true" in text else {})
-    assert "mindspeed" not in config.model_dump()
-
-
-def test_an_override_of_0_1_works_too(tmp_path):
-    with pytest.warns(FutureWarning, match="provider_options"):
-        config = load(tmp_path, "", "mindspeed.use_fused_ring_attention_update=true")
-    assert config.provider_options == OPTION
-
-
-def test_both_names_at_once_are_refused(tmp_path):
-    with (
-        pytest.warns(FutureWarning, match="provider_options"),
-        pytest.raises(ConfigError, match="mindspeed is now called provider_options, and both are set"),
-    ):
-        load(tmp_path, "mindspeed: {a: 1}\nprovider_options: {b: 2}\n")
-
-
-def test_the_settings_in_a_checkpoint_of_0_1_are_compared_under_the_new_names(tmp_path):
-    config = load(tmp_path, "provider_options: {use_fused_ring_attention_update: true}\n")
-    saved = config.model_dump(mode="json")
-    saved["mindspeed"] = saved.pop("provider_options")
-    del saved["provider"]
-    assert differences(saved, config) == []
-    saved["mindspeed"] = {"use_fused_ring_attention_update": False}
-    assert differences(saved, config) == ["provider_options.use_fused_ring_attention_update: False -> True"]
 
 
 UNHELPFUL: dict[str, str] = {

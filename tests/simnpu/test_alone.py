@@ -14,7 +14,6 @@ import pytest
 
 import simnpu
 from simnpu.environment import own_paths
-from simnpu.settings import FORMER_NAMES
 
 PACKAGE = Path(simnpu.__file__).parent
 
@@ -91,8 +90,8 @@ def run_alone(folder: Path, *command: str | Path) -> subprocess.CompletedProcess
     (library / "sitecustomize.py").write_text(NO_MEGASCEND)
     own = {str(path) for path in own_paths()} | {str(PACKAGE.parent)}
     paths = [str(library), *(entry for entry in sys.path if entry and entry not in own)]
-    unset = (*FORMER_NAMES, *FORMER_NAMES.values(), "RANK", "LOCAL_WORLD_SIZE")
-    env = {name: value for name, value in os.environ.items() if name not in unset}
+    unset = ("SIMNPU", "RANK", "LOCAL_WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     start = [sys.executable, "-m", "simnpu", "--", *map(str, command)]
     done = subprocess.run(start, capture_output=True, text=True, env=env, cwd=folder, timeout=300, check=False)

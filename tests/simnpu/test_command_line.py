@@ -12,14 +12,13 @@ import pytest
 
 import simnpu
 from simnpu.environment import own_paths
-from simnpu.settings import FORMER_NAMES
 
 
 def launch(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
     own = {str(path) for path in own_paths()}
     paths = [entry for entry in sys.path if entry and entry not in own]
-    unset = (*FORMER_NAMES, *FORMER_NAMES.values(), "RANK", "LOCAL_WORLD_SIZE")
-    env = {name: value for name, value in os.environ.items() if name not in unset}
+    unset = ("SIMNPU", "RANK", "LOCAL_WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | changes
     command = [sys.executable, "-m", "simnpu", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
@@ -61,25 +60,6 @@ def test_options_set_the_variables_of_the_command(tmp_path: Path) -> None:
         "SIMNPU_LOG": str(tmp_path / "calls"),
     }
     assert said == ""
-
-
-def test_variables_under_former_names_are_read_and_renamed_with_a_line() -> None:
-    found, said = settings_of_the_command(MEGASCEND_SIMNPU_DEVICES="3", MEGASCEND_SIMNPU_OBJECTS="refuse")
-    assert (found["SIMNPU_DEVICES"], found["SIMNPU_OBJECTS"]) == ("3", "refuse")
-    assert not found.keys() & FORMER_NAMES.keys()
-    assert "set SIMNPU_DEVICES" in said
-    assert "set SIMNPU_OBJECTS" in said
-    found, said = settings_of_the_command(MEGASCEND_SIMNPU_DEVICES="3", SIMNPU_DEVICES="4")
-    assert found["SIMNPU_DEVICES"] == "4"
-
-
-def test_a_former_name_set_in_the_running_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from simnpu import identity
-
-    for name in ("SIMNPU_DEVICES", "SIMNPU_DEVICE_NAME"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(f"MEGASCEND_{name}", {"SIMNPU_DEVICES": "6"}.get(name, "910B4"))
-    assert (identity.device_count(), identity.device_name()) == (6, "Ascend910B4")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megascend.config import Adam, Adapters, Batching, Lora, Moe, Parallel
 from megascend.errors import DistributedTestError
 from megascend.lora.peft_settings import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, to_factors
-from megascend.testing.cached import cached
+from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import (
     LR,
     MAX_GRAD_NORM,
@@ -148,7 +148,7 @@ def case_adapter(checkpoint: Path, case: Case, seed: int = SEED) -> Path:
 
         run_distributed(make_adapter, 1, checkpoint, path, seed, case.targets, init=False, timeout_s=120)
 
-    return cached(checkpoint.parent / name, make)
+    return make_once(checkpoint.parent / name, make)
 
 
 def make_adapter(

@@ -13,7 +13,7 @@ from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
 from megascend.app.liveness import process_lives
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
-from megascend.config import TrainerConfig, renamed_keys
+from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
 from megascend.files import why_not_writable
@@ -253,7 +253,7 @@ def load_first_good(
 def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str]:
     """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
-    before = flattened(_with_defaults(renamed_keys(saved), type(config))) if saved is not None else now
+    before = flattened(_with_defaults(saved, type(config))) if saved is not None else now
     keys = sorted(now.keys() | before.keys())
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 

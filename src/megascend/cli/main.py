@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from megascend.cli import doctor, export, new_model, rl, run, serve, show_config, simnpu, train
-from megascend.cli.messages import several_ranks, tell_renamed
+from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
 from megascend.surroundings import name_user
 from simnpu.errors import SimnpuError
@@ -118,7 +118,6 @@ def main() -> None:
     """Entry point of the ``megascend`` script."""
     name_user()
     atexit.register(gc.freeze)  # the interpreter's last look for garbage would take a second after Megatron
-    tell_renamed()
     app(prog_name="megascend")
 
 

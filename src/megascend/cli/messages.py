@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
-
-from megascend.deprecation import RenamedWarning
 
 
 def show_messages(environment: Mapping[str, str] = os.environ) -> None:
@@ -25,26 +22,6 @@ def show_messages(environment: Mapping[str, str] = os.environ) -> None:
     handler.setFormatter(RankFormatter(environment))
     logger.addHandler(handler)
     logger.propagate = False
-
-
-def tell_renamed(environment: Mapping[str, str] = os.environ) -> None:
-    """Have an old name of a setting said in a line of its own, without a place in the code, and by the first rank alone.
-
-    For a command's process, until it ends.
-    """
-    if environment.get("RANK", "0") != "0":
-        ignore_renamed()
-    others = warnings.formatwarning
-
-    def formatted(message: Any, category: type[Warning], *place: Any, **line: Any) -> str:
-        return f"{message}\n" if issubclass(category, RenamedWarning) else others(message, category, *place, **line)
-
-    warnings.formatwarning = formatted
-
-
-def ignore_renamed() -> None:
-    """Say nothing of old names: for ranks, whose command has read the run file before."""
-    warnings.filterwarnings("ignore", category=RenamedWarning)
 
 
 def ask_nothing() -> None:

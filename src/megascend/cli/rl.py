@@ -101,12 +101,11 @@ def rl_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: 
 
     from megascend.app.lasting_output import LastingOutput
     from megascend.app.rl.loop import train_rl
-    from megascend.cli.messages import ask_nothing, ignore_renamed, show_messages
+    from megascend.cli.messages import ask_nothing, show_messages
     from megascend.config.rl import load_rl_config
 
     LastingOutput().install()
     show_messages()
-    ignore_renamed()
     # Deprecations inside these packages are nothing that a user of this command could act on.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
     settings = load_rl_config(config, overrides)

@@ -114,12 +114,11 @@ def train_rank(config: Path, overrides: list[str] | None, overwrite: bool, resum
 
     from megascend.app.lasting_output import LastingOutput
     from megascend.app.loop import train
-    from megascend.cli.messages import ask_nothing, ignore_renamed, show_messages
+    from megascend.cli.messages import ask_nothing, show_messages
     from megascend.config import load_config
 
     LastingOutput().install()
     show_messages()
-    ignore_renamed()
     # Deprecations inside these packages are nothing that a user of this command could act on.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
     settings = load_config(config, overrides)

@@ -17,7 +17,6 @@ from megascend.config.run import (
     load_config,
     parsed,
     read_settings,
-    renamed_keys,
 )
 from megascend.config.section import Beta, Count, Seconds, Section, Seed, Size
 from megascend.config.training import (
@@ -77,5 +76,4 @@ __all__ = [
     "load_config",
     "parsed",
     "read_settings",
-    "renamed_keys",
 ]

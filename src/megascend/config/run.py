@@ -29,31 +29,11 @@ from megascend.config.training import (
     Recompute,
     Schedule,
 )
-from megascend.deprecation import SETTINGS
 from megascend.errors import ConfigError
-
-
-def renamed_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings with keys of earlier versions under their present names. Pure.
-
-    Raises:
-        ConfigError: a setting is there under both names.
-    """
-    for old, renamed in SETTINGS.items():
-        if old in values and renamed.new in values:
-            renamed.refuse_both()
-    return {SETTINGS[key].new if key in SETTINGS else key: value for key, value in values.items()}
 
 
 class TrainerConfig(Section):
     """What the run files of ``megascend train`` and ``megascend rl`` have in common."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_of_earlier_versions(cls, values: Any) -> Any:
-        for old in SETTINGS.keys() & values.keys() if isinstance(values, dict) else ():
-            SETTINGS[old].warn()
-        return renamed_keys(values) if isinstance(values, dict) else values
 
     @model_validator(mode="before")
     @classmethod

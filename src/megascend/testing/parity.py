@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
 from megascend.huggingface.architectures import registered_for
-from megascend.testing.cached import cached
-from megascend.testing.kept import digest, kept
+from megascend.testing.artifact_cache import copy_or_make, digest, make_once
 from megascend.testing.reference import run_reference
 
 if TYPE_CHECKING:
@@ -258,7 +257,7 @@ class Trajectory:
 def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
     """Run a reference script, one of this package's by name or any by path, on ``job`` in a process of its own; return its file.
 
-    Made once: this session finds it in ``folder``, a later one in the machine's cache (:mod:`megascend.testing.kept`), as long
+    Made once: this session finds it in ``folder``, a later one in the machine's cache (:mod:`artifact_cache`), as long
     as the files that ``job`` names have the same content.
 
     Raises:
@@ -279,9 +278,9 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
 
     def make(written: Path) -> None:
         made_from = _by_content(job) | ({} if architecture is None else {"architecture": architecture.code()})
-        kept(program.stem, made_from, program, written, run)
+        copy_or_make(program.stem, made_from, program, written, run)
 
-    return cached(result, make)
+    return make_once(result, make)
 
 
 def _by_content(job: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
+from megascend.files import replace
 from megascend.huggingface.architectures import registered
-from megascend.testing.cached import alone, replace
-from megascend.testing.kept import kept
+from megascend.testing.artifact_cache import copy_or_make, exclusive
 from megascend.testing.reference import run_reference
 
 _CLASSES = {
@@ -123,7 +123,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
     The model is built by transformers in a process of its own, because building an mcore-bridge model in this one
     changes what transformers builds afterwards. A directory that already holds the checkpoint of the same arguments
     is left as it is, so a session-wide fixture costs one build (about 4 s), however many processes ask for it at once; a
-    later session gets a copy from the machine's cache (:mod:`megascend.testing.kept`).
+    later session gets a copy from the machine's cache (:mod:`megascend.testing.artifact_cache`).
 
     Args:
         path: the checkpoint directory; created if missing.
@@ -148,7 +148,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
         return path
     if path.exists() and any(path.iterdir()) and not (path / MARKER).exists():
         raise ConfigError(f"{path} holds files that are no tiny checkpoint; give write_tiny_checkpoint a new directory")
-    with alone(path):
+    with exclusive(path):
         if not _holds(path, recipe):
             modules = [outside.transformers] if outside is not None and outside.transformers else []
             replace(path, lambda fresh: _build(fresh, recipe, modules))
@@ -168,5 +168,5 @@ def _build(path: Path, recipe: str, modules: Sequence[str]) -> None:
         if done.returncode:
             raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
 
-    kept("tiny", json.loads(recipe), program, path, run)
+    copy_or_make("tiny", json.loads(recipe), program, path, run)
     (path / MARKER).write_text(recipe, encoding="utf-8")

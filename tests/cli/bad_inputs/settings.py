@@ -60,9 +60,6 @@ KEYS = {
     "no value": settings("steps", says="--set | KEY=VALUE | 'steps'"),
     "no name": settings("optimizer..lr=1", says="--set | KEY=VALUE | 'optimizer..lr=1'"),
     "a value that is no YAML": settings("steps=[1", says="--set steps=[1: not valid YAML"),
-    "a name of 0.1 and its new one": settings(
-        "mindspeed={}", "provider_options={}", says="mindspeed | provider_options | both are set"
-    ),
 }  # fmt: skip
 VALUES = {
     "steps in words": settings("steps=many", says="steps | 'many'"),
