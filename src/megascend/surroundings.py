@@ -1,10 +1,13 @@
-"""What a process finds around it and must not trust: the user's home, which may be missing, and folders named as packages are."""
+"""A process and its environment: the user's home, which may be missing, packages that are installed, the parent process."""
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import importlib.util
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -27,6 +30,21 @@ def is_installed(package: str) -> bool:
 
 def _is_namespace(loader: object) -> bool:
     return loader is None or type(loader).__name__.lstrip("_") == "NamespaceLoader"
+
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux). For child processes.
+
+    Args:
+        parent: the parent's process id, where it is known: this process ends now if the parent has ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def home() -> Path:

@@ -13,8 +13,7 @@ import pytest
 
 from megascend.app import kernels_ahead
 from megascend.cli.checks import run_python
-from megascend.distributed.launch import Launch, child_environment
-from megascend.distributed.plain_process import plain_environment
+from megascend.distributed.launch import Launch, child_environment, plain_environment
 from megascend.platforms import cpu_products
 from megascend.rollout.engines.guarded import GuardedProcess
 from megascend.rollout.engines.vllm_process import engine_environment

@@ -20,7 +20,7 @@ from megascend.distributed import process_groups
 from megascend.distributed.launch import Launch
 from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import CARRIERS, backend_for, initialize
-from megascend.distributed.start_up import wait_for_all
+from megascend.distributed.rendezvous import wait_for_all
 from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
 from megascend.testing import run_distributed
 from megascend.topology.groups import GROUP_AXES

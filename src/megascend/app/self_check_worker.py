@@ -9,10 +9,8 @@ afterwards. The Megatron side is the backend as any program constructs it. Job a
 
 from __future__ import annotations
 
-import ctypes
 import json
 import resource
-import signal
 import sys
 import time
 from pathlib import Path
@@ -25,15 +23,15 @@ from megascend.bootstrap.import_structure import read_once_on_import
 from megascend.bootstrap.providers import packages
 from megascend.huggingface.architectures import make_known_to_transformers, register_architecture
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise, settings
+from megascend.surroundings import die_with_parent
 
 HIDDEN_PACKAGES = ("torch_npu", *packages())
 """What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself."""
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
     """Work through a job; what goes wrong with one of its models is part of the result."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody waits for the result of a process that is gone
+    die_with_parent()  # nobody waits for the result of a process that is gone
     torch.set_num_threads(1)
     read_once_on_import()
     for name in HIDDEN_PACKAGES:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 
 from megascend.diagnostics.collective_sequence import CollectiveCounts
-from megascend.diagnostics.processes import Process
+from weightwire.liveness import Identity
 
 SILENT_S = 3.0
 """A rank whose heartbeat does not advance for so long, in seconds, is gone: there is one every second."""
@@ -59,8 +59,7 @@ class Record:
         failure: what left its last phase; gone again as soon as the rank enters another from outside of all phases, or the phase
             around it ends well.
         ended: the rank has left its process groups, or its process is exiting.
-        process: who wrote it.
-        host: and the name of its host.
+        process: the writer's, with the name of its host; None if unknown.
     """
 
     heartbeat: int = 0
@@ -77,8 +76,7 @@ class Record:
     clock: float = 0.0
     failure: Failure | None = None
     ended: bool = False
-    process: Process = field(default_factory=Process)
-    host: str = ""
+    process: Identity | None = None
 
     def encode(self) -> str:
         """As text, for the store."""
@@ -91,7 +89,8 @@ class Record:
         if values["failure"] is not None:
             values["failure"] = Failure(**values["failure"])
         values["collectives"] = CollectiveCounts(**values["collectives"])
-        values["process"] = Process(**values["process"])
+        if values["process"] is not None:
+            values["process"] = Identity(**values["process"])
         return cls(**values)
 
     @property
@@ -106,13 +105,13 @@ class PeerStatus:
 
     Attributes:
         age: the record's, in seconds, as far as the two machines' clocks agree; only messages use it.
-        state: of its process, where that is on the reader's machine: see :meth:`Process.state_seen_by`.
+        state: ``ended`` or ``stopped``, if its process is on this machine and can be seen to be.
     """
 
     record: Record
     silent: float = 0.0
     age: float = 0.0
-    state: str = "unknown"
+    state: str | None = None
 
     @property
     def gone(self) -> bool:
@@ -214,7 +213,7 @@ def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:
     if record.ended:
         return Kind.GONE, f"{who} has ended: it left its process groups {record.place}"
     if seen.gone:
-        why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(seen.state, "")
+        why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(seen.state or "", "")
         heard = max(seen.silent, seen.age)
         return Kind.GONE, f"{who} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
     if entered < needed:
@@ -230,8 +229,8 @@ def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:
 
 def name(peer: int, mine: Record, seen: PeerStatus) -> str:
     """``"rank 3"``, or ``"rank 3 on node-b"`` if that is another host than the reader's."""
-    host = seen.record.host
-    return f"rank {peer} on {host}" if host and host != mine.host else f"rank {peer}"
+    host, here = (record.process.host if record.process else "" for record in (seen.record, mine))
+    return f"rank {peer} on {host}" if host and host != here else f"rank {peer}"
 
 
 def _late(peer: int, mine: Record, seen: PeerStatus | None) -> str:

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -36,10 +35,10 @@ from megascend.diagnostics.diagnosis import (
 )
 from megascend.diagnostics.heartbeat import Heartbeat
 from megascend.diagnostics.phase_stack import Phase, PhaseStack
-from megascend.diagnostics.processes import Process
 from megascend.diagnostics.upstream_errors import is_secondary, library_of, members_of
 from megascend.diagnostics.watchdog import Watchdog
 from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
+from weightwire.liveness import Identity
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -116,7 +115,7 @@ class HangMonitor:
         self.last_words: Callable[[BaseException], None] | None = None
         self.on_phase: Callable[[str], None] | None = None
         self._rank, self._waits_on_host = rank, waits_on_host
-        self._process, self._host = Process.own(), socket.gethostname()
+        self._process = Identity.mine()
         self._counts: dict[str, int] = {}
         self._main = PhaseStack(threading.get_ident(), since=time.monotonic())
         self._background: dict[int, PhaseStack] = {}
@@ -173,7 +172,7 @@ class HangMonitor:
             logger.warning("rank %d: armed, but never fired: %s", self._rank, self._faults)
             self._faults = None
         heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None and os.getpid() == self._process.number:
+        if heartbeat is not None and os.getpid() == self._process.pid:
             self._ended = True
             atexit.unregister(self._at_exit)
             heartbeat.close()
@@ -241,7 +240,7 @@ class HangMonitor:
 
     def _failed(self, phase: Phase, stack: PhaseStack, error: BaseException) -> None:
         """Publish ``error``, which leaves ``phase``; raise in its place what names the culprit, if another rank is."""
-        if self._heartbeat is None or os.getpid() != self._process.number:  # a forked child has no thread
+        if self._heartbeat is None or os.getpid() != self._process.pid:  # a forked child has no thread
             return
         if library_of(error) is None:
             self._publish_failure(phase, error)
@@ -358,7 +357,7 @@ class HangMonitor:
         self._publish()
 
     def _publish(self) -> None:
-        if self._heartbeat is not None and os.getpid() == self._process.number:
+        if self._heartbeat is not None and os.getpid() == self._process.pid:
             self._heartbeat.flush(PUBLISH_S)
 
     def _store_lock(self) -> AbstractContextManager[object]:
@@ -396,7 +395,6 @@ class HangMonitor:
             failure=self._failure,
             ended=self._ended,
             process=self._process,
-            host=self._host,
         )
 
     def _look(self, heartbeat: Heartbeat) -> None:
@@ -411,7 +409,7 @@ class HangMonitor:
     def _at_exit(self) -> None:
         """The interpreter is going, perhaps because of an exception outside of every phase."""
         error = getattr(sys, "last_value", None)
-        if error is not None and self._failure is None and os.getpid() == self._process.number:
+        if error is not None and self._failure is None and os.getpid() == self._process.pid:
             place = of_step(self._main.last, self.step)
             self._failure = Failure(f"what follows {place}", "", _summarize(error), False)
         self.close()

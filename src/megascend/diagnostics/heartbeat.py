@@ -11,7 +11,6 @@ from concurrent.futures import TimeoutError as NotYet  # not the built-in before
 from typing import TYPE_CHECKING, TypeVar
 
 from megascend.diagnostics.diagnosis import SILENT_S, PeerStatus, Record
-from megascend.diagnostics.processes import Process
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,8 +31,7 @@ class Observer:
     Times are those of ``time.monotonic()``, passed in by the caller.
     """
 
-    def __init__(self, reader: Process) -> None:
-        self._reader = reader
+    def __init__(self) -> None:
         self._seen: dict[int, tuple[Record, float]] = {}  # and since when it is like that
         self._advanced: dict[int, float] = {}  # when a heartbeat was last seen to come
         self._polled = self._clock = -1e9
@@ -63,7 +61,7 @@ class Observer:
         for rank in peers:
             if rank in self._seen:
                 record, since = self._seen[rank]
-                state = record.process.state_seen_by(self._reader)
+                state = record.process.state() if record.process is not None else None
                 found[rank] = PeerStatus(record, self._polled - since, max(0.0, self._clock - record.clock), state)
             else:
                 found[rank] = None
@@ -107,7 +105,7 @@ class Heartbeat:
         self._snapshot, self._changed, self._attend = snapshot, changed, attend
         self._tick = TICK_S * max(1.0, world_size / 512)
         self.poll_s = max(HEARTBEAT_S, world_size / 64)
-        self._observer = Observer(snapshot(0).process)
+        self._observer = Observer()
         self._count, self._published, self._last_change, self._polled = 0, -1e9, object(), -1e9
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
         self.io = threading.Lock()  # held while the store is in use; who stops this process for a test takes it first

@@ -6,9 +6,11 @@ The one place that reads the launcher's environment variables, and that keeps th
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError
@@ -41,6 +43,25 @@ def child_environment(environment: Mapping[str, str] | None = None) -> dict[str,
         name: value
         for name, value in environment.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+
+
+def plain_environment() -> dict[str, str]:
+    """Return the environment of a helper process: plain packages on the CPU, one thread, a world of one, on any platform."""
+    from simnpu.environment import own_paths
+    from simnpu.settings import ACTIVE_VARIABLE
+
+    simulated = {str(path) for path in own_paths()} if ACTIVE_VARIABLE in os.environ else set()
+    path = [str(Path(entry).absolute()) for entry in sys.path if entry and entry not in simulated]
+    environment = child_environment()
+    environment.pop(ACTIVE_VARIABLE, None)
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
     }
 
 

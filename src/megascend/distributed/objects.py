@@ -24,7 +24,7 @@ from megascend.distributed.channels import Channel
 from megascend.distributed.deadlock import Pending, circle
 from megascend.distributed.frames import Frame, Position
 from megascend.distributed.groups import ProcessGroups
-from megascend.distributed.start_up import did_not_arrive
+from megascend.distributed.rendezvous import did_not_arrive
 from megascend.errors import MegascendError, OutOfStepError, ProcessGroupError
 
 if TYPE_CHECKING:

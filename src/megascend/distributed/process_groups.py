@@ -19,10 +19,16 @@ from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.distributed.channels import Channel
 from megascend.distributed.engine_groups import GroupFactory, PlainGroups
 from megascend.distributed.groups import CARRIERS, ProcessGroups
-from megascend.distributed.hosts import addresses_of, agree_on_start, gloo_problem, interfaces_here
 from megascend.distributed.launch import Launch, reconnect
 from megascend.distributed.object_redirect import ObjectCollectiveRedirect
-from megascend.distributed.start_up import did_not_arrive, wait_for_all
+from megascend.distributed.rendezvous import (
+    addresses_of,
+    agree_on_start,
+    did_not_arrive,
+    gloo_problem,
+    interfaces_here,
+    wait_for_all,
+)
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
 from megascend.topology.groups import rank_lists
 from megascend.topology.topology import Topology

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megascend.changes import patch
+from megascend.surroundings import die_with_parent
 
 ROWS = 128
 PROCESSORS = 132
@@ -28,7 +28,6 @@ COMPILERS = 4
 """C compilers at a time."""
 DRIVER = "libcuda.so.1"
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def calls(job: Job) -> list[Callable[[], object]]:
 
 def main() -> None:
     """Do the job in the argument, and leave a mark where it says."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody needs what follows a process that is gone
+    die_with_parent()  # nobody needs what follows a process that is gone
     job = Job.parse(sys.argv[1])
     try:
         target = capability(job.device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megascend.distributed.plain_process import plain_environment
+from megascend.distributed.launch import plain_environment
 from megascend.errors import PlatformError
 from megascend.huggingface.architectures import registered
 from megascend.platforms import cpu_products

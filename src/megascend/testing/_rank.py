@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -20,9 +19,9 @@ from typing import Any, NoReturn
 
 from megascend.cli.messages import RankFormatter
 from megascend.files import replacing
+from megascend.surroundings import die_with_parent
 
 STORE_VARIABLE = "MEGASCEND_STORE"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def run_rank(
             still be reading from this rank's sockets.
     """
     try:
-        _die_with(parent)
+        die_with_parent(parent)
         gc.freeze()  # what the parent left to collect may own threads (process groups), which a fork does not copy
         os.setpgid(0, 0)  # so that whatever this rank starts can be ended together with it
         _capture_output(files.output)
@@ -148,14 +147,6 @@ def _set_up_torch(files: RankFiles, world_size: int, backend: str | None, timeou
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _capture_output(path: Path) -> None:

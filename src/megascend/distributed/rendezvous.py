@@ -1,8 +1,7 @@
-"""What differs when ranks are on several hosts: which start of the run a rank belongs to, and where Gloo listens.
+"""How ranks meet in the store, before there is a process group: they wait for all, and agree on a start if hosts are several.
 
-torchrun counts restarts on each host by itself: a host that has come back begins at 0, and one whose own ranks have not
-failed does not count. Its store may outlive them. So ranks cannot tell by the count which keys in the store are of their
-start; they agree on a name.
+torchrun counts restarts on each host: a host that has come back begins at 0, and one whose ranks have not failed does not count.
+Its store may outlive them. So ranks cannot tell by the count which keys in the store are of their start; they agree on a name.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megascend.distributed.start_up import did_not_arrive
 from megascend.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -23,6 +21,41 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 """Seconds between two looks at the store while ranks agree."""
+
+
+def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> list[int]:
+    """Announce ``rank`` in the store, and wait for the others.
+
+    Returns:
+        The ranks that did not come within ``timeout_s``; none if all are there.
+    """
+    keys = [f"started/{number}" for number in range(world_size)]
+    store.set(keys[rank], "")
+    deadline = time.monotonic() + timeout_s
+    # Asked again and again: a wait that ends before its time has torch write two warnings to the terminal, every time.
+    pause_s, longest_s = 0.002, max(0.05, world_size / 2000)
+    while not store.check(keys):
+        if time.monotonic() >= deadline:
+            return [number for number, key in enumerate(keys) if not store.check([key])]
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, longest_s)
+    return []
+
+
+def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int, timeout_s: float) -> str:
+    """Return the message of every error about ranks that did not arrive.
+
+    Args:
+        label: where to.
+        missing: ranks that did not.
+        expected: how many should have.
+    """
+    names = ", ".join(str(number) for number in missing)
+    return (
+        f"rank {rank}: {len(missing)} of {expected} ranks did not arrive at {label} within {timeout_s:g} s: "
+        f"{'rank' if len(missing) == 1 else 'ranks'} {names}. Look at the first error in their logs; if they are only "
+        "slow, raise timeout_s"
+    )
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
