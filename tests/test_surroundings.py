@@ -13,7 +13,7 @@ import pytest
 
 from megascend.app.plot import require_extra
 from megascend.errors import MissingDependencyError
-from megascend.files import cache_folder
+from megascend.io.paths import cache_folder
 from megascend.surroundings import home, is_installed, name_user
 from megascend.tracking.registry import check_trackers
 

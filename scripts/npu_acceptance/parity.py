@@ -153,7 +153,7 @@ def run_rank() -> None:
     megascend.bootstrap("npu")
     from safetensors.torch import save_file
 
-    from megascend.files import replacing
+    from megascend.io.atomic import replacing
 
     rank, folder = int(os.environ["RANK"]), Path(job["folder"])
     wanted = {case.name: case for case in cases(job["simulated"], job["quick"])}

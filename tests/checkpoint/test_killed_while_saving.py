@@ -15,12 +15,12 @@ import psutil
 import pytest
 from small_runs import exact_state, make_backend, small_model, train
 
-from megascend import files
 from megascend.app.event_log import EventLog
 from megascend.app.resume import load_first_good
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.errors import CheckpointError, DistributedTestError, MegascendError
+from megascend.io import atomic
 from megascend.testing import Lost, faults, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -61,7 +61,7 @@ def before_every_call(action, exchange=True):
 
     for name in CALLS:
         setattr(os, name, hooked(name, getattr(os, name)))
-    files._exchange = hooked("exchange", files._exchange if exchange else lambda one, other: False)
+    atomic._exchange = hooked("exchange", atomic._exchange if exchange else lambda one, other: False)
 
 
 # --- every point, by copies of what a kill would leave ---
@@ -186,7 +186,7 @@ def can_exchange(folder):
     one.mkdir()
     other.mkdir()
     try:
-        return files._exchange(one, other)
+        return atomic._exchange(one, other)
     finally:
         one.rmdir()
         other.rmdir()

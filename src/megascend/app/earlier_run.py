@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME
-from megascend.files import NOT_RENAMED, entries, remove, stays
+from megascend.io.atomic import NOT_RENAMED, entries
+from megascend.io.paths import remove, stays
 
 CHECKPOINTS = "checkpoints"
 """In the output directory: the series of a run's checkpoints."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.distributed.launch import Launch
-from megascend.files import make_directory
+from megascend.io.paths import make_directory
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.app.profile_table import render
 from megascend.config import Profile
-from megascend.files import make_directory, replacing
+from megascend.io.atomic import replacing
+from megascend.io.paths import make_directory
 
 if TYPE_CHECKING:
     from megascend.platforms.base import Platform

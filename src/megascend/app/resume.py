@@ -16,7 +16,7 @@ from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import why_not_writable
+from megascend.io.paths import why_not_writable
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog

@@ -19,9 +19,10 @@ from megascend.app.shared_output import check_shared
 from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.data.chat import writes_date
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import make_directory, replacing, stays, why_not_writable
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.files import copy_tokenizer, read_config
+from megascend.io.atomic import replacing
+from megascend.io.paths import make_directory, stays, why_not_writable
 from megascend.tracking.registry import check_trackers
 from megascend.tracking.trackers import Trackers
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megascend.app.event_log import finite
-from megascend.files import make_directory
+from megascend.io.paths import make_directory
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

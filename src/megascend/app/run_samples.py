@@ -18,7 +18,7 @@ from megascend.data.samples import Limits
 from megascend.data.split import Part, hold_out, whole
 from megascend.data.splits import files_of
 from megascend.errors import DataError
-from megascend.files import real
+from megascend.io.paths import real
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.errors import ConfigError
-from megascend.files import make_directory
+from megascend.io.paths import make_directory
 
 if TYPE_CHECKING:
     from megascend.backend import Backend

@@ -8,8 +8,8 @@ from pathlib import Path
 from megascend.app.resume import RUN_FILES
 from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
-from megascend.files import real
 from megascend.huggingface.info import inspect_checkpoint
+from megascend.io.paths import real
 
 
 def check_settings(config: TrainerConfig, read: Mapping[str, Path | None], overwrite: bool) -> None:

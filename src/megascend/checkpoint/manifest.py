@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from megascend.errors import CheckpointError
-from megascend.files import digest as digest_of
+from megascend.io.hashing import digest as digest_of
 
 NAME = "megascend.json"
 FORMAT = 2

@@ -32,11 +32,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from megascend.checkpoint import hf_parts_file, manifest
 from megascend.checkpoint.manifest import Manifest
 from megascend.checkpoint.planners import SavePlanner
-from megascend.checkpoint.sent_file import SentFile
 from megascend.checkpoint.staging import Staging
 from megascend.distributed.objects import broadcast_object, from_rank_0, gather_objects, raise_on_all_ranks
 from megascend.errors import CheckpointError
-from megascend.files import followed, is_replaceable, remove, replace_directory, stage, staging
+from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
+from megascend.io.hashing import HashingWriter
+from megascend.io.paths import followed, remove
 
 if TYPE_CHECKING:
     from megascend.diagnostics.hang_monitor import HangMonitor
@@ -75,7 +76,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _SentFiles(FileSystem):
-    """Files of tensors are :class:`SentFile`; the metadata, which torch renames, and files to read are as ever."""
+    """Files of tensors are :class:`HashingWriter`; the metadata, which torch renames, and files to read are as ever."""
 
     def __init__(self, digests: dict[str, dict[str, Any]]) -> None:
         self._digests = digests
@@ -87,7 +88,7 @@ class _SentFiles(FileSystem):
             with super().create_stream(file, mode) as stream:
                 yield stream
             return
-        with SentFile(file) as sent:
+        with HashingWriter(file) as sent:
             yield sent
         self._digests[file.name] = manifest.entry(sent.size, sent.digest)
 

@@ -42,7 +42,8 @@ def export_command(
     model that its training exported (RUN/hf).
     """
     from megascend.errors import ConfigError
-    from megascend.files import vacant, why_not_writable
+    from megascend.io.atomic import vacant
+    from megascend.io.paths import why_not_writable
 
     if not vacant(out):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError
-from megascend.files import replacing_directory, vacant, why_not_writable
+from megascend.io.atomic import replacing_directory, vacant
+from megascend.io.paths import why_not_writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -24,7 +24,9 @@ from megascend.data.samples import Encoder, Limits
 from megascend.data.splits import files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
-from megascend.files import cache_folder, cache_limit, cached, digest, prune
+from megascend.io.hashing import digest
+from megascend.io.paths import cache_folder, cache_limit
+from megascend.io.shared import cached, prune
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
-from megascend.files import stays, why_not_writable
 from megascend.huggingface.files import TensorHeader, companions
 from megascend.huggingface.safetensors_writer import DTYPES
 from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
+from megascend.io.paths import stays, why_not_writable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
-from megascend.files import replacing
 from megascend.huggingface.model_shape import ModelShape
+from megascend.io.atomic import replacing
 
 # Files beside the weights that make a directory loadable by transformers.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")

@@ -7,7 +7,7 @@ import queue
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from megascend.files import begin_writing_back
+from megascend.io.hashing import begin_writing_back
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
-from megascend.files import followed, is_replaceable, remove, replace_directory, stage, staging
 from megascend.huggingface import scalar_head
 from megascend.huggingface.exported import OUTPUT, differences
 from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers, with_dtype
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.safetensors_writer import DTYPES, FILE_BYTES, SafetensorsWriter
+from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
+from megascend.io.paths import followed, remove
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import digest, is_replaceable, replacing_directory
+from megascend.io.atomic import is_replaceable, replacing_directory
+from megascend.io.hashing import digest
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
 from megascend.lora.peft_settings import CONFIG

@@ -17,9 +17,9 @@ from collections.abc import MutableMapping
 from importlib import metadata
 from pathlib import Path
 
-from megascend import files
 from megascend.distributed.launch import child_environment
 from megascend.errors import PlatformError
+from megascend.io import paths, shared
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = "AVX512_CORE_FP16"
@@ -54,7 +54,7 @@ def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUI
     """
     if VARIABLE in environment or not shows_amx(cpuinfo):
         return []
-    place = files.cache_folder() / "cpu-products" / f"{_key(cpuinfo)}.json"
+    place = paths.cache_folder() / "cpu-products" / f"{_key(cpuinfo)}.json"
     with_amx, without = _kept_trials(place, environment)
     if not with_amx:
         return []
@@ -84,7 +84,7 @@ def _flags(cpuinfo: Path) -> list[str]:
 def _kept_trials(place: Path, environment: MutableMapping[str, str]) -> tuple[str, str]:
     """:func:`_trials`, once for all processes that share ``place``."""
     try:
-        files.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment)), encoding="utf-8"))
+        shared.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment)), encoding="utf-8"))
         with_amx, without = json.loads(place.read_text(encoding="utf-8"))
     except OSError as error:  # TimeoutError among them
         logging.getLogger(__name__).warning(

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend import files
 from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError, SelfCheckError
 from megascend.huggingface.architectures import registered
+from megascend.io import paths, shared
 from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.places import cache_folder, versions
 from megascend.selfcheck.process import Trial, TrialResult, Worker
@@ -185,8 +185,8 @@ def _kept_or_made(
         again: in place of ``make`` where it cannot be kept.
     """
     try:
-        files.make_directory(path.parent)
-        with files.locked(path):
+        paths.make_directory(path.parent)
+        with shared.locked(path):
             if (known := _kept(path)) is not None:
                 return known
             verdict, final = make()
@@ -203,7 +203,7 @@ def _kept_or_made(
 
 def keep(path: Path, verdict: Verdict) -> None:
     """Write a verdict for the next start; for use under the lock of ``path``."""
-    files.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1), encoding="utf-8"))
+    shared.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1), encoding="utf-8"))
 
 
 def _kept(path: Path) -> Verdict | None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from megascend import files
+from megascend.io import paths
 
 PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
 
 
 def cache_folder() -> Path:
-    """``self-check`` in the folder of :func:`megascend.files.cache_folder`."""
-    return files.cache_folder() / "self-check"
+    """``self-check`` in the folder of :func:`megascend.io.paths.cache_folder`."""
+    return paths.cache_folder() / "self-check"
 
 
 def versions(packages: Sequence[str] | None = None) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megascend.files import make_directory
+from megascend.io.paths import make_directory
 
 QUIET = frozenset(f"/api/v1/{path}" for path in ("session_heartbeat", "retrieve_future", "telemetry", "client/config"))
 """Paths that clients ask for all the time."""

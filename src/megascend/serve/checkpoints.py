@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megascend.files import make_directory, replacing
+from megascend.io.atomic import replacing
+from megascend.io.paths import make_directory
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import KINDS, CheckpointPath, model_of_run, run_directory
 

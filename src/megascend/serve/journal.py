@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
-from megascend.files import beside, replacing, synchronise
+from megascend.io.atomic import beside, replacing, synchronise
 
 MAGIC = b"megascend journal 1\n"
 _START = struct.Struct("<20s8sI")

@@ -15,7 +15,8 @@ from typing import Any
 
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError
-from megascend.files import make_directory, replacing, synchronise
+from megascend.io.atomic import replacing, synchronise
+from megascend.io.paths import make_directory
 from megascend.serve.journal import Journal
 from megascend.serve.journal_writer import JournalWriter, rewrite
 from megascend.serve.journaled import Journaled

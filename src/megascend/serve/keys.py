@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megascend.errors import ConfigError
-from megascend.files import make_directory, replacing, synchronise
+from megascend.io.atomic import replacing, synchronise
+from megascend.io.paths import make_directory
 
 VARIABLE = "MEGASCEND_API_KEYS"
 PREFIX = "tml-"

@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascend import files
 from megascend.errors import DistributedTestError
+from megascend.io import paths, shared
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 LIMIT_BYTES = 256 * 2**20
@@ -30,15 +30,15 @@ LIMIT_BYTES = 256 * 2**20
 
 def folder() -> Path:
     """Return ``references`` in ``MEGASCEND_CACHE`` or in the user's cache."""
-    return files.cache_folder() / "references"
+    return paths.cache_folder() / "references"
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold :func:`megascend.files.locked` for ``path``; raise DistributedTestError if another process held it for ten minutes."""
+    """Hold :func:`megascend.io.shared.locked` for ``path``; raise DistributedTestError after ten minutes."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(files.locked(path))
+            stack.enter_context(shared.locked(path))
         except TimeoutError as error:
             raise DistributedTestError(str(error)) from error
         yield
@@ -49,7 +49,7 @@ def make_once(path: Path, make: Callable[[Path], object]) -> Path:
     if not path.exists():
         with exclusive(path):
             if not path.exists():
-                files.replace(path, make)
+                shared.replace(path, make)
     return path
 
 
@@ -81,7 +81,7 @@ def copy_or_make(
             return
         make(target)
         try:
-            files.replace(entry, lambda fresh: _pack(target, fresh))
+            shared.replace(entry, lambda fresh: _pack(target, fresh))
             _drop_oldest(entry.parent)
         except OSError as error:
             warnings.warn(f"{entry} cannot be written ({error}): {name} is made again by the next run", stacklevel=2)
@@ -126,7 +126,7 @@ def _copied(entry: Path, target: Path) -> bool:
             return True
     except (OSError, shutil.Error):  # missing, or another process has just dropped it
         pass
-    files.remove(target)
+    paths.remove(target)
     return False
 
 

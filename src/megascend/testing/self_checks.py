@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megascend import files
 from megascend.errors import DistributedTestError
+from megascend.io import shared
 from megascend.selfcheck import check, process
 from megascend.selfcheck.process import Trial
 from megascend.selfcheck.slicing import Slice, slice_model
@@ -39,7 +39,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
         DistributedTestError: one of them does not agree with transformers.
     """
     slices = {check.place(part): part for part in map(slice_of, map(as_written, configs))}
-    with files.locked(check.cache_folder()):
+    with shared.locked(check.cache_folder()):
         missing = {path: part for path, part in slices.items() if not path.exists()}
         if not missing:
             return

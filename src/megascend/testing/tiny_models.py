@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
-from megascend.files import replace
 from megascend.huggingface.architectures import registered
+from megascend.io.shared import replace
 from megascend.testing.artifact_cache import copy_or_make, exclusive
 from megascend.testing.reference import run_reference
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megascend.files import make_directory, replacing
+from megascend.io.atomic import replacing
+from megascend.io.paths import make_directory
 from megascend.tracking.background import BackgroundTracker
 from megascend.tracking.base import Outcome, TrackedRun
 from megascend.tracking.registry import opener

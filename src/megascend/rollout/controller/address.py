@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascend.errors import ControllerError, ControllerLostError
-from megascend.files import replacing
+from megascend.io.atomic import replacing
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import h11
 
 from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
-from megascend.files import honour_umask
+from megascend.io.atomic import honour_umask
 from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.http_client import exchange
 from weightwire.errors import CommitError, NotServingError, UpdateError

@@ -1,0 +1,127 @@
+"""Digests of files, also while they are written, on their way to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+PIECE = 16 * 2**20
+"""Bytes that are sent to the disk at a time."""
+
+
+class Hash(Protocol):
+    """A hash of hashlib or xxhash."""
+
+    def update(self, data: bytes, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def digest(file: Path, new: Callable[[], Hash]) -> str:
+    """Return the hexadecimal digest of a file.
+
+    Args:
+        new: makes the hash: ``hashlib.sha256``, ``xxhash.xxh3_128``.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = new()
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            state.update(block)
+    return state.hexdigest()
+
+
+def _sync_file_range() -> Callable[..., int] | None:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin to write these pages back, and do not wait
+_sync = _sync_file_range()
+
+
+def begin_writing_back(descriptor: int, offset: int, count: int) -> None:
+    """Start writing ``count`` bytes of an open file to the disk, without waiting.
+
+    File systems without such a call begin later. Errors show where the file is synchronised.
+    """
+    if _sync is not None:
+        with contextlib.suppress(OSError):
+            _sync(descriptor, offset, count, _WRITE)
+
+
+class HashingWriter(io.BufferedWriter):
+    """A file written from front to back, which is digested and sent to the disk meanwhile.
+
+    Otherwise it would be read once more for its digest, and ``fsync`` at its end would take as long again as writing it.
+
+    Attributes:
+        size: bytes written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be opened for writing.
+        """
+        super().__init__(io.FileIO(path, "wb"))
+        self.size = 0
+        self._hash = xxhash.xxh3_128()
+        self._sent = 0
+
+    def write(self, buffer: ReadableBuffer, /) -> int:
+        """Write all of ``buffer``.
+
+        Returns:
+            its bytes.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        data = memoryview(buffer).cast("B")
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            super().write(piece)
+            self._hash.update(piece)
+            self.size += len(piece)
+            if self.size - self._sent >= PIECE:
+                self._send()
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """
+        Raises:
+            io.UnsupportedOperation: always: what has been digested stays as it is.
+        """
+        raise io.UnsupportedOperation("cannot seek in a file that is digested while it is written")
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """
+        Raises:
+            io.UnsupportedOperation: always, as :meth:`seek`.
+        """
+        raise io.UnsupportedOperation("cannot truncate a file that is digested while it is written")
+
+    @property
+    def digest(self) -> str:
+        """Return xxh3 (128 bits, hexadecimal) of what has been written so far."""
+        return self._hash.hexdigest()
+
+    def _send(self) -> None:
+        self.flush()
+        begin_writing_back(self.fileno(), self._sent, self.size - self._sent)
+        self._sent = self.size

@@ -1,0 +1,125 @@
+"""Files that several processes want and one of them makes: locks, caches, and what is removed from them."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megascend.io.atomic import honour_umask, put_in_place
+from megascend.io.paths import followed, make_directory, remove
+
+TIMEOUT_S = 600.0
+"""Seconds that :func:`cached` and :func:`locked` wait for another process."""
+IN_USE_S = 3600.0
+"""Seconds after its last use during which :func:`prune` leaves an entry alone."""
+
+
+def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOUT_S) -> Path:
+    """Return ``path``, after making it if it is missing. Nobody sees it half made, and other processes wait for it.
+
+    Args:
+        path: a file or a directory.
+        make: writes the path that it is given, a new one in ``path``'s directory, which is then renamed.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        TimeoutError: another process has been making it for ``timeout_s``.
+    """
+    with contextlib.suppress(OSError):  # for prune; a folder that is shared may be another user's
+        os.utime(path)
+    if path.exists():
+        return path
+    with locked(path, timeout_s):
+        if not path.exists():
+            replace(path, make)
+    return path
+
+
+def prune(folder: Path, limit: int, keep: Path) -> list[Path]:
+    """Remove the least recently used entries that :func:`cached` made in a folder until the rest takes ``limit`` bytes.
+
+    Entries used within :data:`IN_USE_S` stay, even if they take more. A process that has mapped files that are removed keeps
+    them until it ends.
+
+    Args:
+        keep: stays in any case.
+
+    Returns:
+        The removed entries.
+    """
+    times = {path: _last_use(path) for path in folder.iterdir() if not path.name.startswith(".")}
+    entries = {path: used for path, used in times.items() if used is not None}
+    sizes = {path: sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file()) for path in entries}
+    total, removed = sum(sizes.values()), []
+    for path in sorted(entries, key=entries.__getitem__):
+        if total <= limit:
+            break
+        used = _last_use(path)  # again: another process may have used it meanwhile, or removed it
+        if path == keep or used is None or time.time() - used < IN_USE_S:
+            continue
+        gone = path.with_name(f".{path.name}-removed")  # nobody sees it half removed
+        with contextlib.suppress(OSError):
+            os.replace(path, gone)
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+            removed.append(path)
+            total -= sizes[path]
+    return removed
+
+
+def _last_use(path: Path) -> float | None:
+    """Return when :func:`cached` was last asked for a path; None if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    """Put what ``make`` writes in the place of ``path``; for use within :func:`locked`."""
+    path = followed(path)
+    make_directory(path.parent)
+    for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
+        # A folder's own time stays while the files in it grow, and the process that writes them may be another host's.
+        newest = max(
+            (used for part in (left, *left.rglob("*")) if (used := _last_use(part)) is not None), default=math.inf
+        )
+        if time.time() - newest > IN_USE_S:  # of a process that was killed
+            remove(left)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        make(fresh)
+        honour_umask(fresh)
+        put_in_place(fresh, path)
+
+
+@contextlib.contextmanager
+def locked(path: Path, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """Admit one process of this user on this machine at a time for ``path``.
+
+    Raises:
+        TimeoutError: another one has held it for ``timeout_s``.
+    """
+    from filelock import FileLock, Timeout
+
+    key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    locks = Path(tempfile.gettempdir()) / f"megascend-locks-{os.getuid()}"  # not beside it: locks stay when all is done
+    locks.mkdir(exist_ok=True)
+    lock = FileLock(locks / f"{key}.lock", timeout=timeout_s)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise TimeoutError(f"another process has been making {path} for {timeout_s:.0f} s") from error
+    try:
+        yield
+    finally:
+        lock.release()
