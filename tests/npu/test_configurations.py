@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
 
@@ -144,22 +143,16 @@ def configure_again(checkpoint):
     backend = MegatronBackend(checkpoint, Parallel(), "fp32", platform="npu", timeout_s=60)
     runtime, config = backend.engine.runtime, backend.engine.config
     provider = runtime.provider
-    count, times = provider.repatches, []
-    for _ in range(200):  # of this thread, and the least of many: other processes share the cores
-        start = time.thread_time()
+    count = provider.repatches
+    for _ in range(3):
         runtime.configure_topology(backend.topology)
         runtime.configure_model(config, {})
-        times.append(time.thread_time() - start)
     backend.close()
-    return provider.repatches - count, min(times)
+    return provider.repatches - count
 
 
-def test_an_unchanged_configuration_costs_under_a_millisecond(parity_folder, record_property):
-    ((repatches, seconds),) = run_distributed(configure_again, 1, case_checkpoint(parity_folder, "qwen3"), init=False)
-    record_property("unchanged_configuration_ms", seconds * 1e3)
-    print(f"unchanged configuration: {seconds * 1e3:.2f} ms")
-    assert repatches == 0
-    assert seconds < 1e-3
+def test_unchanged_configuration_is_not_patched_again(parity_folder):
+    assert run_distributed(configure_again, 1, case_checkpoint(parity_folder, "qwen3"), init=False) == [0]
 
 
 def refused(checkpoint, parallel, batching):

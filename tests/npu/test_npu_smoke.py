@@ -72,9 +72,8 @@ def cells(output: str, recipe: str) -> list[str]:
 def test_a_recipe_that_went_through_has_its_figures_in_the_table(smoke) -> None:
     done = smoke("--simulated", "--stand-in", "tp_npu")
     assert done.returncode == 0, done.stdout + done.stderr
-    *figures, seconds, verdict = cells(done.stdout, "tp_npu")
+    *figures, _, verdict = cells(done.stdout, "tp_npu")
     assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201"]
-    assert int(seconds) < 30
     assert verdict == "OK"
 
 
