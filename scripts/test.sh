@@ -9,7 +9,7 @@
 #
 # main is everything but the Ascend path; npu is the Ascend path, in processes of its own on the simulated device, with the stand-in
 # for MindSpeed in tests/doubles, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
-# Without either, both run; with pytest arguments, main. docs/testing.md says how long each takes.
+# Without either, both run; with pytest arguments, main. docs/testing.md says what runs when.
 #
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
 # MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: one a core, at most 7)
@@ -96,7 +96,7 @@ fi
 
 if [ "$suite" = quick ] && [ "$#" = 0 ]; then
   # Packages of pure functions, whose tests start hardly any process.
-  set -- tests/config tests/batch tests/data tests/huggingface tests/topology tests/test_rooms.py
+  set -- tests/config tests/batch tests/data tests/huggingface tests/io tests/topology tests/test_rooms.py
 fi
 
 failed=()

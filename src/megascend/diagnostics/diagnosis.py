@@ -79,12 +79,12 @@ class Record:
     process: Identity | None = None
 
     def encode(self) -> str:
-        """As text, for the store."""
+        """Encode as text, for the store."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str | bytes) -> Record:
-        """The inverse of :meth:`encode`."""
+        """Decode what :meth:`encode` returned."""
         values = json.loads(text)
         if values["failure"] is not None:
             values["failure"] = Failure(**values["failure"])
@@ -95,7 +95,7 @@ class Record:
 
     @property
     def place(self) -> str:
-        """``"in grad reduce of step 3"``."""
+        """Return ``"in grad reduce of step 3"``."""
         return f"{'in' if self.inside else 'after'} {of_step(self.label, self.step)}"
 
 
@@ -115,13 +115,13 @@ class PeerStatus:
 
     @property
     def gone(self) -> bool:
-        """It will not come, without having said so."""
+        """Check whether it is lost without having said so."""
         silent = self.silent >= SILENT_S or self.state == "ended"
         return silent and not self.record.ended and self.record.failure is None
 
     @property
     def conclusive(self) -> bool:
-        """It is to blame, whatever the other ranks do."""
+        """Check whether it is to blame, whatever the other ranks do."""
         failure = self.record.failure
         return self.state == "ended" if failure is None else not failure.secondary
 
@@ -159,7 +159,7 @@ class Diagnosis:
 
 
 def of_step(label: str, step: int) -> str:
-    """``"grad reduce of step 3"``; nothing is counted yet in the start-up."""
+    """Return ``"grad reduce of step 3"``; nothing is counted yet in the start-up."""
     return label if label == "start-up" else f"{label} of step {step}"
 
 
@@ -192,12 +192,12 @@ def diagnose(
 
 
 def not_arrived(channel: str, number: int, peers: Mapping[int, PeerStatus | None]) -> list[int]:
-    """Which of ``peers`` have not entered collective ``number`` of ``channel`` yet, as far as is known."""
+    """Return the ``peers`` that have not entered collective ``number`` of ``channel`` yet, as far as is known."""
     return [peer for peer, seen in peers.items() if seen is None or seen.record.collectives.of(channel) < number]
 
 
 def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:
-    """What is wrong with one peer, and a clause that says so."""
+    """Return what is wrong with one peer, and a clause that says so."""
     if seen is None:
         return Kind.LATE, f"rank {peer} has not been heard of at all"
     record, who = seen.record, name(peer, mine, seen)
@@ -228,7 +228,7 @@ def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:
 
 
 def name(peer: int, mine: Record, seen: PeerStatus) -> str:
-    """``"rank 3"``, or ``"rank 3 on node-b"`` if that is another host than the reader's."""
+    """Return ``"rank 3"``, or ``"rank 3 on node-b"`` if that is another host than the reader's."""
     host, here = (record.process.host if record.process else "" for record in (seen.record, mine))
     return f"rank {peer} on {host}" if host and host != here else f"rank {peer}"
 
@@ -244,7 +244,7 @@ def _spell(seen: PeerStatus) -> str:
 
 
 def positions(rank: int, mine: Record, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()) -> str:
-    """``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits before others."""
+    """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits before others."""
     order = [*culprits, *(number for number in sorted([rank, *peers]) if number not in set(culprits))]
     texts = []
     for number in sorted(order[:LISTED]):
@@ -268,6 +268,6 @@ def positions(rank: int, mine: Record, peers: Mapping[int, PeerStatus | None], c
 
 
 def shorten(text: str) -> str:
-    """An error's text in one line of at most :data:`TEXT_LIMIT` characters."""
+    """Return an error's text in one line of at most :data:`TEXT_LIMIT` characters."""
     line = " ".join(text.split())
     return line if len(line) <= TEXT_LIMIT else line[: TEXT_LIMIT - 3] + "..."

@@ -65,7 +65,7 @@ class Fault:
 
 
 def environment(*faults: Fault) -> dict[str, str]:
-    """The variable that arms ``faults``, for the ``env`` of a subprocess."""
+    """Return the variable that arms ``faults``, for the ``env`` of a subprocess."""
     return {VARIABLE: json.dumps([asdict(fault) for fault in faults])}
 
 
@@ -86,7 +86,7 @@ def inject(*faults: Fault) -> Iterator[None]:
 
 
 def read(text: str) -> list[Fault]:
-    """The inverse of :func:`environment`.
+    """Decode what :func:`environment` returned.
 
     Raises:
         ConfigError: ``text`` is not a JSON list of faults.
@@ -105,7 +105,7 @@ class Armed:
 
     @classmethod
     def from_text(cls, text: str, rank: int, attempt: int) -> Armed | None:
-        """Those of ``rank`` in this attempt; None if there are none.
+        """Return those of ``rank`` in this attempt; None if there are none.
 
         Raises:
             ConfigError: see :func:`read`.
@@ -161,7 +161,7 @@ def hang() -> None:
 
 
 def _disarm(fault: Fault) -> None:
-    """So that it fires once, even if this process makes its groups anew."""
+    """Make it fire once, even if this process makes its groups anew."""
     text = os.environ.get(VARIABLE)
     if text:
         faults = read(text)

@@ -150,7 +150,7 @@ class HangMonitor:
 
     @property
     def place(self) -> str:
-        """The outermost phase that this thread is in; empty between phases."""
+        """Return the outermost phase that this thread is in; empty between phases."""
         phases = self._stack().phases
         return phases[0].label if phases else ""
 
@@ -178,7 +178,7 @@ class HangMonitor:
             heartbeat.close()
 
     def enter(self, phase: Phase, *, skippable: bool) -> bool:
-        """This thread enters ``phase``; True if fault injection skips its body."""
+        """Enter ``phase`` on this thread; return True if fault injection skips its body."""
         stack = self._stack()
         if self.on_phase is not None and stack is self._main:
             self.on_phase(phase.name)
@@ -201,7 +201,7 @@ class HangMonitor:
             raise
 
     def leave(self, phase: Phase, error: BaseException | None) -> None:
-        """This thread leaves ``phase``; see :meth:`phase`."""
+        """Leave ``phase`` on this thread; see :meth:`phase`."""
         stack = self._stack()
         try:
             if error is None:
@@ -250,7 +250,7 @@ class HangMonitor:
     def explain(
         self, error: BaseException, headline: str, suspects: Iterable[int] | None = None
     ) -> CollectiveTimeoutError | ProcessGroupError:
-        """The error to raise in place of ``error``, which another rank has caused. Called inside the phase.
+        """Return the error to raise in place of ``error``, which another rank has caused. Called inside the phase.
 
         Args:
             headline: the beginning of its message.
@@ -269,7 +269,7 @@ class HangMonitor:
         ranks: Sequence[int],
         headline: Callable[[list[int]], str],
     ) -> CollectiveTimeoutError | ProcessGroupError:
-        """As :meth:`explain`, for an object collective that has failed on this rank.
+        """Explain, as :meth:`explain` does, why an object collective failed on this rank.
 
         Args:
             channel, number: its place in the collective sequence.
@@ -313,7 +313,7 @@ class HangMonitor:
         return f"rank {self._rank}: {of_step(phase.label, self.step)} failed after {seconds:.1f} s"
 
     def _poll_peers(self) -> dict[int, PeerStatus | None] | None:
-        """The peers as they are now; None if nothing can be found out."""
+        """Return the peers as they are now; None if nothing can be found out."""
         if self._heartbeat is None:
             return None
         self._explaining = True
@@ -338,7 +338,7 @@ class HangMonitor:
         return diagnose(self._rank, mine, peers, blamed or None)
 
     def collective_counts(self, ranks: Sequence[int]) -> dict[int, CollectiveCounts]:
-        """Which collectives ``ranks`` have entered, as far as they have published it: within a moment."""
+        """Return which collectives ``ranks`` have entered, as far as they have published it: within a moment."""
         heartbeat = self._heartbeat
         others = [rank for rank in ranks if rank != self._rank]
         records = heartbeat.read(others, ANSWER_S) if heartbeat is not None and others else None
@@ -361,7 +361,7 @@ class HangMonitor:
             self._heartbeat.flush(PUBLISH_S)
 
     def _store_lock(self) -> AbstractContextManager[object]:
-        """Held, no thread of this monitor is inside the store."""
+        """Return a lock that keeps this monitor's threads out of the store."""
         return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.io
 
     # --- what the thread publishes ---
@@ -398,7 +398,7 @@ class HangMonitor:
         )
 
     def _look(self, heartbeat: Heartbeat) -> None:
-        """Called on the heartbeat's thread, again and again."""
+        """Look after the main thread, at every tick of the heartbeat's thread."""
         if not self._explaining:
             self._watchdog.look(heartbeat)
 
@@ -407,7 +407,7 @@ class HangMonitor:
             self.last_words(error)
 
     def _at_exit(self) -> None:
-        """The interpreter is going, perhaps because of an exception outside of every phase."""
+        """Publish an exception outside of every phase that ends the interpreter."""
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.pid:
             place = of_step(self._main.last, self.step)
@@ -428,7 +428,7 @@ def _summarize(error: BaseException) -> str:
 
 
 def _armed_faults(rank: int, attempt: int) -> Armed | None:
-    """Faults to inject, for tests: the one place that looks for them."""
+    """Return the faults to inject, for tests: the one place that looks for them."""
     text = os.environ.get("MEGASCEND_FAULTS")
     if not text:
         return None

@@ -56,7 +56,7 @@ class Observer:
         self._polled, self._clock = now, clock
 
     def statuses(self, peers: Iterable[int]) -> dict[int, PeerStatus | None]:
-        """What is known of ``peers`` as of the last poll."""
+        """Return what is known of ``peers`` as of the last poll."""
         found: dict[int, PeerStatus | None] = {}
         for rank in peers:
             if rank in self._seen:
@@ -68,7 +68,7 @@ class Observer:
         return found
 
     def undecided(self, since: float) -> bool:
-        """Whether to poll on: a peer may be alive or gone, with no heartbeat after ``since`` and not silent for long either."""
+        """Check whether to poll on: a peer had no heartbeat after ``since``, and has not been silent for long either."""
         return any(
             self._advanced.get(rank, -1e9) <= since
             and self._polled - at < SILENT_S
@@ -115,7 +115,7 @@ class Heartbeat:
 
     @property
     def alive(self) -> bool:
-        """Whether the store still answers."""
+        """Check whether the store still answers."""
         return self._thread.is_alive()
 
     # --- from other threads ---
@@ -125,7 +125,7 @@ class Heartbeat:
         self._ask(self._publish, limit_s)
 
     def poll_until_certain(self, limit_s: float) -> dict[int, PeerStatus | None] | None:
-        """The peers, polled until each has shown that it is alive or has been silent for :data:`SILENT_S`.
+        """Return the peers, polled until each has shown that it is alive or has been silent for :data:`SILENT_S`.
 
         What it returns was so when it was called, or later.
 
@@ -135,7 +135,7 @@ class Heartbeat:
         return self._ask(self._observe, limit_s)
 
     def read(self, peers: Sequence[int], limit_s: float) -> dict[int, Record | None] | None:
-        """The present records of ``peers``; None if the store does not answer within ``limit_s``."""
+        """Return the present records of ``peers``; None if the store does not answer within ``limit_s``."""
         return self._ask(lambda: self._read(peers), limit_s)
 
     def close(self, limit_s: float = 2.0) -> None:
@@ -195,7 +195,7 @@ class Heartbeat:
         self._published = time.monotonic()
 
     def poll(self) -> dict[int, PeerStatus | None]:
-        """The peers as far as is known; reads their records at most every ``poll_s`` seconds. For ``attend``."""
+        """Return the peers as far as is known; reads their records at most every ``poll_s`` seconds. For ``attend``."""
         if time.monotonic() - self._polled >= self.poll_s:
             self._poll()
         return self._observer.statuses(self._peers)
@@ -236,7 +236,7 @@ def _key(rank: int) -> str:
 
 
 def _address(store: Store) -> str:
-    """Where a TCP store is served, for messages; nothing for others."""
+    """Return where a TCP store is served, for messages; nothing for others."""
     while (below := getattr(store, "underlying_store", None)) is not None:
         store = below
     host, port = getattr(store, "host", None), getattr(store, "port", None)

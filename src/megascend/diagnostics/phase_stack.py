@@ -14,11 +14,11 @@ class PhaseOwner(Protocol):
     """What is told of phases; :class:`megascend.diagnostics.hang_monitor.HangMonitor` is one."""
 
     def enter(self, phase: Phase, *, skippable: bool) -> bool:
-        """This thread enters ``phase``; True if its body is to be skipped."""
+        """Enter ``phase`` on this thread; return True if its body is to be skipped."""
         ...
 
     def leave(self, phase: Phase, error: BaseException | None) -> None:
-        """This thread leaves it, with ``error`` or well."""
+        """Leave ``phase`` on this thread, with ``error`` or well."""
         ...
 
 
@@ -66,7 +66,7 @@ class PhaseStack:
     last: str = "start-up"
 
     def line(self) -> tuple[str, bool]:
-        """The thread's innermost Python frame, and whether it waits for other ranks there."""
+        """Return the thread's innermost Python frame, and whether it waits for other ranks there."""
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return "", False

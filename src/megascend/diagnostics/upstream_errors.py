@@ -24,7 +24,7 @@ _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has non
 
 
 def library_of(error: BaseException | None) -> str | None:
-    """Which communication library raised ``error``, or None if none of them did.
+    """Return the communication library that raised ``error``, or None if none of them did.
 
     torch's own classes are believed. Gloo and HCCL raise plain RuntimeError: those are told by their text, which names a
     source file or an error number of the library. A subclass of RuntimeError is somebody else's. An exception group is a
@@ -50,7 +50,7 @@ def members_of(error: BaseException | None) -> tuple[BaseException, ...]:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether ``error`` only says that this rank missed another one; an exception group does if all its members do."""
+    """Check whether ``error`` only says that this rank missed another one; an exception group does if all its members do."""
     if members := members_of(error):
         return all(map(is_secondary, members))
     if isinstance(error, CollectiveTimeoutError) or library_of(error) is not None:

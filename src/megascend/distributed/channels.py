@@ -49,13 +49,13 @@ class Channel:
 
     @property
     def alone(self) -> bool:
-        """No other rank is in the group."""
+        """Check whether no other rank is in the group."""
         return len(self.ranks) == 1
 
     def exchange(
         self, frame: bytes, timeout_s: float | None = None, look: Callable[[], None] | None = None
     ) -> list[bytes]:
-        """Every rank's frame, in group order.
+        """Return every rank's frame, in group order.
 
         Args:
             timeout_s: default: the group's timeout.

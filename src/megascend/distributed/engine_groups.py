@@ -32,7 +32,7 @@ class GroupFactory(Protocol):
     """Makes an engine's groups. One object for one call of :func:`megascend.distributed.process_groups.initialize`."""
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
-        """All groups of ``topology``, on all ranks in the same order. Collective, after the default group exists.
+        """Return all groups of ``topology``, on all ranks in the same order. Collective, after the default group exists.
 
         The caller holds their ranks against the topology, when all ranks have made theirs.
 
@@ -81,7 +81,7 @@ class PlainGroups:
             self._created.append(group)
 
     def limit_timeouts(self, timeout_s: float) -> None:
-        """Nothing to do: nobody else makes groups."""
+        """Do nothing: nobody else makes groups."""
 
     def forget(self, destroy: bool) -> None:
         """See :class:`GroupFactory`."""

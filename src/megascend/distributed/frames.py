@@ -78,12 +78,12 @@ class Frame:
 
     @property
     def complete(self) -> bool:
-        """The whole object is in the frame."""
+        """Check whether the whole object is in the frame."""
         return len(self.content) == self.length
 
 
 def encode(position: Position, content: bytes, *, stray: bool = False) -> bytes:
-    """The frame of a rank at ``position`` whose object is ``content``: :data:`SIZE` bytes.
+    """Return the frame of a rank at ``position`` whose object is ``content``: :data:`SIZE` bytes.
 
     Args:
         stray: the rank waits in another collective than the frame travels in.
@@ -109,7 +109,7 @@ def encode(position: Position, content: bytes, *, stray: bool = False) -> bytes:
 
 
 def decode(frame: bytes) -> Frame | None:
-    """The inverse of :func:`encode`; None if the bytes are no frame."""
+    """Decode what :func:`encode` returned; None if the bytes are no frame."""
     magic, number, step, _, _, refused, stray, length, text_size, inside = _HEAD.unpack_from(frame)
     if magic != MAGIC:
         return None
@@ -121,7 +121,7 @@ def decode(frame: bytes) -> Frame | None:
 
 
 def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
-    """The frames of all ranks of a group, taken apart, if all stand in the same place.
+    """Return the frames of all ranks of a group, taken apart, if all stand in the same place.
 
     Args:
         ranks: of the group, in its order.
@@ -155,7 +155,7 @@ def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[F
 
 
 def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
-    """The frame of a rank that waits at ``position``, for a collective of another group that waits for it.
+    """Return the frame of a rank that waits at ``position``, for a collective of another group that waits for it.
 
     Args:
         pending: all collectives that wait for each other.
@@ -164,7 +164,7 @@ def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
 
 
 def pending_of(frames: Sequence[bytes]) -> list[Pending]:
-    """What stray frames tell about collectives that wait for each other."""
+    """Return what stray frames tell about collectives that wait for each other."""
     found: dict[Pending, None] = {}
     for frame in map(decode, frames):
         if frame is not None and frame.stray and frame.content:
@@ -173,7 +173,7 @@ def pending_of(frames: Sequence[bytes]) -> list[Pending]:
 
 
 def describe(positions: dict[int, Position]) -> str:
-    """``"rank 0 is in save ...; ranks 1, 2 are in forward_backward ..."``."""
+    """Return ``"rank 0 is in save ...; ranks 1, 2 are in forward_backward ..."``."""
     together: dict[str, list[int]] = {}
     for rank, position in sorted(positions.items()):
         together.setdefault(str(position), []).append(rank)
@@ -183,7 +183,7 @@ def describe(positions: dict[int, Position]) -> str:
 
 
 def _as_refused(rank: int, name: str, text: str) -> MegascendError:
-    """The error that another rank has raised, as one of the same class."""
+    """Return the error that another rank has raised, as one of the same class."""
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, MegascendError)):
         kind = MegascendError

@@ -63,11 +63,11 @@ class ProcessGroups:
         return self.topology.coordinates(self.rank)
 
     def ranks(self, name: str) -> list[int]:
-        """Global ranks of this rank's group ``name``, in group order."""
+        """Return the global ranks of this rank's group ``name``, in group order."""
         return self.topology.group_of(self.rank, *axes_of(name))
 
     def device_group(self, name: str) -> ProcessGroup:
-        """The group on the device backend: tensors only, never objects.
+        """Return the group on the device backend: tensors only, never objects.
 
         Raises:
             ProcessGroupError: there is no group of this name, or the groups were destroyed.
@@ -75,7 +75,7 @@ class ProcessGroups:
         return _look_up(self._device_groups, name, "process group")
 
     def channel(self, name: str) -> Channel:
-        """What carries the group's objects, on Gloo; for :mod:`megascend.distributed.objects` alone.
+        """Return the channel of the group's objects, on Gloo; for :mod:`megascend.distributed.objects` alone.
 
         Raises:
             ProcessGroupError: the group carries no objects, or the groups were destroyed.
@@ -83,7 +83,7 @@ class ProcessGroups:
         return _look_up(self._channels, name, "channel for objects")
 
     def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
-        """A Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
+        """Return a Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
 
         Args:
             timeout_s: of its collectives; default: a day, since a peer may be writing to a slow disk. Who waits on the main
@@ -96,11 +96,11 @@ class ProcessGroups:
 
     @property
     def carriers(self) -> tuple[str, ...]:
-        """Names of the groups that carry objects."""
+        """Return the names of the groups that carry objects."""
         return CARRIERS
 
     def carried_to(self, name: str, rank: int) -> list[int]:
-        """The ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
+        """Return the ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
         return self.topology.group_of(rank, *axes_of(name)) if name in CARRIERS else []
 
     def own(self, group: ProcessGroup) -> None:
@@ -108,7 +108,7 @@ class ProcessGroups:
         self._created.append(group)
 
     def add_channel(self, name: str) -> None:
-        """A channel of all ranks for object collectives on another thread, by the name that it gets. Collective.
+        """Add a channel of all ranks for object collectives on another thread, by the name that it gets. Collective.
 
         Its timeout is a day, as that of :meth:`new_gloo`.
         """

@@ -89,7 +89,7 @@ class Launch:
 
     @property
     def several_hosts(self) -> bool:
-        """True if ranks are on other hosts than this one's."""
+        """Check whether ranks are on other hosts than this one's."""
         return self.world_size > self.local_size
 
     @classmethod
@@ -179,7 +179,7 @@ class Launch:
 
 
 def reconnect(store: Store, timeout_s: float) -> Store | None:
-    """A second connection to the same store, without its prefixes; None if its kind is not known to allow one."""
+    """Return a second connection to the same store, without its prefixes; None if its kind is not known to allow one."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):

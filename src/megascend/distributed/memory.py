@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def tried(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMemoryError | None]:
-    """What ``make`` returns, or why memory has no room for it. Nothing that it has allocated is kept alive by the error."""
+    """Return what ``make`` returns, or the error if memory has no room, which keeps no allocation alive."""
     try:
         return make(), None
     except torch.OutOfMemoryError as error:
@@ -24,7 +24,7 @@ def tried(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMemory
 
 
 def with_room(make: Callable[[], T], rank: int) -> T:
-    """What ``make`` returns. Local.
+    """Return what ``make`` returns. Local.
 
     Raises:
         OutOfDeviceMemoryError: in place of torch's error.
@@ -36,7 +36,7 @@ def with_room(make: Callable[[], T], rank: int) -> T:
 
 
 def with_room_everywhere(make: Callable[[], T], groups: ProcessGroups, what: str) -> T:
-    """What ``make`` returns, which ranks call without meeting in it. One exchange, over Gloo.
+    """Return what ``make`` returns, in which ranks run no collective. One exchange, over Gloo.
 
     Args:
         what: that there must be room for, for errors of the exchange itself.

@@ -66,7 +66,7 @@ class ObjectCollectiveRedirect:
         return function
 
     def _on_gloo(self, group: ProcessGroup | None, caller: str) -> ProcessGroup:
-        """The Gloo group to use in place of ``group``, after all its ranks have come to ``caller``."""
+        """Return the Gloo group to use in place of ``group``, after all its ranks have come to ``caller``."""
         name = self._name(group, caller)
         agree(f"{caller} of torch.distributed", self._groups, group_name=name)
         return self._groups.channel(name).group or self._of_one_rank()

@@ -36,7 +36,7 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 
 
 def gather_objects(obj: T, group_name: str, groups: ProcessGroups, what: str = "", step: int | None = None) -> list[T]:
-    """Every rank's object, in group order, on every rank of the group. Objects travel pickled.
+    """Return every rank's object, in group order, on every rank of the group. Objects travel pickled.
 
     Args:
         what: what it is for, with whatever must be equal on all ranks; errors repeat it.
@@ -55,7 +55,7 @@ def gather_objects(obj: T, group_name: str, groups: ProcessGroups, what: str = "
 def collect_objects(
     obj: T, group_name: str, groups: ProcessGroups, what: str = "", step: int | None = None
 ) -> list[T] | None:
-    """Every rank's object, in group order, on the group's first rank; None on the others.
+    """Return every rank's object, in group order, on the group's first rank; None on the others.
 
     Args:
         what, step: as for :func:`gather_objects`.
@@ -71,7 +71,7 @@ def collect_objects(
 def broadcast_object(
     obj: T | None, group_name: str, groups: ProcessGroups, source: int = 0, what: str = "", step: int | None = None
 ) -> T:
-    """The object that the group's rank ``source`` passes, on every rank of the group; the others' is ignored.
+    """Return the object that the group's rank ``source`` passes, on every rank of the group; the others' is ignored.
 
     Args:
         source: rank within the group (not a global rank).
@@ -100,7 +100,7 @@ def all_reduce_numbers(
     what: str = "",
     step: int | None = None,
 ) -> list[float]:
-    """Element-wise sum, maximum or minimum over the group, in float64, the same on every rank.
+    """Reduce numbers over the group by sum, maximum or minimum, in float64, the same on every rank.
 
     Args:
         numbers: equally many on all ranks.
@@ -170,7 +170,7 @@ def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, wh
 
 
 def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, what: str) -> T:
-    """What ``produce`` returns on rank 0, on every rank of the world. One exchange.
+    """Return what ``produce`` returns on rank 0, on every rank of the world. One exchange.
 
     Raises:
         MegascendError: on every rank: what ``produce`` raised.
@@ -192,7 +192,7 @@ def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, what: str) -> T
 def _collective(
     kind: str, group_name: str, groups: ProcessGroups, what: str, step: int | None, label: str = ""
 ) -> Iterator[_Collective]:
-    """One collective in the phase that errors and the monitor know it by."""
+    """Run one collective in the phase that errors and the monitor know it by."""
     channel = groups.channel(group_name)
     name = label or _name(kind, what)
     where = name if group_name == "world" else f"{name} on group {group_name!r}"
@@ -210,7 +210,7 @@ class _Collective:
         self._channel, self._groups, self._position, self._where = channel, groups, position, where
 
     def pickled(self, obj: Any) -> bytes:
-        """``obj`` as it travels.
+        """Return ``obj`` as it travels.
 
         Raises:
             ProcessGroupError: on every rank: it cannot be pickled.
@@ -273,7 +273,7 @@ class _Collective:
                 groups.channel(one.channel).take_part(frames.encode_stray(position, pending))
 
     def gather(self, content: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Every rank's bytes, on every rank."""
+        """Return every rank's bytes, on every rank."""
         if self._channel.alone:
             return [content]
         found = self.meet(content, timeout_s)
@@ -286,7 +286,7 @@ class _Collective:
         return _cut(received, found)
 
     def collect(self, content: bytes) -> list[bytes] | None:
-        """Every rank's bytes, on the group's first rank."""
+        """Return every rank's bytes, on the group's first rank."""
         channel = self._channel
         first = channel.ranks[0]
         if channel.alone:
@@ -303,7 +303,7 @@ class _Collective:
         return None if received is None else _cut(received, found)
 
     def broadcast(self, content: bytes, source: int) -> bytes:
-        """The bytes of the group's rank ``source``, on every rank."""
+        """Return the bytes of the group's rank ``source``, on every rank."""
         channel = self._channel
         if channel.alone:
             return content
@@ -316,7 +316,7 @@ class _Collective:
         return box.numpy().tobytes()
 
     def reduce(self, numbers: Sequence[float], op: Operation) -> list[float]:
-        """Element-wise over the ranks, which pass equally many."""
+        """Reduce element-wise over the ranks, which pass equally many."""
         mine = numpy.array(numbers, dtype=numpy.float64)
         if self._channel.alone:
             return mine.tolist()
@@ -349,7 +349,7 @@ class _Collective:
 
 
 def _name(kind: str, what: str) -> str:
-    """What messages call a collective: its function, and the call that it is for. Of :func:`agree`, only that."""
+    """Return what messages call a collective: its function, and the call that it is for. Of :func:`agree`, only that."""
     function, call = re.split("[, ]", kind, maxsplit=1)[0], re.split(r"[(,]", what, maxsplit=1)[0]
     if not call:
         return function

@@ -124,7 +124,7 @@ def initialize(
 
 
 def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
-    """The store of this world, and a second connection to it, for the monitor."""
+    """Return the store of this world, and a second connection to it, for the monitor."""
     start = None
     if launch.several_hosts:
         host = socket.gethostname()
@@ -182,14 +182,14 @@ def _require_backend(platform: CommunicationPlatform) -> None:
 
 
 def backend_for(backend: str, device_type: str) -> str | None:
-    """What of a default group's backend, ``nccl`` or ``cpu:gloo,cuda:nccl``, serves tensors of a device. Pure."""
+    """Return the part of a backend, ``nccl`` or ``cpu:gloo,cuda:nccl``, that serves tensors of a device. Pure."""
     if ":" not in backend:
         return backend
     return dict(entry.split(":", 1) for entry in backend.split(",")).get(device_type)
 
 
 def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
-    """The default group's store, and a second connection to it, for the monitor; None if its kind allows no second one."""
+    """Return the default group's store, and a second connection to it, for the monitor; None if its kind allows no second one."""
     default = dist.distributed_c10d._get_default_store()
     times = default.add(f"megascend/times/{launch.rank}", 1)
     store = dist.PrefixStore(f"megascend/adopted/{times}", default)
@@ -230,7 +230,7 @@ def _check_ranks(groups: ProcessGroups, factory: GroupFactory) -> None:
 
 
 def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup]) -> None:
-    """One for every set of ranks that is a group. All ranks create all in the same order, which ``new_group`` requires.
+    """Create one for every set of ranks that is a group, on all ranks in the same order, which ``new_group`` requires.
 
     Args:
         cpu_groups: groups on Gloo that exist already, by name; the same names on all ranks.

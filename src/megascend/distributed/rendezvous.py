@@ -59,7 +59,7 @@ def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int,
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """A name that the ranks of this start share, and no earlier one has had. Collective.
+    """Return a name that the ranks of this start share, and no earlier one has had. Collective.
 
     Every rank leaves a number of its own. Rank 0 proposes a name together with all numbers that it sees; a rank accepts a
     proposal that has its number; rank 0 confirms it when all have. A number that a rank of an earlier start has left is
@@ -132,7 +132,7 @@ def gloo_problem(
     addresses: Callable[[str], Sequence[str]],
     interfaces: Callable[[], Mapping[str, Sequence[str]]],
 ) -> str | None:
-    """Why ranks of other hosts could not connect to Gloo on this one, and what to set; None if nothing is wrong.
+    """Return why ranks of other hosts could not connect to Gloo on this one, and what to set; None if nothing is wrong.
 
     Gloo listens where this host's name leads to, or on the loopback interface if it leads nowhere.
 
@@ -159,7 +159,7 @@ def gloo_problem(
 
 
 def addresses_of(name: str) -> list[str]:
-    """Addresses that the system finds for a host's name, in its order."""
+    """Return the addresses that the system finds for a host's name, in its order."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -168,7 +168,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def interfaces_here() -> dict[str, list[str]]:
-    """IP addresses of this host's interfaces."""
+    """Return the IP addresses of this host's interfaces."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)

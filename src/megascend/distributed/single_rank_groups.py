@@ -18,7 +18,7 @@ from megascend.changes import patched
 
 @contextlib.contextmanager
 def shared_single_rank_groups() -> Iterator[None]:
-    """Until the block ends, ``torch.distributed.new_group`` makes one group for a rank, a backend and a timeout, not several.
+    """Have ``torch.distributed.new_group`` make one group for a rank, a backend and a timeout, not several, within the context.
 
     All ranks decide alike, by the arguments: a call that makes no group makes none anywhere.
     """
@@ -27,7 +27,7 @@ def shared_single_rank_groups() -> Iterator[None]:
 
 
 def sharing(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """``new_group``, whose groups of a single rank are made once."""
+    """Wrap ``new_group`` so that groups of a single rank are made once."""
     made: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(new_group)

@@ -1,6 +1,6 @@
 """Help for testing code that trains: real ranks on one machine, and tiny Hugging Face checkpoints.
 
-Public: megascend's own tests use nothing else, and neither need yours::
+For example::
 
     from megascend.testing import run_distributed
 

@@ -156,13 +156,13 @@ class Rank:
 
     @property
     def failed_at(self) -> float | None:
-        """When this rank failed, or None. A death counts a little earlier, being noticed late."""
+        """Return when this rank failed, or None. A death counts a little earlier, being noticed late."""
         if self.outcome is not None:
             return self.outcome.at if self.outcome.failure else None
         return self.ended_at if self.status is not None else None
 
     def report(self) -> str:
-        """What went wrong on this rank, with all that is known about it."""
+        """Describe what went wrong on this rank."""
         rank = f"rank {self.files.rank}"
         if self.outcome is not None and self.outcome.failure:
             text = f"{rank} raised:\n{self.outcome.failure.rstrip()}"
@@ -182,7 +182,7 @@ class Rank:
 
 
 def _from_function(stack: str) -> str:
-    """A faulthandler stack without the frames below the rank's function: the caller's own, copied by the fork."""
+    """Return a faulthandler stack without the frames below the rank's function: the caller's own, copied by the fork."""
     kept, below = [], False
     for line in stack.splitlines():
         below = (below or "in _outcome_of" in line) and line.startswith(" ")
@@ -297,7 +297,7 @@ def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
 
 
 def _exits(pid: int) -> bool:
-    """Whether a process has ended but for what the kernel still does about it, as far as can be seen."""
+    """Check whether a process has ended but for what the kernel still does about it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

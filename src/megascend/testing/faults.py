@@ -79,7 +79,7 @@ def flip_byte(path: str | Path, offset: int | None = None) -> int:
 
 @contextmanager
 def full_disk(size_bytes: int) -> Iterator[Path]:
-    """A directory on a file system of its own of ``size_bytes`` (rounded up to pages): a tmpfs, gone after the block.
+    """Mount a tmpfs of ``size_bytes`` (rounded up to pages) for the block, and yield its directory.
 
     Raises:
         PlatformError: this user can mount one neither directly nor in a user namespace.
@@ -92,7 +92,7 @@ def full_disk(size_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def read_only(path: str | Path) -> Iterator[Path]:
-    """The directory ``path``, mounted read-only, so that root cannot write to it either, until the block ends.
+    """Mount the directory ``path`` read-only for the block, so that root cannot write to it either.
 
     Yields where to see it so: ``path`` itself where this user can mount; else, from a user namespace, another path to the
     same files, while ``path`` itself stays writable.
@@ -128,7 +128,7 @@ def _mounted(script: str, folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _mounted_in_namespace(script: str, folder: Path, why_not_directly: str) -> Iterator[Path]:
-    """The same as root of a new user namespace. The mount lives as long as its process, through which it is seen."""
+    """Mount as root of a new user namespace. The mount lives as long as its process, through which it is seen."""
     command = [
         "unshare",
         "--user",

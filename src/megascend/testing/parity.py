@@ -86,13 +86,13 @@ class Case:
 
     @property
     def adam(self) -> Adam:
-        """The reference's optimizer settings with this case's changes."""
+        """Return the reference's optimizer settings with this case's changes."""
         settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM} | self.optimizer
         return Adam(**settings)
 
 
 def matrix(platform: str = "cpu") -> list[Case]:
-    """Every layout that docs/numerics.md reports for a platform.
+    """Return every layout that docs/numerics.md reports for a platform.
 
     On ``npu`` context parallelism needs padded batches, and has two algorithms. On ``cuda`` there are those of one and two
     processes (:func:`_on_cuda`).
@@ -114,7 +114,7 @@ def matrix(platform: str = "cpu") -> list[Case]:
 
 
 def _on_cuda() -> list[Case]:
-    """fp32 on padded batches and without CP, since Transformer Engine has neither in fp32; the rest in 16 bits, packed."""
+    """Return fp32 cases padded and without CP, which Transformer Engine lacks in fp32, and 16-bit cases packed."""
     cases = {}
     for case in (case for case in _layouts() if case.world_size <= 2):
         if case.precision != "fp32":
@@ -221,7 +221,7 @@ def _layouts() -> list[Case]:
 
 
 def case_checkpoint(folder: Path, arch: str, **overrides: Any) -> Path:
-    """The tiny checkpoint of a recipe, in a subfolder of its own, made once."""
+    """Return the tiny checkpoint of a recipe, in a subfolder of its own, made once."""
     from megascend.testing.tiny_models import write_tiny_checkpoint
 
     name = "-".join([arch, *(f"{key}-{value}" for key, value in sorted(overrides.items()))])
@@ -229,7 +229,7 @@ def case_checkpoint(folder: Path, arch: str, **overrides: Any) -> Path:
 
 
 def token_lists(vocabulary: int = TINY_VOCABULARY, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """The token ids that every case trains on."""
+    """Return the token ids that every case trains on."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -237,7 +237,7 @@ def token_lists(vocabulary: int = TINY_VOCABULARY, lengths: tuple[int, ...] = LE
 
 
 def causal_samples(tokens: list[list[int]]) -> list[Sample]:
-    """``tokens`` as samples whose first PROMPT tokens are not trained."""
+    """Return ``tokens`` as samples whose first PROMPT tokens are not trained."""
     from megascend.batch.sample import Sample
 
     return [Sample.causal(ids, prompt_length=PROMPT) for ids in tokens]
@@ -284,7 +284,7 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
 
 
 def _by_content(job: dict[str, Any]) -> dict[str, Any]:
-    """``job`` with digests in place of the directories it names: where they lie does not matter to a reference."""
+    """Return ``job`` with digests in place of the directories it names: where they lie does not matter to a reference."""
     contents = {"checkpoint": digest(Path(job["checkpoint"]))}
     if "adapter" in job:  # its settings name the base model's path
         settings = json.loads((Path(job["adapter"]) / "adapter_config.json").read_text(encoding="utf-8"))
@@ -295,7 +295,7 @@ def _by_content(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_of_equals(name: str, ranks: Sequence[T]) -> T:
-    """Rank 0's trajectory; an error if another rank reports other losses or gradient norms."""
+    """Return rank 0's trajectory; an error if another rank reports other losses or gradient norms."""
     for rank, other in enumerate(ranks):
         if (other.losses, other.grad_norms) != (ranks[0].losses, ranks[0].grad_norms):
             raise DistributedTestError(f"{name}: rank {rank} reports other figures than rank 0")
@@ -316,7 +316,7 @@ def hf_reference(
     weights: bool = False,
     reduction: str = "mean",
 ) -> Trajectory:
-    """What Hugging Face and torch AdamW make of the job. Kept in ``folder`` for the next caller with the same job.
+    """Run the job with Hugging Face and torch AdamW; the result stays in ``folder`` for the next caller with the same job.
 
     Args:
         fields: per sample, what ``loss`` needs beside the tokens: ``old_logprobs``, ``advantages``, ``pair``...; and ``weights``
@@ -355,7 +355,7 @@ def hf_reference(
 
 
 def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
-    """What one rank of ``case`` does and sees; logits only where one data parallel rank has all samples."""
+    """Run one rank of ``case``; return its trajectory, with logits only where one data parallel rank has all samples."""
     backend = case_backend(case, checkpoint)
     everything = causal_samples(tokens)
     samples = backend.shard(everything)
@@ -377,7 +377,7 @@ def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int =
 
 
 def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> MegatronBackend:
-    """The backend that ``case`` describes; without the self-check where a whole trajectory is held against Hugging Face."""
+    """Return the backend that ``case`` describes; without the self-check where a trajectory is compared with Hugging Face."""
     from megascend.backends import MegatronBackend
 
     return MegatronBackend(

@@ -173,6 +173,6 @@ def run_reference(
 
 
 def _packages(text: str) -> list[str]:
-    """Names of :data:`IMPORTED` that a program imports, in that order."""
+    """Return names of :data:`IMPORTED` that a program imports, in that order."""
     found = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
     return [name for name in IMPORTED if name in found]

@@ -17,7 +17,7 @@ from megascend.testing.tiny_models import tiny_config
 
 
 def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
-    """The slice that a backend of a model with this ``config.json`` would be checked with."""
+    """Return the slice that a backend of a model with this ``config.json`` would be checked with."""
     from transformers import AutoConfig
 
     # transformers changes what it is given: rope_scaling, for one
@@ -26,7 +26,7 @@ def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
 
 
 def as_written(config: dict[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` that transformers writes for a model of this configuration: with the architecture's defaults."""
+    """Return the ``config.json`` that transformers writes for a model of this configuration: with the architecture's defaults."""
     from transformers import AutoConfig
 
     return json.loads(AutoConfig.for_model(**copy.deepcopy(config)).to_json_string())
@@ -52,7 +52,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def warm_tiny_models() -> None:
-    """The verdicts on :func:`megascend.testing.tiny_config` of every proven architecture, with and without tied embeddings.
+    """Make the verdicts on :func:`tiny_config` of every proven architecture, with and without tied embeddings.
 
     Tests have deadlines, which might pass where a rank had to wait for its own.
     """

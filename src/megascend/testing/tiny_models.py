@@ -40,7 +40,7 @@ MARKER = "tiny_checkpoint.json"
 
 
 def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
-    """The Hugging Face ``config.json`` of a tiny model: 4 layers, hidden 64, 4 heads in 2 query groups, 320 tokens.
+    """Return the Hugging Face ``config.json`` of a tiny model: 4 layers, hidden 64, 4 heads in 2 query groups, 320 tokens.
 
     Args:
         arch: one of :data:`ARCHITECTURES`, or registered with :func:`megascend.register_architecture`.
