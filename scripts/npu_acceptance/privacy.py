@@ -21,7 +21,7 @@ from megascend.surroundings import home
 
 PUBLIC_VARIABLES = re.compile(
     r"^(ASCEND_\w*(LEVEL|DEVICES|BLOCKING)|HCCL_(?!.*IF)\w*|OMP_NUM_THREADS|PYTHON(WARNINGS|UNBUFFERED)|LANG|LC_\w+|TERM|SHLVL|"
-    r"MEGASCEND_(SIMNPU|ACCEPTANCE)\w*|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_NPU_ALLOC_CONF|_)$"
+    r"(SIMNPU|MEGASCEND_ACCEPTANCE)\w*|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_NPU_ALLOC_CONF|_)$"
 )
 """Environment variables whose values may stay: settings that say nothing about a person, a machine or a network."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|SESSION", re.IGNORECASE)

@@ -21,7 +21,16 @@ import torch.distributed as dist
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.diagnostics.collective_sequence import CollectiveCounts
-from megascend.diagnostics.diagnosis import LISTED, Failure, Kind, PeerStatus, Record, diagnose, not_arrived, shorten
+from megascend.diagnostics.diagnosis import (
+    LISTED,
+    PeerStatus,
+    PeerVerdict,
+    PhaseFailure,
+    RankRecord,
+    diagnose,
+    not_arrived,
+    shorten,
+)
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.diagnostics.heartbeat import Observer
 from megascend.diagnostics.upstream_errors import is_secondary, library_of
@@ -35,7 +44,7 @@ from weightwire.liveness import Identity
 
 # --- the diagnosis: pure ---
 
-REDUCING = Record(
+REDUCING = RankRecord(
     heartbeat=7,
     step=3,
     label="grad reduce",
@@ -58,57 +67,61 @@ IN_FORWARD = replace(
 )
 UPDATING = replace(REDUCING, label="update", outer="update", open=["update"], counts=REDUCING.counts | {"update": 3})
 BETWEEN = replace(UPDATING, inside=False, open=[])
-FAILED = replace(IN_FORWARD, failure=Failure("forward of step 3", "forward and backward", "DataError: bad", False))
-GAVE_UP = replace(REDUCING, failure=Failure("grad reduce of step 3", "grad reduce", "PeerLostError: x", True))
+FAILED = replace(IN_FORWARD, failure=PhaseFailure("forward of step 3", "forward and backward", "DataError: bad", False))
+GAVE_UP = replace(REDUCING, failure=PhaseFailure("grad reduce of step 3", "grad reduce", "PeerLostError: x", True))
 FINE = PeerStatus(REDUCING)
 
 
 @pytest.mark.parametrize(
     ("seen", "kind", "reason"),
     [
-        (PeerStatus(FAILED), Kind.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
-        (PeerStatus(FAILED, silent=9.0), Kind.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
-        (PeerStatus(REDUCING, 3.2, 12.4), Kind.GONE, "rank 1 is gone: last heard of 12 s ago in grad reduce of step 3"),
+        (PeerStatus(FAILED), PeerVerdict.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
+        (PeerStatus(FAILED, silent=9.0), PeerVerdict.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
+        (
+            PeerStatus(REDUCING, 3.2, 12.4),
+            PeerVerdict.GONE,
+            "rank 1 is gone: last heard of 12 s ago in grad reduce of step 3",
+        ),
         (
             PeerStatus(IN_FORWARD, 0.1, 1.0, "ended"),
-            Kind.GONE,
+            PeerVerdict.GONE,
             "rank 1 is gone: its process has ended, last heard of 1 s ago in forward of step 3",
         ),
         (
             PeerStatus(BETWEEN, 5.0, 1.0, "stopped"),
-            Kind.GONE,
+            PeerVerdict.GONE,
             "rank 1 is gone: its process is stopped, last heard of 5 s ago after update of step 3",
         ),
         (
             PeerStatus(replace(BETWEEN, ended=True), 30.0),
-            Kind.GONE,
+            PeerVerdict.GONE,
             "rank 1 has ended: it left its process groups after update of step 3",
         ),
         (
             PeerStatus(IN_FORWARD),
-            Kind.LATE,
+            PeerVerdict.LATE,
             "rank 1 has not come: in forward of step 3 for 61 s, at tokenize (data.py:40)",
         ),
-        (None, Kind.LATE, "rank 1 has not been heard of at all"),
+        (None, PeerVerdict.LATE, "rank 1 has not been heard of at all"),
         (
             PeerStatus(replace(REDUCING, waiting=False, frame="write (log.py:3)")),
-            Kind.LATE,
+            PeerVerdict.LATE,
             "rank 1 has not come: in grad reduce of step 3 for 8 s, at write (log.py:3)",
         ),
         (
             PeerStatus(UPDATING),
-            Kind.LEFT,
+            PeerVerdict.LEFT,
             "rank 1 has left grad reduce of step 3 without the others (now in update of step 3)",
         ),
         (
             PeerStatus(BETWEEN),
-            Kind.LEFT,
+            PeerVerdict.LEFT,
             "rank 1 has left grad reduce of step 3 without the others (now between phases)",
         ),
-        (PeerStatus(GAVE_UP), Kind.GAVE_UP, "rank 1 failed in grad reduce of step 3 with PeerLostError: x"),
+        (PeerStatus(GAVE_UP), PeerVerdict.GAVE_UP, "rank 1 failed in grad reduce of step 3 with PeerLostError: x"),
     ],
 )
-def test_what_is_wrong_with_one_peer(seen: PeerStatus | None, kind: Kind, reason: str) -> None:
+def test_what_is_wrong_with_one_peer(seen: PeerStatus | None, kind: PeerVerdict, reason: str) -> None:
     found = diagnose(0, REDUCING, {1: seen, 2: FINE})
     assert (found.kind, found.culprits, found.reasons) == (kind, (1,), (reason,))
 
@@ -123,8 +136,8 @@ def test_the_first_cause_is_blamed_and_what_follows_from_it_is_not() -> None:
 
 def test_nobody_to_blame() -> None:
     found = diagnose(0, REDUCING, {1: FINE, 2: FINE})
-    assert (found.kind, found.culprits, found.reasons) == (Kind.FINE, (), ())
-    assert diagnose(0, REDUCING, {}).kind is Kind.FINE
+    assert (found.kind, found.culprits, found.reasons) == (PeerVerdict.FINE, (), ())
+    assert diagnose(0, REDUCING, {}).kind is PeerVerdict.FINE
 
 
 def test_where_nobody_is_to_blame_positions_go_down_to_the_line() -> None:
@@ -139,7 +152,7 @@ def test_where_nobody_is_to_blame_positions_go_down_to_the_line() -> None:
 
 def test_who_is_known_not_to_have_come_is_blamed_whatever_the_records_say() -> None:
     found = diagnose(0, REDUCING, {1: FINE, 2: FINE}, suspects=[2])
-    assert (found.kind, found.culprits) == (Kind.LATE, (2,))
+    assert (found.kind, found.culprits) == (PeerVerdict.LATE, (2,))
     assert found.reasons[0].startswith("rank 2 has not come: in grad reduce of step 3 for 8 s")
     assert diagnose(0, REDUCING, {1: PeerStatus(REDUCING, 9.0), 2: FINE}, suspects=[2]).culprits == (1,)
 
@@ -154,14 +167,14 @@ def test_whose_number_is_behind_has_not_arrived() -> None:
 def test_a_device_that_waits_shows_nothing_in_python() -> None:
     """There this rank cannot say that it waits itself, so that frames are no evidence."""
     mine = replace(REDUCING, waiting=False)
-    assert diagnose(0, mine, {1: PeerStatus(replace(REDUCING, waiting=False, frame="item"))}).kind is Kind.FINE
+    assert diagnose(0, mine, {1: PeerStatus(replace(REDUCING, waiting=False, frame="item"))}).kind is PeerVerdict.FINE
 
 
 def test_a_thread_in_the_background_is_in_its_phase_beside_the_main_one() -> None:
     mine = replace(REDUCING, label="write", outer="write", counts={"write": 1}, open=["grad reduce", "write"])
     writing = replace(UPDATING, counts=UPDATING.counts | {"write": 1}, open=["update", "write"], waiting=True)
-    assert diagnose(0, mine, {1: PeerStatus(writing)}).kind is Kind.FINE
-    assert diagnose(0, mine, {1: PeerStatus(UPDATING)}).kind is Kind.LATE
+    assert diagnose(0, mine, {1: PeerStatus(writing)}).kind is PeerVerdict.FINE
+    assert diagnose(0, mine, {1: PeerStatus(UPDATING)}).kind is PeerVerdict.LATE
 
 
 def test_positions_are_a_short_list_with_the_culprits_in_it() -> None:
@@ -175,7 +188,7 @@ def test_positions_are_a_short_list_with_the_culprits_in_it() -> None:
 
 def test_a_record_survives_the_store() -> None:
     record = replace(FAILED, process=Identity.mine(), collectives=CollectiveCounts({"dp": 2}, "dp"))
-    assert Record.decode(record.encode()) == record
+    assert RankRecord.decode(record.encode()) == record
     assert shorten("a\n  b" + "c" * 1000) == "a b" + "c" * 394 + "..."
 
 
@@ -190,7 +203,7 @@ def test_errors_can_be_pickled_and_caught_by_their_kin() -> None:
 
 
 def test_silence_is_what_the_reader_has_seen() -> None:
-    observer, own = Observer(), Record(heartbeat=1, clock=100.0)
+    observer, own = Observer(), RankRecord(heartbeat=1, clock=100.0)
     observer.update({1: own, 2: None}, now=10.0, clock=100.5, timeout_s=5)
     assert observer.statuses([1, 2]) == {1: PeerStatus(own, 0.0, 0.5), 2: None}
     assert observer.undecided(since=9.0), "one poll proves nothing"
@@ -205,7 +218,7 @@ def test_silence_is_what_the_reader_has_seen() -> None:
 
 
 def test_a_reader_that_was_stopped_itself_blames_nobody() -> None:
-    observer, own = Observer(), Record(heartbeat=1)
+    observer, own = Observer(), RankRecord(heartbeat=1)
     for now in (10.0, 11.0, 500.0):
         observer.update({1: own}, now, clock=0.0, timeout_s=5)
     assert observer.statuses([1])[1].silent == 0.0  # type: ignore[union-attr]
@@ -252,7 +265,7 @@ def of_two(tmp_path, timeout_s: float = 30.0):
     launches = [Launch(rank=rank, world_size=2, store_path=str(tmp_path / "store")) for rank in range(2)]
     monitors = [HangMonitor(rank, 2, timeout_s, launch.store(5)) for rank, launch in enumerate(launches)]
     store = launches[0].store(5)
-    return monitors, lambda rank: Record.decode(store.get(f"monitor/{rank}"))
+    return monitors, lambda rank: RankRecord.decode(store.get(f"monitor/{rank}"))
 
 
 def test_the_innermost_phase_is_published_and_the_outer_one_comes_back(tmp_path) -> None:
@@ -284,7 +297,7 @@ def test_an_exception_passes_unchanged_and_is_published_until_the_rank_goes_on(t
         with pytest.raises(DataError) as caught, monitor.phase("forward and backward"), monitor.phase("forward"):
             raise error
         assert caught.value is error
-        assert read(0).failure == Failure(
+        assert read(0).failure == PhaseFailure(
             "forward of step 1", "forward and backward", "DataError: no such token", False
         )
         with monitor.phase("update"):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megascend.app.shared_output import not_shared
-from megascend.diagnostics.diagnosis import PeerStatus, Record, judge
+from megascend.diagnostics.diagnosis import PeerStatus, RankRecord, judge
 from megascend.distributed.launch import Launch
 from megascend.distributed.rendezvous import agree_on_start, gloo_problem
 from megascend.errors import CollectiveTimeoutError
@@ -81,8 +81,8 @@ def test_a_name_that_leads_to_the_loopback_interface_is_refused_with_what_to_set
 
 
 def test_a_rank_of_another_host_is_named_with_it() -> None:
-    def record(host: str) -> Record:
-        return Record(process=Identity(host, "", 1, -1) if host else None)
+    def record(host: str) -> RankRecord:
+        return RankRecord(process=Identity(host, "", 1, -1) if host else None)
 
     mine = record("node-a")
     gone = {host: judge(3, mine, PeerStatus(record(host), silent=9.0))[1] for host in ("node-a", "node-b", "")}

@@ -1,6 +1,6 @@
 """Who kept a collective from ending, found from what every rank last said about itself. Pure: no store, no clock.
 
-A rank publishes a :class:`Record` about once a second. A reader turns the records of its peers into :class:`PeerStatus`
+A rank publishes a :class:`RankRecord` about once a second. A reader turns the records of its peers into :class:`PeerStatus`
 s, which add for how long each has been silent, and :func:`diagnose` names the culprits.
 """
 
@@ -23,7 +23,7 @@ TEXT_LIMIT = 400
 
 
 @dataclass(frozen=True)
-class Failure:
+class PhaseFailure:
     """An exception that left a phase.
 
     Attributes:
@@ -40,7 +40,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What a rank says about itself.
 
     Attributes:
@@ -74,7 +74,7 @@ class Record:
     frame: str = ""
     waiting: bool = False
     clock: float = 0.0
-    failure: Failure | None = None
+    failure: PhaseFailure | None = None
     ended: bool = False
     process: Identity | None = None
 
@@ -83,11 +83,11 @@ class Record:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def decode(cls, text: str | bytes) -> Record:
+    def decode(cls, text: str | bytes) -> RankRecord:
         """Decode what :meth:`encode` returned."""
         values = json.loads(text)
         if values["failure"] is not None:
-            values["failure"] = Failure(**values["failure"])
+            values["failure"] = PhaseFailure(**values["failure"])
         values["collectives"] = CollectiveCounts(**values["collectives"])
         if values["process"] is not None:
             values["process"] = Identity(**values["process"])
@@ -108,7 +108,7 @@ class PeerStatus:
         state: ``ended`` or ``stopped``, if its process is on this machine and can be seen to be.
     """
 
-    record: Record
+    record: RankRecord
     silent: float = 0.0
     age: float = 0.0
     state: str | None = None
@@ -126,7 +126,7 @@ class PeerStatus:
         return self.state == "ended" if failure is None else not failure.secondary
 
 
-class Kind(IntEnum):
+class PeerVerdict(IntEnum):
     """What is wrong with a peer; the first of these that any peer shows is the cause, later ones follow from it."""
 
     FAILED = 0
@@ -137,7 +137,7 @@ class Kind(IntEnum):
     FINE = 5
 
 
-LOST = (Kind.FAILED, Kind.GONE, Kind.GAVE_UP)
+LOST = (PeerVerdict.FAILED, PeerVerdict.GONE, PeerVerdict.GAVE_UP)
 """Kinds of a peer that will not come any more."""
 
 
@@ -152,7 +152,7 @@ class Diagnosis:
         positions: where every rank is, in one line; if no rank could be blamed, with the places in their Python.
     """
 
-    kind: Kind
+    kind: PeerVerdict
     culprits: tuple[int, ...]
     reasons: tuple[str, ...]
     positions: str
@@ -164,7 +164,7 @@ def of_step(label: str, step: int) -> str:
 
 
 def diagnose(
-    rank: int, mine: Record, peers: Mapping[int, PeerStatus | None], suspects: Iterable[int] | None = None
+    rank: int, mine: RankRecord, peers: Mapping[int, PeerStatus | None], suspects: Iterable[int] | None = None
 ) -> Diagnosis:
     """Find who keeps ``rank`` from going on.
 
@@ -178,13 +178,13 @@ def diagnose(
     blamed = set(peers) if suspects is None else set(suspects)
     for peer in [] if suspects is None else blamed:
         kind, reason = verdicts[peer]
-        if kind in (Kind.FINE, Kind.LEFT):
-            verdicts[peer] = Kind.LATE, _late(peer, mine, peers[peer])
-        elif kind is Kind.GAVE_UP:
-            verdicts[peer] = Kind.FAILED, reason  # it gave up before it came, so it is the cause here
-    kind = min((verdict for verdict, _ in verdicts.values()), default=Kind.FINE)
+        if kind in (PeerVerdict.FINE, PeerVerdict.LEFT):
+            verdicts[peer] = PeerVerdict.LATE, _late(peer, mine, peers[peer])
+        elif kind is PeerVerdict.GAVE_UP:
+            verdicts[peer] = PeerVerdict.FAILED, reason  # it gave up before it came, so it is the cause here
+    kind = min((verdict for verdict, _ in verdicts.values()), default=PeerVerdict.FINE)
     culprits = tuple(sorted(peer for peer, (verdict, _) in verdicts.items() if verdict is kind))
-    if kind is Kind.FINE:
+    if kind is PeerVerdict.FINE:
         culprits = ()
     return Diagnosis(
         kind, culprits, tuple(verdicts[peer][1] for peer in culprits[:LISTED]), positions(rank, mine, peers, culprits)
@@ -196,44 +196,44 @@ def not_arrived(channel: str, number: int, peers: Mapping[int, PeerStatus | None
     return [peer for peer, seen in peers.items() if seen is None or seen.record.collectives.of(channel) < number]
 
 
-def judge(peer: int, mine: Record, seen: PeerStatus | None) -> tuple[Kind, str]:
+def judge(peer: int, mine: RankRecord, seen: PeerStatus | None) -> tuple[PeerVerdict, str]:
     """Return what is wrong with one peer, and a clause that says so."""
     if seen is None:
-        return Kind.LATE, f"rank {peer} has not been heard of at all"
+        return PeerVerdict.LATE, f"rank {peer} has not been heard of at all"
     record, who = seen.record, name(peer, mine, seen)
     entered, needed = record.counts.get(mine.outer, 0), mine.counts.get(mine.outer, 0)
     if record.failure is not None:
         reason = f"{who} failed in {record.failure.place} with {record.failure.error}"
         if not record.failure.secondary:
-            return Kind.FAILED, reason
+            return PeerVerdict.FAILED, reason
         if entered > needed or (entered == needed and record.failure.outer != mine.outer):
             now = f"then it failed in {record.failure.place}"
-            return Kind.LEFT, f"{who} has left {of_step(mine.outer, mine.step)} without the others ({now})"
-        return Kind.GAVE_UP, reason
+            return PeerVerdict.LEFT, f"{who} has left {of_step(mine.outer, mine.step)} without the others ({now})"
+        return PeerVerdict.GAVE_UP, reason
     if record.ended:
-        return Kind.GONE, f"{who} has ended: it left its process groups {record.place}"
+        return PeerVerdict.GONE, f"{who} has ended: it left its process groups {record.place}"
     if seen.gone:
         why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(seen.state or "", "")
         heard = max(seen.silent, seen.age)
-        return Kind.GONE, f"{who} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
+        return PeerVerdict.GONE, f"{who} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
     if entered < needed:
-        return Kind.LATE, _late(peer, mine, seen)
+        return PeerVerdict.LATE, _late(peer, mine, seen)
     if entered > needed or mine.outer not in record.open:
         left = of_step(mine.outer, mine.step)
         now = f"now {record.place}" if record.inside else "now between phases"
-        return Kind.LEFT, f"{who} has left {left} without the others ({now})"
+        return PeerVerdict.LEFT, f"{who} has left {left} without the others ({now})"
     if mine.waiting and record.frame and not record.waiting:
-        return Kind.LATE, _late(peer, mine, seen)  # in the same phase, but not in a collective
-    return Kind.FINE, ""
+        return PeerVerdict.LATE, _late(peer, mine, seen)  # in the same phase, but not in a collective
+    return PeerVerdict.FINE, ""
 
 
-def name(peer: int, mine: Record, seen: PeerStatus) -> str:
+def name(peer: int, mine: RankRecord, seen: PeerStatus) -> str:
     """Return ``"rank 3"``, or ``"rank 3 on node-b"`` if that is another host than the reader's."""
     host, here = (record.process.host if record.process else "" for record in (seen.record, mine))
     return f"rank {peer} on {host}" if host and host != here else f"rank {peer}"
 
 
-def _late(peer: int, mine: Record, seen: PeerStatus | None) -> str:
+def _late(peer: int, mine: RankRecord, seen: PeerStatus | None) -> str:
     if seen is None:
         return f"rank {peer} has not been heard of at all"
     return f"{name(peer, mine, seen)} has not come: {_spell(seen)}{f', at {seen.record.frame}' if seen.record.frame else ''}"
@@ -243,7 +243,7 @@ def _spell(seen: PeerStatus) -> str:
     return f"{seen.record.place} for {seen.record.seconds:.0f} s"
 
 
-def positions(rank: int, mine: Record, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()) -> str:
+def positions(rank: int, mine: RankRecord, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()) -> str:
     """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits before others."""
     order = [*culprits, *(number for number in sorted([rank, *peers]) if number not in set(culprits))]
     texts = []

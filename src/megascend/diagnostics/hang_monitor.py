@@ -24,10 +24,10 @@ from megascend.diagnostics.diagnosis import (
     LOST,
     SILENT_S,
     Diagnosis,
-    Failure,
-    Kind,
     PeerStatus,
-    Record,
+    PeerVerdict,
+    PhaseFailure,
+    RankRecord,
     diagnose,
     not_arrived,
     of_step,
@@ -70,7 +70,7 @@ class Publication:
 
     stack: PhaseStack
     generation: int
-    failure: Failure
+    failure: PhaseFailure
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Leave the mark behind when its exception is pickled: whoever receives the copy has not published it."""
@@ -120,7 +120,7 @@ class HangMonitor:
         self._main = PhaseStack(threading.get_ident(), since=time.monotonic())
         self._background: dict[int, PhaseStack] = {}
         self._watchdog = Watchdog(rank, self._main, lambda: self._describe(self._main, 0), self._speak_last, timeout_s)
-        self._failure: Failure | None = None
+        self._failure: PhaseFailure | None = None
         self._published: Publication | None = None  # of the failure
         self._explaining = self._ended = False
         self._faults = _armed_faults(rank, attempt)
@@ -296,14 +296,14 @@ class HangMonitor:
         suspects = suspected(peers or {})
         found = self._diagnose(stack, peers, suspects)
         parts = [headline(suspects)]
-        if found.kind is Kind.FINE:
+        if found.kind is PeerVerdict.FINE:
             parts.append("No rank is missing, and none has failed")
         elif found.reasons:
             reasons = "; ".join(found.reasons)
             parts.append(reasons[0].upper() + reasons[1:])
         library = library_of(error)
         parts += [text for text in (found.positions, f"{library}: {shorten(str(error))}" if library else "") if text]
-        kind = ProcessGroupError if found.kind is Kind.FINE else CollectiveTimeoutError
+        kind = ProcessGroupError if found.kind is PeerVerdict.FINE else CollectiveTimeoutError
         explained = (PeerLostError if found.kind in LOST else kind)(". ".join(parts))
         self._publish_failure(phase, explained)
         return explained
@@ -327,13 +327,13 @@ class HangMonitor:
     ) -> Diagnosis:
         blamed = tuple(suspects)
         if self._heartbeat is None:
-            return Diagnosis(Kind.LATE if blamed else Kind.FINE, blamed, (), "")
+            return Diagnosis(PeerVerdict.LATE if blamed else PeerVerdict.FINE, blamed, (), "")
         if peers is None:
             reason = (
                 "the store in which ranks tell what they do does not answer; whoever serves it"
                 f"{self._heartbeat.store_address} is gone, or the network to it is"
             )
-            return Diagnosis(Kind.GONE, blamed, (reason,), "What the ranks do is unknown")
+            return Diagnosis(PeerVerdict.GONE, blamed, (reason,), "What the ranks do is unknown")
         mine = self._describe(stack, 0, waiting=self._waits_on_host)
         return diagnose(self._rank, mine, peers, blamed or None)
 
@@ -350,7 +350,7 @@ class HangMonitor:
     def _publish_failure(self, phase: Phase, error: BaseException, *, mark: bool = True) -> None:
         stack = self._stack()
         place = of_step(phase.label, self.step)
-        self._failure = Failure(place, stack.phases[0].name, _summarize(error), is_secondary(error))
+        self._failure = PhaseFailure(place, stack.phases[0].name, _summarize(error), is_secondary(error))
         self._published = Publication(stack, stack.generation, self._failure)
         if mark:  # not by setattr: the exception's class may have a __setattr__ that refuses
             BaseException.__setattr__(error, PUBLICATION, self._published)
@@ -369,17 +369,17 @@ class HangMonitor:
     def _moved(self) -> object:
         return self._main.generation, len(self._background), self._failure, self.step, self.sequence.counts
 
-    def _record(self, heartbeat: int) -> Record:
+    def _record(self, heartbeat: int) -> RankRecord:
         return self._describe(self._main, heartbeat)
 
-    def _describe(self, stack: PhaseStack, heartbeat: int, waiting: bool | None = None) -> Record:
+    def _describe(self, stack: PhaseStack, heartbeat: int, waiting: bool | None = None) -> RankRecord:
         phases = list(stack.phases)
         opened = [other.phases[0].name for other in (self._main, *list(self._background.values())) if other.phases]
         seconds = time.monotonic() - stack.since
         frame, waits = "", False
         if phases and seconds >= min(2.0, self._watchdog.look_after_s / 2):
             frame, waits = stack.line()
-        return Record(
+        return RankRecord(
             heartbeat=heartbeat,
             step=self.step,
             label=phases[-1].label if phases else stack.last,
@@ -411,7 +411,7 @@ class HangMonitor:
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.pid:
             place = of_step(self._main.last, self.step)
-            self._failure = Failure(f"what follows {place}", "", _summarize(error), False)
+            self._failure = PhaseFailure(f"what follows {place}", "", _summarize(error), False)
         self.close()
 
 

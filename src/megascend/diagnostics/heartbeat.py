@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet  # not the built-in before Python 3.11
 from typing import TYPE_CHECKING, TypeVar
 
-from megascend.diagnostics.diagnosis import SILENT_S, PeerStatus, Record
+from megascend.diagnostics.diagnosis import SILENT_S, PeerStatus, RankRecord
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,11 +32,11 @@ class Observer:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Record, float]] = {}  # and since when it is like that
+        self._seen: dict[int, tuple[RankRecord, float]] = {}  # and since when it is like that
         self._advanced: dict[int, float] = {}  # when a heartbeat was last seen to come
         self._polled = self._clock = -1e9
 
-    def update(self, records: Mapping[int, Record | None], now: float, clock: float, timeout_s: float) -> None:
+    def update(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
         """Take note of what the peers say ``now`` (``clock``: the same in ``time.time()``).
 
         Args:
@@ -95,7 +95,7 @@ class Heartbeat:
         store: Store,
         rank: int,
         world_size: int,
-        snapshot: Callable[[int], Record],
+        snapshot: Callable[[int], RankRecord],
         changed: Callable[[], object],
         attend: Callable[[Heartbeat], None],
     ) -> None:
@@ -134,7 +134,7 @@ class Heartbeat:
         """
         return self._ask(self._observe, limit_s)
 
-    def read(self, peers: Sequence[int], limit_s: float) -> dict[int, Record | None] | None:
+    def read(self, peers: Sequence[int], limit_s: float) -> dict[int, RankRecord | None] | None:
         """Return the present records of ``peers``; None if the store does not answer within ``limit_s``."""
         return self._ask(lambda: self._read(peers), limit_s)
 
@@ -205,14 +205,14 @@ class Heartbeat:
         self._polled = time.monotonic()
         self._observer.update(records, self._polled, time.time(), timeout_s=3 * self.poll_s + SILENT_S)
 
-    def _read(self, peers: Sequence[int]) -> dict[int, Record | None]:
+    def _read(self, peers: Sequence[int]) -> dict[int, RankRecord | None]:
         keys = {peer: _key(peer) for peer in peers}
         with self.io:
             if not self._store.check(list(keys.values())):
                 keys = {peer: key for peer, key in keys.items() if self._store.check([key])}
             values = self._store.multi_get(list(keys.values())) if keys else []
-        found: dict[int, Record | None] = dict.fromkeys(peers)
-        found.update((peer, Record.decode(value)) for peer, value in zip(keys, values, strict=True))
+        found: dict[int, RankRecord | None] = dict.fromkeys(peers)
+        found.update((peer, RankRecord.decode(value)) for peer, value in zip(keys, values, strict=True))
         return found
 
     def _observe(self) -> dict[int, PeerStatus | None]:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megascend.diagnostics.diagnosis import LOST, Diagnosis, Record, diagnose, of_step
+from megascend.diagnostics.diagnosis import LOST, Diagnosis, RankRecord, diagnose, of_step
 from megascend.diagnostics.phase_stack import PhaseStack
 from megascend.errors import PeerLostError
 
@@ -42,7 +42,7 @@ class Watchdog:
         self,
         rank: int,
         stack: PhaseStack,
-        record: Callable[[], Record],
+        record: Callable[[], RankRecord],
         last_words: Callable[[BaseException], None],
         timeout_s: float,
     ) -> None:
@@ -73,7 +73,7 @@ class Watchdog:
         if self._noticed_in == generation and now - self._noticed_at > self._timeout_s + GRACE_S:
             self._give_up(self._message(record, found, seconds))
 
-    def _message(self, record: Record, found: Diagnosis, seconds: float) -> str:
+    def _message(self, record: RankRecord, found: Diagnosis, seconds: float) -> str:
         reasons = "; ".join(found.reasons) or "no rank is gone, has failed or is in another phase"
         taken = f"has taken {seconds:.0f} s (timeout_s is {self._timeout_s:g})"
         return f"rank {self._rank}: {of_step(record.label, record.step)} {taken}: {reasons}. {found.positions}"

@@ -45,7 +45,7 @@ class RankFiles:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """How a rank's function ended. ``at`` is ``time.monotonic()``, which all processes of a machine share.
 
     Exactly one of ``result`` (pickled) and ``failure`` (a formatted traceback) is meaningful; ``error`` is the pickled
@@ -96,12 +96,12 @@ def run_rank(
 
 def _outcome_of(
     call: Callable[[], Any], files: RankFiles, world_size: int, backend: str | None, timeout_s: float
-) -> Outcome:
+) -> RankOutcome:
     try:
         _set_environment(files, world_size)
         _show_messages()
         _set_up_torch(files, world_size, backend, timeout_s)
-        return Outcome(result=pickle.dumps(call()), at=time.monotonic())
+        return RankOutcome(result=pickle.dumps(call()), at=time.monotonic())
     except BaseException as error:  # noqa: BLE001  SystemExit and pytest's outcomes are failures of the rank too
         at = time.monotonic()
         try:
@@ -109,7 +109,7 @@ def _outcome_of(
             pickle.loads(pickled)
         except Exception:  # noqa: BLE001  an exception that cannot travel: its traceback does
             pickled = b""
-        return Outcome(failure=traceback.format_exc(), error=pickled, at=at)
+        return RankOutcome(failure=traceback.format_exc(), error=pickled, at=at)
 
 
 def _set_environment(files: RankFiles, world_size: int) -> None:

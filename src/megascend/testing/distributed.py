@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import simnpu
 from megascend.errors import DistributedTestError, ProcessGroupError
-from megascend.testing._rank import Outcome, RankFiles, run_rank
+from megascend.testing._rank import RankFiles, RankOutcome, run_rank
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class Rank:
     pid: int = 0
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended_at: float = 0.0
-    outcome: Outcome | None = None
+    outcome: RankOutcome | None = None
 
     def __post_init__(self) -> None:
         self._outcome = str(self.files.outcome)  # looked for every POLL_S
