@@ -289,12 +289,6 @@ NIGHTLY = {
     "testing/test_distributed.py": {
         "a_rank_stuck_in_a_collective_shows_where": "hanging ranks are named with their stacks",
     },
-    "testing/test_families.py": {
-        "a_deadline_ends_it_too": "the other ends of a family",
-    },
-    "testing/test_kept.py": {
-        "a_reference_is_run_once_wherever_its_checkpoint_lies": "a kept program is found again, in the same file",
-    },
     "testing/test_reference.py": {
         "modules_are_imported_for_one_program_alone": "every program of a reference",
     },
