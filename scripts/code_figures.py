@@ -145,7 +145,7 @@ def figures(modules: list[Module]) -> tuple[dict[str, str], dict[str, list[str]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("revision", nargs="?", help="a git revision to compare with")
     parser.add_argument("--list", action="store_true", help="print what is behind the counts of the working tree")
     options = parser.parse_args()

@@ -103,7 +103,7 @@ def test_options_of_mindspeeds_reach_the_configuration_that_its_layers_read(pari
 
     def work() -> tuple[bool, bool]:
         ring: dict[str, Any] = {"parallel": Parallel(context=2), "batching": Batching(packing=False)}
-        backend = build(checkpoint, mindspeed={"megatron_cp_in_bnsd": True}, **ring)
+        backend = build(checkpoint, provider_options={"megatron_cp_in_bnsd": True}, **ring)
         found = backend.engine.config.megatron_cp_in_bnsd
         backend.close()
         backend = build(checkpoint, **ring)
