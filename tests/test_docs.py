@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.mindspeed.unsupported import NEEDS_MEGATRON_TRAINING
+from megascend.bootstrap.mindspeed.arguments import NEEDS_MEGATRON_TRAINING
 from simnpu.__main__ import make_parser
 from simnpu.settings import FORMER_NAMES
 

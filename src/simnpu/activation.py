@@ -23,11 +23,6 @@ def activate() -> None:
     """Make ``torch.device("npu")``, ``hccl`` and ``import torch_npu`` the simulated ones. Idempotent.
 
     Child processes inherit the variables but not ``sys.path``: give them :func:`simnpu.environment`.
-
-    Raises:
-        ImportOrderError: a real torch_npu, Megatron, MindSpeed or mcore-bridge is imported already: they read at
-            import time what kind of device there is.
-        PlatformError: a real torch_npu that works is installed.
     """
     if is_active():
         return

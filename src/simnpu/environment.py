@@ -31,9 +31,6 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """``base`` (the current environment by default) with the simulated device in it, for a child process.
 
     The child needs nothing else: ``import torch`` loads the device by itself, as it does with the real torch_npu.
-
-    Raises:
-        PlatformError: a real torch_npu that works is installed, or the metadata folder cannot be written.
     """
     refuse_beside_real_torch_npu(search_path())
     env = under_present_names(os.environ if base is None else base)
@@ -71,11 +68,7 @@ def installed_folders() -> set[str]:
 
 
 def simulated_version() -> str:
-    """Version of the simulated torch_npu: torch's release and ``+simnpu``, since torch_npu's releases follow torch's.
-
-    Raises:
-        MissingDependencyError: torch is not installed.
-    """
+    """Version of the simulated torch_npu: torch's release and ``+simnpu``, since torch_npu's releases follow torch's."""
     from importlib.metadata import (  # late: a command line imports this package for its errors
         PackageNotFoundError,
         version,
@@ -94,9 +87,6 @@ def metadata_folder() -> Path:
 
     Made once per torch version in the user's cache: the version is only known here, and ``import torch`` looks for its
     backends through files alone, before any hook of ours could run.
-
-    Raises:
-        PlatformError: the cache cannot be written.
     """
     release = simulated_version()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "simnpu" / release

@@ -19,9 +19,6 @@ def refuse_beside_real_torch_npu(search_path: Iterable[str]) -> None:
 
     A wheel whose import fails (without CANN: ``libhccl.so: cannot open shared object file``) is shadowed instead, with
     a line on stderr.
-
-    Raises:
-        PlatformError: a working torch_npu is installed; the message names its folder.
     """
     paths = list(search_path)
     spec = PathFinder.find_spec("torch_npu", paths)

@@ -66,11 +66,7 @@ class ProcessGroupHCCL(ProcessGroupGloo):
         return COMM_PREFIX + self.hccl_options.group_id
 
     def join(self) -> None:
-        """Wait, before the first collective, until every rank of the group is at its own.
-
-        Raises:
-            RuntimeError: ranks that did not come in time; it names them.
-        """
+        """Wait, before the first collective, until every rank of the group is at its own."""
         if self.joined:
             return
         limit = min(connect_timeout(), self.hccl_options._timeout)
@@ -105,11 +101,7 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupHCCL:
 
 
 def group_of(hcom: str) -> ProcessGroup:
-    """The process group behind a name of :meth:`ProcessGroupHCCL.get_hccl_comm_name`.
-
-    Raises:
-        RuntimeError: no hccl group of this process has the name.
-    """
+    """The process group behind a name of :meth:`ProcessGroupHCCL.get_hccl_comm_name`."""
     name = hcom.removeprefix(COMM_PREFIX)
     if not hcom.startswith(COMM_PREFIX) or name not in _alive:
         raise RuntimeError(f"hcom {hcom!r} names no hccl group of this process: get it from get_hccl_comm_name")

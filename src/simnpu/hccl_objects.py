@@ -70,11 +70,7 @@ def watch_objects() -> None:
 
 
 def look(group: ProcessGroup | None, device: Any, name: str) -> None:
-    """Refuse the object collective ``name``, or warn of it once a process, where it would go over hccl.
-
-    Raises:
-        RuntimeError: it would, and ``SIMNPU_OBJECTS`` is ``refuse``.
-    """
+    """Refuse the object collective ``name``, or warn of it once a process, where it would go over hccl."""
     chosen: Any = group or distributed_c10d._get_default_group()
     if device is None or chosen == dist.GroupMember.NON_GROUP_MEMBER or not is_hccl(chosen, device):
         return

@@ -166,11 +166,7 @@ def replace(module: Any) -> None:
 
 
 def extension(name: str) -> types.SimpleNamespace:
-    """The simulated extension of this name.
-
-    Raises:
-        NotSimulatedError: there is none.
-    """
+    """The simulated extension of this name."""
     if name not in EXTENSIONS:
         raise NotSimulatedError(
             f"the operator extension {name!r}, which MindSpeed compiles against CANN, is not simulated by "

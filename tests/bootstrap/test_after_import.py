@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forked_programs import run_forked
-from megascend.bootstrap.after_import import after_import
+from megascend.bootstrap.import_hooks import after_import
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from forked_programs import run_forked
-from megascend.bootstrap.import_order import PATCHED_FIRST, imported_too_early, require_clean
+from megascend.bootstrap.runtime import PATCHED_FIRST, imported_too_early, require_clean
 from megascend.errors import ImportOrderError, MegascendError
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from forked_programs import run_forked
-from megascend.bootstrap import providers, transformer_engine
-from megascend.bootstrap.providers import Entry, PatchProvider, Setup, create, names, register
+from megascend.bootstrap import providers
+from megascend.bootstrap.providers import Entry, PatchProvider, Setup, TransformerEngine, create, names, register
 from megascend.bootstrap.reference import Reference
-from megascend.bootstrap.transformer_engine import TransformerEngine
 from megascend.bootstrap.versions import STACKS
 from megascend.config import Parallel
 from megascend.errors import ConfigError, PlatformError
@@ -87,7 +86,7 @@ def test_packages_that_patch_others_are_known_for_hiding_them() -> None:
 
 
 def test_cuda_without_transformer_engine_says_how_to_get_it_or_do_without(monkeypatch) -> None:
-    monkeypatch.setattr(transformer_engine, "is_installed", lambda name: False)
+    monkeypatch.setattr(providers, "is_installed", lambda name: False)
     with pytest.raises(PlatformError) as raised:
         TransformerEngine(setup("cuda")).before_megatron()
     message = str(raised.value)
@@ -108,7 +107,7 @@ def test_the_reference_on_cuda_replaces_the_real_one_and_redirects_nothing(monke
 
 
 def test_cuda_reports_the_variable_that_it_sets_and_respects_the_users(monkeypatch) -> None:
-    monkeypatch.setattr(transformer_engine, "is_installed", lambda name: True)
+    monkeypatch.setattr(providers, "is_installed", lambda name: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     made = TransformerEngine(setup("cuda"))
     assert made.before_megatron() == []

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from megascend.cli.dry_run_text import PIECE, Style, data_table, sample_text
-from megascend.data.sample_pieces import Piece
-from megascend.data.statistics import Statistics
+from megascend.data.preview import Piece, Statistics
 
 CHATS = [
     [("system", "Be kind."), ("user", "one?\nor two"), ("assistant", "two & café \x1b[31m"), ("user", "really?")],

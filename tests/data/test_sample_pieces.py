@@ -6,10 +6,8 @@ import pytest
 
 from megascend import Sample
 from megascend.data.findings import Findings
-from megascend.data.sample_pieces import Piece, pieces
-from megascend.data.split import hold_out, whole
-from megascend.data.statistics import Statistics
-from megascend.data.store import BLOCK, SampleStore, write_store
+from megascend.data.preview import Piece, Statistics, pieces
+from megascend.data.store import BLOCK, SampleStore, hold_out, whole, write_store
 
 WORDS = ["▁he", "llo", "▁world", "!", "\u2581you"]
 

@@ -11,7 +11,7 @@ from fp16_runs import LARGE, PROJECTION, build, results
 
 from forked_programs import run_forked
 from megascend.errors import CheckpointError
-from megascend.kernels.fp16_range import out_of_range, to_dtype
+from megascend.kernels.reductions import out_of_range, to_dtype
 from megascend.testing import run_distributed
 
 

@@ -5,7 +5,7 @@ import pytest
 import megascend
 from megascend.errors import ConfigError, PlatformError
 from megascend.platforms import choose
-from megascend.platforms.cuda_products import VARIABLE, check, configure
+from megascend.platforms.cuda import VARIABLE, check, configure
 
 
 def test_fp32_is_fp32_by_default():

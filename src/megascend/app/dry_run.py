@@ -18,13 +18,12 @@ from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
 from megascend.data.prepare import set_template
-from megascend.data.sample_pieces import Piece, pieces
-from megascend.data.statistics import Statistics
+from megascend.data.preview import Piece, Statistics, pieces
 from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.workload import Kernels, Workload
+from megascend.memory.sizes import Kernels, Workload
 from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology, plan
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.bootstrap.import_structure import read_once_on_import
+from megascend.bootstrap.patches import read_once_on_import
 from megascend.bootstrap.providers import packages
 from megascend.huggingface.architectures import make_known_to_transformers, register_architecture
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise, settings

@@ -52,9 +52,6 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
     Args:
         names: every sample's adapter, "" for the model itself.
         loss: what the samples are for; None where nothing is trained.
-
-    Raises:
-        DataError: a weight stopped being finite after its sample was made.
     """
     for index, sample in enumerate(samples):
         if not bool(sample.weights.isfinite().all()):
@@ -98,20 +95,12 @@ def exchange(mine: Report, topology: Topology, groups: ProcessGroups, call: str)
 
     Args:
         call: that the samples are for, with the arguments that must be equal.
-
-    Raises:
-        OutOfStepError: on every rank: they are not all in this call.
-        DataError: as :func:`reconcile`.
     """
     return reconcile(gather_objects(mine, "world", groups, call), topology)
 
 
 def reconcile(reports: Sequence[Report], topology: Topology) -> Agreement:
-    """The verdict on the reports of all ranks. Pure.
-
-    Raises:
-        DataError: some rank has a problem, ranks that must pass the same samples did not, or there is nothing to do.
-    """
+    """The verdict on the reports of all ranks. Pure."""
     problems = [(rank, entry.problem) for rank, entry in enumerate(reports) if entry.problem is not None]
     if problems:
         rank, problem = problems[0]

@@ -79,9 +79,6 @@ def plan_micro_batches(
 
     Returns:
         Sample indices of every micro batch; each index occurs once.
-
-    Raises:
-        DataError: a unit alone is over the budget.
     """
     of = kinds if kinds is not None and not packing else [None] * len(lengths)
     longest = [(max(lengths[index] for index in unit), unit) for unit in units(pairs)]

@@ -7,13 +7,15 @@ that is registered for it. One from outside the package is registered with :func
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, PlatformError
+from megascend.surroundings import is_installed
 
 if TYPE_CHECKING:
     from megascend.bootstrap.versions import Stack
@@ -156,7 +158,7 @@ class Entry:
 
 _registry: dict[str, Entry] = {
     "mindspeed": Entry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",)),
-    "transformer_engine": Entry("megascend.bootstrap.transformer_engine:TransformerEngine", ("cuda",)),
+    "transformer_engine": Entry("megascend.bootstrap.providers:TransformerEngine", ("cuda",)),
     "reference": Entry("megascend.bootstrap.reference:Reference", ("cpu", "cuda")),
 }
 
@@ -195,11 +197,7 @@ def packages() -> list[str]:
 
 
 def create(name: str | None, setup: Setup) -> PatchProvider:
-    """The provider called ``name``, or the default one of the platform; nothing is patched yet.
-
-    Raises:
-        ConfigError: there is no such provider, or it is not for this platform; the message lists those there are.
-    """
+    """The provider called ``name``, or the default one of the platform; nothing is patched yet."""
     platform = setup.platform.name
     if name is None:
         suitable = names(platform)
@@ -247,3 +245,26 @@ def _found(where: str) -> ProviderFactory:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"provider: {where!r} cannot be found: {error}") from error
+
+
+class TransformerEngine(PatchProvider):
+    name: ClassVar[str] = "transformer_engine"
+    must_come_first: ClassVar[bool] = False
+
+    def before_megatron(self) -> list[str]:
+        if not is_installed("transformer_engine"):
+            raise PlatformError(
+                "platform 'cuda' needs Transformer Engine: pip install --no-build-isolation "
+                "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "
+                "set MEGASCEND_REFERENCE_TE=1."
+            )
+        self.setup.platform.has_transformer_engine_kernels = True
+        return one_connection(os.environ)
+
+
+def one_connection(environment: MutableMapping[str, str]) -> list[str]:
+    """``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set: the order of kernels that Megatron-Core's overlaps rely on."""
+    if "CUDA_DEVICE_MAX_CONNECTIONS" in environment:
+        return []
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return ["CUDA_DEVICE_MAX_CONNECTIONS=1"]

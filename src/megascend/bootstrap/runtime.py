@@ -8,15 +8,14 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megascend.bootstrap import engines, import_structure, patches, providers
-from megascend.bootstrap.after_import import after_import
+from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.deferred_imports import deferring
-from megascend.bootstrap.import_order import require_clean
+from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
@@ -221,7 +220,7 @@ def bootstrap(
     - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable
       is not set; ``ONEDNN_MAX_CPU_ISA`` where the processor shows AMX and cannot run it (see
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
-      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
+      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
       port is set. With ``affinity="numa"`` the CPUs that its threads run on.
     - ``HOME`` and ``USER`` where the user has neither (see :mod:`megascend.surroundings`).
     - and nothing else, for an engine without Megatron (``single``, ``fsdp``). For Megatron:
@@ -236,7 +235,7 @@ def bootstrap(
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
       parts of torch (docs/npu-internals.md lists them).
     - when the program imports them: transformers reads the folder of its models once (see
-      :mod:`megascend.bootstrap.import_structure`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors
+      :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors
       that are not contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
       (:meth:`PatchProvider.when_imported`).
     - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
@@ -301,7 +300,7 @@ def bootstrap(
 
 def _mend_on_import(provider: PatchProvider) -> None:
     """Let what must be mended in Megatron-Core be mended when it is imported, by megascend's engine or by any program."""
-    import_structure.read_once_on_import()
+    patches.read_once_on_import()
     patches.apply_on_import()
     for module, patch_module in provider.when_imported().items():
         after_import(module, lambda patch_module=patch_module: record(patch_module()))
@@ -328,13 +327,30 @@ def _made_provider(name: str | None, setup: Setup) -> PatchProvider:
 
 
 def current_runtime(needed_by: str) -> Runtime:
-    """The Runtime of this process.
-
-    Raises:
-        ImportOrderError: ``bootstrap`` has not run; ``needed_by`` is named in the message.
-    """
+    """The Runtime of this process."""
     if _current is None:
         raise ImportOrderError(
             f"{needed_by} needs megascend.bootstrap() to have run; make it the program's first call."
         )
     return _current
+
+
+PATCHED_FIRST = ("megatron.core", "transformer_engine", "mcore_bridge")
+
+
+def imported_too_early(modules: Iterable[str]) -> list[str]:
+    """Names of ``modules`` that belong to the packages the bootstrap must come before (top-level names only)."""
+    loaded = set(modules)
+    return [name for name in PATCHED_FIRST if name in loaded]
+
+
+def require_clean(modules: Iterable[str], platform: str) -> None:
+    """Raise ImportOrderError if any package that has to be patched first is already imported."""
+    early = imported_too_early(modules)
+    if early:
+        raise ImportOrderError(
+            f"{', '.join(early)} {'was' if len(early) == 1 else 'were'} imported before megascend.bootstrap(). On platform "
+            f"{platform!r} these packages pick their implementations while they are imported, so they would compute "
+            "with the wrong ones. Make megascend.bootstrap() the first lines of the program, above every import of "
+            "megatron, transformer_engine, mcore_bridge or anything that imports them (swift, verl, twinkle)."
+        )

@@ -11,8 +11,7 @@ from megascend.app.disk_room import in_words
 
 if TYPE_CHECKING:
     from megascend.app.dry_run import DryRun, ShownSample
-    from megascend.data.sample_pieces import Piece
-    from megascend.data.statistics import Statistics
+    from megascend.data.preview import Piece, Statistics
 
 GIB, MIB = 2**30, 2**20
 PIECE = 400

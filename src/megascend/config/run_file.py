@@ -19,12 +19,7 @@ ALTERNATIVES = (
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, is not UTF-8 (a byte order mark may be there) or not YAML, or holds no mapping; or a key
-            appears twice, or is not a string.
-    """
+    """The settings in a YAML file."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a run file in YAML")
     if not os.path.lexists(path):
@@ -45,11 +40,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set each ``a.b.c=value`` in nested ``values`` (in place).
-
-    Raises:
-        ConfigError: one is malformed.
-    """
+    """Set each ``a.b.c=value`` in nested ``values`` (in place)."""
     split = [_split(override) for override in overrides]
     given = {key for key, _ in split}
     for pair in ALTERNATIVES:
@@ -88,11 +79,7 @@ def _remove(values: dict[str, Any], key: str) -> None:
 
 
 def _parse(text: str, where: str, *, in_file: bool = False) -> Any:
-    """What YAML says.
-
-    Raises:
-        ConfigError: it is not valid; the message begins with ``where``, and in a file with line and column.
-    """
+    """What YAML says."""
     import yaml
 
     try:

@@ -33,11 +33,7 @@ PROBE = ("firstpartofaprobe", "secondpartofaprobe")
 
 
 def check_template(text: str, path: Path) -> None:
-    """Find out that a chat template cannot be compiled.
-
-    Raises:
-        DataError: the message names the line.
-    """
+    """Find out that a chat template cannot be compiled."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -111,11 +107,7 @@ class ChatTemplate:
         self._takes_parts: bool | None = None
 
     def source(self, tools: Tools = None) -> str:
-        """The template's own text; a tokenizer may have one for conversations with tools.
-
-        Raises:
-            DataError: there is none, or what it writes is not the same every time.
-        """
+        """The template's own text; a tokenizer may have one for conversations with tools."""
         if not self._tokenizer.chat_template:
             raise DataError(
                 "'messages' need a chat template, and the model's tokenizer has none; add chat_template.jinja to the model "
@@ -141,11 +133,7 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> str:
-        """The conversation as text; with ``prompt``, up to where the assistant would continue.
-
-        Raises:
-            DataError: the template refuses it.
-        """
+        """The conversation as text; with ``prompt``, up to where the assistant would continue."""
         return self._render(messages, tools, options, prompt=prompt)[0]
 
     def rendering(
@@ -156,11 +144,7 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> Rendering:
-        """As :meth:`render`, with the positions of what the messages say.
-
-        Raises:
-            DataError: the template refuses it.
-        """
+        """As :meth:`render`, with the positions of what the messages say."""
         return Rendering(messages, lambda marked: self._render(marked, tools, options, prompt=prompt))
 
     def _render(
@@ -258,9 +242,6 @@ class ChatTemplate:
         Args:
             conversation: as :meth:`rendering` returns it for the same tools and options.
             apart: False: which characters are whose does not matter; those of generation blocks all go with the first message.
-
-        Raises:
-            DataError: neither way is exact.
         """
         messages = conversation.messages
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -377,10 +358,6 @@ class ChatTemplate:
 
         Args:
             prompt: the conversation was rendered up to where the assistant would continue.
-
-        Raises:
-            DataError: words of the system, the user or the assistant, tools, some calls of them, or every thought of a template
-                that knows none, are left out.
         """
         messages, rendered = conversation.messages, conversation.text
         self._check_words_written(conversation, source, findings)

@@ -52,9 +52,6 @@ def parse_record(
     Args:
         columns: what the data call a column, by the name it has here; those that are not named are not read.
         findings: is told of columns that are not read.
-
-    Raises:
-        DataError: it is not an object, it has the columns of no form or of several, or a value is of the wrong kind.
     """
     if not isinstance(record, dict):
         raise DataError(f"{source}: expected a JSON object with {KNOWN}, found {type(record).__name__}")
@@ -172,11 +169,7 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
 
 
 def _side(side: list[Any], prompt: Any, where: str) -> Messages:
-    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself.
-
-    Raises:
-        DataError: it is no conversation that ends with the assistant, has no beginning, or has another one than ``prompt``.
-    """
+    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself."""
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
     whole = role not in ("assistant", "tool", *CALLS, *RESULTS)

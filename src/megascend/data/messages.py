@@ -41,9 +41,6 @@ def parse_messages(found: Any, where: str, *, learned: bool = True) -> tuple[Mes
     Args:
         where: begins every message of an error, ``file:line: messages``.
         learned: the assistant's messages are learned, so none of them may be empty.
-
-    Raises:
-        DataError: some are not of the right form; a line for each.
     """
     found = decoded(found)
     if not isinstance(found, list) or not found:
@@ -120,11 +117,7 @@ def _continues_calls(
 
 
 def parse_message(found: Any, where: str) -> Message:
-    """One message, without its loss weight and without keys whose value is null.
-
-    Raises:
-        DataError: it is not of the right form.
-    """
+    """One message, without its loss weight and without keys whose value is null."""
     if not isinstance(found, dict):
         raise DataError(f"{where} must be an object with 'role' and 'content', got {found!r:.60}")
     message = {key: value for key, value in found.items() if value is not None and key not in LOSS}
@@ -156,11 +149,7 @@ def parse_message(found: Any, where: str) -> Message:
 
 
 def _role(role: str, where: str) -> str:
-    """Return a role as it is.
-
-    Raises:
-        DataError: it is a known one misspelt, or that of another format; no template would write it as what it means.
-    """
+    """Return a role as it is."""
     known = (*ROLES, *CALLS, *RESULTS)
     if role in known:
         return role
@@ -241,11 +230,7 @@ def _loss_weight(message: Message, where: str) -> float | None:
 
 
 def parse_tools(found: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    """Return the functions that a conversation may call, in OpenAI's form; None where there are none.
-
-    Raises:
-        DataError: they are not a list of objects.
-    """
+    """Return the functions that a conversation may call, in OpenAI's form; None where there are none."""
     found = decoded(found)
     if found is None or found in ([], ""):
         return None
@@ -311,11 +296,7 @@ TYPED = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
 
 
 def from_sharegpt(found: Any, where: str) -> Any:
-    """``{"from": "human", "value": ...}`` as ``{"role": "user", "content": ...}``; messages of another form as they are.
-
-    Raises:
-        DataError: roles are unknown; a line for each.
-    """
+    """``{"from": "human", "value": ...}`` as ``{"role": "user", "content": ...}``; messages of another form as they are."""
     found = conversation_or_text(found)
     if not isinstance(found, list) or not any(isinstance(message, dict) and "from" in message for message in found):
         return found

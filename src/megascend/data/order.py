@@ -41,9 +41,6 @@ class Batches(Generic[T]):
             sources: what the samples were made of, for the message that they have changed.
             on_changed: ``continue``: go on with samples that have changed; None: there is no such choice, and the sources must be
                 the same, too.
-
-        Raises:
-            DataError: there are no samples.
         """
         if not samples:
             raise DataError("no training samples: the data holds nothing to train on (data.path)")
@@ -81,11 +78,7 @@ class Batches(Generic[T]):
         return {"epoch": self._epoch, "position": self._position, **self._kind(), "sources": self._sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where ``state`` was taken; :attr:`changes` says in which way the samples are others, where that is allowed.
-
-        Raises:
-            DataError: it was taken with another seed or other samples, so the order would not be the same.
-        """
+        """Go on from where ``state`` was taken; :attr:`changes` says in which way the samples are others, where that is allowed."""
         changed = [key for key, value in self._kind().items() if state[key] != value]
         epoch, position = state["epoch"], state["position"]
         for key in changed:

@@ -17,8 +17,7 @@ import xxhash
 from megascend.batch.sample import Sample
 from megascend.config import Data
 from megascend.data.chat import check_template, writes_date
-from megascend.data.check import read_template
-from megascend.data.files import iterate_documents
+from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, Limits
 from megascend.data.splits import files_of, is_saved
@@ -42,11 +41,7 @@ PATIENCE_S = 7 * 24 * 3600.0
 
 
 def set_template(data: Data, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Give the tokenizer the chat template that the settings name; return its text, or None where they name none.
-
-    Raises:
-        DataError: it cannot be read or compiled.
-    """
+    """Give the tokenizer the chat template that the settings name; return its text, or None where they name none."""
     template = read_template(data.chat_template)
     if template is not None and data.chat_template is not None:
         check_template(template, data.chat_template)
@@ -73,9 +68,6 @@ def prepare_samples(
         model: the directory that the tokenizer is from.
         setting: the one that ``path`` is of.
         template_date: what the chat template is given as the date; default: today.
-
-    Raises:
-        DataError: some of it cannot be trained on; the message lists all problems, with file and line.
     """
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)

@@ -134,11 +134,7 @@ class Rendering:
     """
 
     def __init__(self, messages: Sequence[Message], render: Render) -> None:
-        """Render a conversation.
-
-        Raises:
-            DataError: the template refuses it.
-        """
+        """Render a conversation."""
         self.messages, self._render = messages, render
         self.text, self.blocks = render(messages)
 

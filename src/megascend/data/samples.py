@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,12 @@ from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
-from megascend.data.offsets import with_whole_offsets
 from megascend.data.rendering import Span
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 TooLong = Literal["error", "truncate", "skip"]
 WeightedSpan = tuple[int, int, float]
@@ -89,9 +91,6 @@ class Encoder:
 
         Args:
             number: of the document; tells its pair from others.
-
-        Raises:
-            DataError: it cannot be written, there is nothing to learn in it, or it is too long.
         """
         try:
             if document.text is not None:
@@ -202,11 +201,7 @@ class Encoder:
         return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, int(eos)]  # type: ignore[arg-type]
 
     def _ids(self, text: str, *, special: bool = True, offsets: bool = False) -> tuple[list[int], list[Span]]:
-        """Token ids, and the characters that each stands for.
-
-        Raises:
-            DataError: the text is no text that can be encoded, or the tokenizer tells no characters.
-        """
+        """Token ids, and the characters that each stands for."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -224,11 +219,7 @@ class Encoder:
     # --- limits ---
 
     def _within_limit(self, tokens: list[int], weights: list[float], what: str, source: str) -> Sample | None:
-        """A sample, cut to the limit if it may be; None if it is to be skipped.
-
-        Raises:
-            DataError: it is too long, or nothing in it is learned.
-        """
+        """A sample, cut to the limit if it may be; None if it is to be skipped."""
         self._check_vocabulary(tokens)
         if not any(weights[1:]):
             raise DataError(
@@ -329,3 +320,38 @@ def common_messages(one: Any, other: Any) -> int:
             break
         count += 1
     return count
+
+
+def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer; or a copy of one that leaves spaces out of its offsets (``trim_offsets``), which does not.
+
+    Without them a token of spaces alone stands nowhere: at its end, as if it belonged to what follows. Token ids are the same.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    processor = getattr(backend, "post_processor", None)
+    if processor is None:
+        return tokenizer
+    state = json.loads(processor.__getstate__())
+    if not _trims(state):
+        return tokenizer
+    from tokenizers.processors import ByteLevel
+
+    changed = ByteLevel()
+    changed.__setstate__(json.dumps(_untrimmed(state)).encode())  # of any kind
+    own: Any = copy.deepcopy(tokenizer)
+    own.backend_tokenizer.post_processor = changed
+    return own
+
+
+def _trims(state: Any) -> bool:
+    if isinstance(state, list):
+        return any(map(_trims, state))
+    return isinstance(state, dict) and (bool(state.get("trim_offsets")) or any(map(_trims, state.values())))
+
+
+def _untrimmed(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_untrimmed(entry) for entry in state]
+    if not isinstance(state, dict):
+        return state
+    return {name: False if name == "trim_offsets" else _untrimmed(entry) for name, entry in state.items()}

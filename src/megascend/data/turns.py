@@ -45,11 +45,7 @@ class AppendedTurns:
         self._token, self._closing = re.compile(rf"{ordered}|{TAGS.pattern}"), re.compile(rf"(?:\s*(?:{ordered}))+")
 
     def span(self, index: int) -> Span:
-        """Return the first character of a turn, and the one behind its last.
-
-        Raises:
-            DataError: the turn is not exact.
-        """
+        """Return the first character of a turn, and the one behind its last."""
         text, messages = self._conversation.text, self._conversation.messages
         head = self._render(messages[:index], True) if index else self._first_head()
         upto = self._conversation if index == len(messages) - 1 else self._render(messages[: index + 1], False)

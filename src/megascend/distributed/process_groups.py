@@ -24,8 +24,7 @@ from megascend.distributed.launch import Launch, reconnect
 from megascend.distributed.object_redirect import ObjectCollectiveRedirect
 from megascend.distributed.start_up import did_not_arrive, wait_for_all
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
-from megascend.topology.groups import rank_lists
-from megascend.topology.topology import Topology
+from megascend.topology.topology import Topology, rank_lists
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

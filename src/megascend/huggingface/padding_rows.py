@@ -22,9 +22,6 @@ def restore_padding_rows(model: Any, headers: Mapping[str, TensorHeader]) -> Non
     Args:
         model: of transformers, loaded, its parameters whole.
         headers: of the directory's tensors.
-
-    Raises:
-        CheckpointError: a row is zero and it cannot be told which tensor of the files it should have come from.
     """
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Embedding) or module.padding_idx is None:

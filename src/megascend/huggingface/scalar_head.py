@@ -63,10 +63,6 @@ def find(
 
     Args:
         tensors: of the checkpoint.
-
-    Raises:
-        ConfigError: there is no such ``head``.
-        CheckpointError: the checkpoint is another one's.
     """
     if head not in get_args(HeadKind):
         raise ConfigError(f"head must be one of {', '.join(get_args(HeadKind))}, got {head!r}")
@@ -138,11 +134,7 @@ def with_head(
 
 
 def exported_config(config: Mapping[str, Any], head: ScalarHead | None) -> dict[str, Any]:
-    """``config.json`` of an export: of a fresh head, as transformers writes that of a classifier with one label.
-
-    Raises:
-        CheckpointError: the class of the model with such a head cannot be told.
-    """
+    """``config.json`` of an export: of a fresh head, as transformers writes that of a classifier with one label."""
     if head is None or not head.fresh:
         return dict(config)
     classes: Collection[Any] = config.get("architectures") or []

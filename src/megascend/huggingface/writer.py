@@ -51,10 +51,6 @@ class CheckpointWriter:
             dtype: ``float32``, ``float16`` or ``bfloat16``: of what is added, for the configuration.
             info: of the model as it was built from ``source``.
             file_bytes: see :class:`~megascend.huggingface.safetensors_writer.SafetensorsWriter`.
-
-        Raises:
-            CheckpointError: ``target`` exists and is no Hugging Face directory (it would be replaced), or cannot be
-                written; ``source`` is no checkpoint.
         """
         self._source, self._target, self._dtype, self._info = source, target, dtype, info
         with self._told():
@@ -75,11 +71,7 @@ class CheckpointWriter:
         remove(self._temporary)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. Its memory is free afterwards.
-
-        Raises:
-            CheckpointError: the disk is full, or the tensor came before.
-        """
+        """Write one tensor. Its memory is free afterwards."""
         if name not in self._info.tensors:
             self._unknown[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
             return  # told by finish(), with what is missing instead
@@ -87,11 +79,7 @@ class CheckpointWriter:
             self._tensors.add(name, tensor)
 
     def finish(self) -> None:
-        """Copy what is not trained here and the files beside the weights, hold all against the source, and move it into place.
-
-        Raises:
-            CheckpointError: it would have other tensors than the source, by name, shape or dtype, or cannot be written.
-        """
+        """Copy what is not trained here and the files beside the weights, hold all against the source, and move it into place."""
         with self._told():
             self._copy_extra()
             self._tensors.finish()
@@ -140,11 +128,7 @@ def check_target(target: Path) -> None:
 
 
 def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]:
-    """Return the ``config.json`` of an export: what its files hold, which the source's may not say.
-
-    Raises:
-        CheckpointError: the source's cannot be read, or does not tell the class of a model with such a head.
-    """
+    """Return the ``config.json`` of an export: what its files hold, which the source's may not say."""
     config = scalar_head.exported_config(read_config(source), info.scalar_head)
     if info.scalar_head is None and not info.shape.tied and OUTPUT in info.tensors:
         # Readers other than transformers 5 believe this setting and would drop the output layer.

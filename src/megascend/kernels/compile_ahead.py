@@ -86,11 +86,7 @@ class Job:
 
 
 def capability(device: int) -> int:
-    """Compute capability of a device, 90 for 9.0, as CUDA's driver tells it without a context.
-
-    Raises:
-        OSError: there is no such driver or device.
-    """
+    """Compute capability of a device, 90 for 9.0, as CUDA's driver tells it without a context."""
     cuda = ctypes.CDLL(DRIVER)
     handle, found = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
     failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device)

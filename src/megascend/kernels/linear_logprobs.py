@@ -245,9 +245,6 @@ def linear_cross_entropy(
 
     Returns:
         The fp32 sum, and the log-probabilities fp32 [n] without a gradient.
-
-    Raises:
-        RuntimeError: in the backward pass on the CPU, if the sum receives another gradient than ``loss_grad``.
     """
     return _LinearCrossEntropy.apply(
         hidden, weight, down, targets, coefficients, loss_grad, shard, direct_weight_gradient, lora_delta

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megascend.batch.results import StepResult
 from megascend.config import Adam, Lora, Schedule
-from megascend.config.learning_rate import learning_rate
+from megascend.config.training import learning_rate
 from megascend.lora.layout import FlatLayout, Span
 
 if TYPE_CHECKING:

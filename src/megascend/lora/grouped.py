@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascend.kernels.host_copy import to_device
 from megascend.kernels.low_rank import MAX_RANK
-from megascend.kernels.npu_grouped import grouped_product
+from megascend.kernels.npu import grouped_product
 
 TORCH_GROUPS = 1023
 """Most segments that ``torch._grouped_mm`` takes on a GPU (its check is ``< 1024``); eight adapters of 128 experts are more."""

@@ -37,11 +37,7 @@ def is_expert_parameter(name: str) -> bool:
 
 
 def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
-    """``factors`` under PEFT's names and in PEFT's shapes.
-
-    Raises:
-        CheckpointError: factors that are no pair of this rank, or not finite.
-    """
+    """``factors`` under PEFT's names and in PEFT's shapes."""
     tensors = {}
     for name, pair in factors.items():
         _check_factors(name, pair, rank)
@@ -67,12 +63,9 @@ def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iter
 
     Args:
         tensors: as in ``adapter_model.safetensors``, or by ``peft.get_peft_model_state_dict``. Weights of the base model
-            among them are passed over; see :func:`megascend.lora.base_weights.check_base_weights`.
+            among them are passed over; see :func:`megascend.lora.adapter_io.check_base_weights`.
         rank: PEFT's ``r``.
         target_parameters: of the configuration; a single pair of an ``experts`` module is named by nothing else.
-
-    Raises:
-        CheckpointError: a tensor that is no LoRA factor, has no partner, or does not have the shape it should.
     """
     target_parameters = list(target_parameters)
     factors: dict[str, Factors] = {}

@@ -67,9 +67,6 @@ class AdapterRegistry(Mapping[str, Adapter]):
             found: all layers of this rank that adapters could act on.
             everything: the Hugging Face weights in those of all ranks.
             dtype: of the model.
-
-        Raises:
-            ConfigError: ``limits.targets`` names what is not there.
         """
         check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
         return cls(
@@ -141,11 +138,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Forget an adapter and free its memory.
-
-        Raises:
-            ConfigError: there is none of that name.
-        """
+        """Forget an adapter and free its memory."""
         del self._adapters[self[name].name]
 
 

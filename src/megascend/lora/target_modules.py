@@ -83,9 +83,6 @@ class TargetModule:
 
         Args:
             moe: the mixture-of-experts layer whose experts' weights ``module`` holds, or None.
-
-        Raises:
-            ConfigError: the checkpoint lacks a weight that the layer is made of. Not asked of experts, whose names there vary.
         """
         missing = [fused_slice.name for fused_slice in slices if moe is None and not layout.has(fused_slice.name)]
         if missing:

@@ -122,11 +122,7 @@ def assemble(found: Sequence[FactorShard]) -> dict[str, Factors]:
 def scatter(
     factors: Mapping[str, Factors], adapter: Adapter, vector: Tensor, shape_groups: Sequence[ShapeGroup]
 ) -> None:
-    """Write this rank's parts of whole factors into ``vector``; projections without factors become zero. Local.
-
-    Raises:
-        CheckpointError: a factor does not fit its layer.
-    """
+    """Write this rank's parts of whole factors into ``vector``; projections without factors become zero. Local."""
     for span, values in adapter.views(vector.detach()):
         values.zero_()
         for layer, target in enumerate(shape_groups[span.shape_group].target_modules):
@@ -145,11 +141,7 @@ def scatter(
 def local_factors(
     target: TargetModule, fused_slice: FusedSlice, expert: int, factors: Factors
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of whole factors: A [rank, in] and B transposed [rank, rows of the slice].
-
-    Raises:
-        CheckpointError: they are of a layer of another shape.
-    """
+    """This rank's part of whole factors: A [rank, in] and B transposed [rank, rows of the slice]."""
     a, b = factors.a, factors.b
     lead = (target.expert_total,) if target.is_expert else ()
     shapes = (*lead, factors.rank, target.in_total), (*lead, fused_slice.out_features, factors.rank)

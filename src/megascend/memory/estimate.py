@@ -13,8 +13,7 @@ from typing import Any
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory import megatron, transformers_engines
-from megascend.memory.sizes import ModelSizes
-from megascend.memory.workload import Items, Kernels, Workload
+from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
 from megascend.topology.topology import Topology
 
 MIB = 2**20

@@ -10,12 +10,9 @@ from collections import defaultdict
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import FP32, LayerBytes, LayerKind
-from megascend.memory.adapters import adapter_bytes
-from megascend.memory.head import head_bytes
-from megascend.memory.parameters import StageParameters, elements, stages
-from megascend.memory.sizes import ModelSizes, layer_of
-from megascend.memory.workload import ELEMENT_BYTES, Items, Kernels, Workload
+from megascend.memory.activations import FP32, LayerBytes, LayerKind, head_bytes
+from megascend.memory.parameters import StageParameters, adapter_bytes, elements, stages
+from megascend.memory.sizes import ELEMENT_BYTES, Items, Kernels, ModelSizes, Workload, layer_of
 from megascend.topology.topology import Topology
 
 ADAM_TEMPORARIES = 2

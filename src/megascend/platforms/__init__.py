@@ -19,11 +19,7 @@ PLATFORMS = {
 
 
 def choose(name: str = "auto") -> Platform:
-    """The platform called ``name``, or the first one that works here for ``auto``.
-
-    Raises:
-        PlatformError: the name is unknown, or the platform cannot be used here (the message says why).
-    """
+    """The platform called ``name``, or the first one that works here for ``auto``."""
     _require_torch()
     if name == "auto":
         for candidate in map(load, PLATFORMS):

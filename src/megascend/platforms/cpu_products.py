@@ -48,9 +48,6 @@ def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUI
 
     Returns:
         A line for each change.
-
-    Raises:
-        PlatformError: bf16 products fail without AMX too, or do not end.
     """
     if VARIABLE in environment or not shows_amx(cpuinfo):
         return []

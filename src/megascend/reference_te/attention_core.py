@@ -28,7 +28,7 @@ def check_window(window: object) -> None:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """Which keys a query may see, by position in its sequence.
 
     Attributes:
@@ -48,7 +48,7 @@ class Rule:
         return (left, 0) if self.causal else (left, right)
 
 
-def visible(rule: Rule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
+def visible(rule: MaskRule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
     """Boolean ``[queries, keys]``, True where a query sees a key; None if it sees every key.
 
     Args:
@@ -71,7 +71,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: Rule,
+    rule: MaskRule,
     scale: float,
     dropout: float = 0.0,
     offset: int = 0,

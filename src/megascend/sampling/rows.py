@@ -1,12 +1,12 @@
-"""Responses on their way, and in which batches they are sampled. Pure."""
+"""Responses in progress: when each ends, and in which batches they are sampled. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megascend.sampling.choice import Draw, uniform
-from megascend.sampling.request import SampledSequence, SampleRequest, StopReason, TopLogprobs
+from megascend.sampling.request import SampledSequence, SampleRequest, Stop, StopReason, TopLogprobs
 
 
 @dataclass
@@ -105,3 +105,33 @@ def batches(rows: Sequence[Row], budget: int, most: int, *, apart: bool = False)
 def shares(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     """Which data parallel rank samples which rows of a batch: dealt one by one, so that responses to one prompt are spread."""
     return [list(rows[part::parts]) for part in range(parts)]
+
+
+Decode = Callable[[Sequence[int]], str]
+
+MARGIN = 8
+"""Tokens before those that a text can take, so that a character which is cut at the first of them is none of its own."""
+
+
+def ends(tokens: Sequence[int], stops: Sequence[Stop], decode: Decode | None) -> bool:
+    """Whether the newest of ``tokens`` completes one of ``stops``; asked after every token.
+
+    Args:
+        tokens: of the response, not of its prompt.
+        decode: token ids to text, with special tokens; needed for stops that are texts.
+    """
+    if any(_ends(tokens, stop) for stop in stops if not isinstance(stop, str)):
+        return True
+    texts = [stop for stop in stops if isinstance(stop, str)]
+    if not texts:
+        return False
+    assert decode is not None, "requests with texts are refused where there is no tokenizer"
+    # No text takes more tokens than it has bytes; what came before was looked at after earlier tokens.
+    window = decode(list(tokens[-(max(len(text.encode(errors="surrogatepass")) for text in texts) + MARGIN) :]))
+    return any(text in window for text in texts)
+
+
+def _ends(tokens: Sequence[int], stop: int | tuple[int, ...]) -> bool:
+    if isinstance(stop, int):
+        return bool(tokens) and tokens[-1] == stop
+    return len(tokens) >= len(stop) and tuple(tokens[-len(stop) :]) == stop

@@ -17,14 +17,11 @@ from megascend.backend import Backend
 from megascend.distributed.objects import gather_objects
 from megascend.engines.base import CachingEngine
 from megascend.errors import EngineError
-from megascend.sampling.cached import Cached
 from megascend.sampling.choice import choose, top_logprobs
-from megascend.sampling.decoder import Decoder
+from megascend.sampling.decoders import Cached, Decoder, Recomputed
 from megascend.sampling.prompts import PromptScores, score_prompts
-from megascend.sampling.recomputed import Recomputed
 from megascend.sampling.request import SampleRequest, SampleResult, Stop, TopLogprobs
-from megascend.sampling.rows import Row, batches, rows_of, shares
-from megascend.sampling.stops import Decode, ends
+from megascend.sampling.rows import Decode, Row, batches, ends, rows_of, shares
 from megascend.step.step import Step
 
 Cancelled = Callable[[], Collection[int]]

@@ -17,8 +17,7 @@ from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError, SelfCheckError
 from megascend.huggingface.architectures import registered
 from megascend.selfcheck import in_process, process, suspects
-from megascend.selfcheck.places import cache_folder, versions
-from megascend.selfcheck.process import Trial, TrialResult, Worker
+from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder, versions
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.trial_inputs import described
 from megascend.selfcheck.verdict import Convicted, Verdict, gaps, objection, warnings_about
@@ -53,9 +52,6 @@ def require_agreement(
 
     Returns:
         The verdict, the same on every rank. Warnings go out on rank 0.
-
-    Raises:
-        SelfCheckError: on every rank: transformers and Megatron disagree.
     """
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
@@ -85,10 +81,6 @@ def require_agreement_here(
 
     Returns:
         The verdict, the same on every rank. A warning goes out on rank 0 of what could not be compared.
-
-    Raises:
-        SelfCheckError: on every rank: transformers and the engine disagree.
-        ConfigError: on every rank: the engine cannot compute the model.
     """
     if not wanted:
         return Verdict("off")
@@ -116,11 +108,7 @@ def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Su
 
 
 def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
-    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out.
-
-    Raises:
-        MegascendError: on every rank: the one of rank 0, or PlatformError for whatever else it has raised.
-    """
+    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out."""
     if len(groups.ranks("world")) == 1:
         return _in_one_sentence(make)
     box: list[tuple[Verdict | None, MegascendError | None]] = []

@@ -69,9 +69,6 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     Args:
         raw: the model's ``config.json``.
         config: the same in transformers' class.
-
-    Raises:
-        CannotSliceError: the configuration lacks what every decoder has.
     """
     text = config.get_text_config()
     if text is not config:
@@ -93,11 +90,7 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
 
 
 def find_out(part: Slice, subject: Subject) -> Verdict:
-    """Compare the engine with transformers on a slice.
-
-    Raises:
-        ConfigError: the engine cannot compute the model; transformers can.
-    """
+    """Compare the engine with transformers on a slice."""
     began = time.perf_counter()
     layers = next((part.config[name] for name in LAYER_COUNTS if name in part.config), 0)
     blank = Verdict("not checked", layers=layers, lengths=list(part.lengths))
@@ -118,11 +111,7 @@ def find_out(part: Slice, subject: Subject) -> Verdict:
 
 
 def run(trial: Trial, subject: Subject) -> TrialResult:
-    """Build the model of a trial twice and compare; the process's random numbers stay as they are.
-
-    Raises:
-        ConfigError: the engine cannot compute the model; transformers can.
-    """
+    """Build the model of a trial twice and compare; the process's random numbers stay as they are."""
     from transformers import AutoConfig
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -11,9 +11,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megascend import files
 from megascend.distributed.plain_process import plain_environment
 from megascend.errors import PlatformError
 from megascend.huggingface.architectures import registered
@@ -134,11 +136,7 @@ class Worker:
         self._folder.cleanup()
 
     def work(self, trials: Sequence[Trial], deadline_s: float) -> Report:
-        """Build and compare the models of ``trials``; once.
-
-        Raises:
-            PlatformError: the process ended without a report, or took longer than ``deadline_s``.
-        """
+        """Build and compare the models of ``trials``; once."""
         job, result = self._path / "job.json", self._path / "result.json"
         found_outside = {kind: registered(kind) for kind in (trial.config.get("model_type") for trial in trials)}
         job.write_text(
@@ -165,11 +163,7 @@ class Worker:
 
 
 def run(trials: Sequence[Trial], worker: Worker | None = None, deadline_s: float = DEADLINE_S) -> Report:
-    """What ``worker``, or a new one, finds out about ``trials``, on the CPU; it is ended then.
-
-    Raises:
-        PlatformError: as :meth:`Worker.work`.
-    """
+    """What ``worker``, or a new one, finds out about ``trials``, on the CPU; it is ended then."""
     with worker or Worker() as at_work:
         return at_work.work(trials, deadline_s)
 
@@ -179,3 +173,16 @@ def faster_start() -> dict[str, str]:
     if cpu_products.VARIABLE in os.environ or not cpu_products.shows_amx():
         return {}
     return {cpu_products.VARIABLE: cpu_products.WITHOUT_AMX}
+
+
+PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
+
+
+def cache_folder() -> Path:
+    """``self-check`` in the folder of :func:`megascend.files.cache_folder`."""
+    return files.cache_folder() / "self-check"
+
+
+def versions(packages: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the versions of ``packages``, by default of :data:`PACKAGES`."""
+    return {name: metadata.version(name) for name in (PACKAGES if packages is None else packages)}

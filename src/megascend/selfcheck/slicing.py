@@ -66,9 +66,6 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
         full: the same with every default of its architecture (transformers' ``config.to_dict()``).
         longest: tokens of the longest sample that a run allows.
         window_in_force: Megatron attends within the model's sliding window; else no sample is longer than the window.
-
-    Raises:
-        CannotSliceError: the configuration lacks what every decoder has.
     """
     missing = [
         name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not full.get(name)

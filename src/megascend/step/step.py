@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.batch import agreement
-from megascend.batch.loss_call import raise_together, weighted
+from megascend.batch.loss_call import LossNormalizer, raise_together, weighted
 from megascend.batch.losses import Loss, LossInputs, cross_entropy
 from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
-from megascend.batch.normalizer import LossNormalizer
 from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample

@@ -36,11 +36,7 @@ class Route:
 
 
 def ranks_of(receivers: Receivers, topology: Topology) -> frozenset[int]:
-    """The global ranks that ``receivers`` means: all of them, the main rank (0), or those listed.
-
-    Raises:
-        TopologyError: a rank outside the world, or none at all.
-    """
+    """The global ranks that ``receivers`` means: all of them, the main rank (0), or those listed."""
     if receivers == "all":
         return frozenset(range(topology.world_size))
     if receivers == "main":

@@ -11,11 +11,7 @@ from simnpu.operators.refusal import Refusal
 
 
 def check_halves(name: str, x: Tensor, dim: int) -> None:
-    """The dimension that is split must exist and be even.
-
-    Raises:
-        RuntimeError: as torch_npu does.
-    """
+    """The dimension that is split must exist and be even."""
     refuse = Refusal(name, "aclnnSwiGlu" if name == "npu_swiglu" else "aclnnGeGluV3")
     if not -x.dim() <= dim < x.dim():
         refuse(

@@ -21,21 +21,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_tokens(refuse: Refusal, name: str, tokens: Tensor) -> None:
-    """Type of the tokens.
-
-    Raises:
-        RuntimeError: the kernels do not take it.
-    """
+    """Type of the tokens."""
     if tokens.dtype not in FLOATS:
         refuse.kernel(f"{name} must be float16, bfloat16 or float32, but got {tokens.dtype}")
 
 
 def check_counts(refuse: Refusal, name: str, copies: int, topk: int) -> None:
-    """Experts a token and copies of all tokens.
-
-    Raises:
-        RuntimeError: a limit of the kernels is exceeded.
-    """
+    """Experts a token and copies of all tokens."""
     if topk > MAX_TOPK:
         refuse.kernel(f"topK must be at most {MAX_TOPK}, but got {topk}")
     if copies >= MAX_INDEX:

@@ -32,9 +32,6 @@ def npu_moe_gating_top_k_softmax(
     """The ``k`` largest of softmax(x), their experts (int32), and row numbers that run along the columns (int32).
 
     ``x``: [..., experts] with two or three dimensions. Rows that are ``finished`` get the number of experts as expert.
-
-    Raises:
-        RuntimeError: types, shapes or ``k`` are not the documented ones.
     """
     refuse = Refusal("npu_moe_gating_top_k_softmax", "aclnnMoeGatingTopKSoftmax")
     if x.dtype not in FLOATS:
@@ -82,10 +79,6 @@ def npu_moe_gating_top_k(
     Returns:
         weights [tokens, k] in the type of ``x`` (with sigmoid scores divided by their sum), times the scaling factor;
         experts [tokens, k], int32; with ``out_flag`` all scores [tokens, experts] in float32, else an empty tensor.
-
-    Raises:
-        RuntimeError: types, shapes or numbers are not the documented ones.
-        NotSimulatedError: choice by a table (``input_ids``, ``tid2eid``).
     """
     refuse = Refusal("npu_moe_gating_top_k", "aclnnMoeGatingTopK")
     if input_ids is not None or tid2eid is not None:
@@ -115,11 +108,7 @@ def npu_moe_gating_top_k(
 
 
 def check_gating(x: Tensor, k: int, bias: Tensor | None, k_group: int, group_count: int, refuse: Refusal) -> None:
-    """What the documentation asks of the scores, the bias and the groups.
-
-    Raises:
-        RuntimeError: it is not so.
-    """
+    """What the documentation asks of the scores, the bias and the groups."""
     if x.dim() != 2:
         refuse("The x should be 2D")
     if x.dtype not in FLOATS:

@@ -23,11 +23,7 @@ KERNELS = {
 
 
 def check_gamma(name: str, x: Tensor, gamma: Tensor) -> None:
-    """Types, and gamma's shape: the last dimensions of ``x``.
-
-    Raises:
-        RuntimeError: the kernel does not take them.
-    """
+    """Types, and gamma's shape: the last dimensions of ``x``."""
     refuse = Refusal(name, KERNELS[name])
     if gamma.dtype not in ACCEPTED.get(x.dtype, ()):
         pairs = ", ".join(f"{a}/{b}".replace("torch.", "") for a, allowed in ACCEPTED.items() for b in allowed)

@@ -34,12 +34,7 @@ def set_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def import_adaptor(arguments: Mapping[str, Any]) -> None:
-    """Import the adaptor under ``arguments``.
-
-    Raises:
-        ImportOrderError: somebody imported it before; its arguments then came from the command line.
-        PlatformError: the import failed; the message says in what.
-    """
+    """Import the adaptor under ``arguments``."""
     if ADAPTOR in sys.modules:
         raise ImportOrderError(
             f"{ADAPTOR} was imported before megascend.bootstrap(): it has read its arguments from sys.argv and patched "

@@ -53,12 +53,7 @@ class Prerequisite:
 
 
 def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a process in which MindSpeed would fail half-way, or patch the wrong thing.
-
-    Raises:
-        PlatformError: something is missing, or CUDA's Transformer Engine is in the way.
-        VersionError: MindSpeed, torch_npu or the Megatron tree is not that of the stack.
-    """
+    """Refuse a process in which MindSpeed would fail half-way, or patch the wrong thing."""
     for prerequisite in PREREQUISITES:
         prerequisite.look(stack, environment)
 
@@ -185,11 +180,7 @@ def _look_at_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
 
 
 def check_megatron_tree(stack: Stack) -> None:
-    """Is the ``megatron.core`` on the path the one that the version table saw? PYTHONPATH may put another first.
-
-    Raises:
-        VersionError: it is another version than the installed distribution.
-    """
+    """Is the ``megatron.core`` on the path the one that the version table saw? PYTHONPATH may put another first."""
     megatron = find_spec("megatron")
     places = list(megatron.submodule_search_locations or []) if megatron else []
     spec = PathFinder.find_spec("core", places)

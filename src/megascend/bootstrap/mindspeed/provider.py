@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, tree, unsupported, verification
+from megascend.bootstrap.mindspeed import adaptor, arguments, feature, prerequisites, tree, verification
 from megascend.bootstrap.providers import Finding, PatchProvider, Setup
 from megascend.errors import VersionError
 
@@ -86,7 +86,7 @@ class MindSpeed(PatchProvider):
         wanted = arguments.from_config(
             self._defaults, config, self._algorithm, options, levels, fields=self._fields[kind]
         )
-        unsupported.check_model(wanted)
+        arguments.check_model(wanted)
         adaptor.set_arguments(wanted)
         self._tell(config, wanted, options)
         signature = arguments.signature(wanted)
@@ -101,7 +101,7 @@ class MindSpeed(PatchProvider):
     # --- what its layers and its Adam are like ---
 
     def check_batching(self, topology: Topology, batching: Batching) -> None:
-        unsupported.check_batching(topology.context, batching.packing)
+        arguments.check_batching(topology.context, batching.packing)
 
     def adam_count(self, optimizer: Any, count: int) -> Any:
         if type(optimizer).__module__.partition(".")[0] != tree.PACKAGE:

@@ -19,9 +19,6 @@ def verify(config: Any, arguments: dict[str, Any], rotary: Any) -> None:
         config: the ModelConfig that the model will be built from.
         arguments: what MindSpeed was told.
         rotary: mcore-bridge's ``apply_rotary_pos_emb``.
-
-    Raises:
-        PlatformError: a check failed. Training would run on the wrong implementation, or fail later.
     """
     failed = problems(config, arguments, rotary)
     if failed:

@@ -20,11 +20,7 @@ MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def install() -> list[str]:
-    """Give megatron-core's two region functions an uneven path of their own. Idempotent; call after its import.
-
-    Raises:
-        ImportOrderError: megatron.core is not imported yet.
-    """
+    """Give megatron-core's two region functions an uneven path of their own. Idempotent; call after its import."""
     if MAPPINGS not in sys.modules:
         raise ImportOrderError(f"import megatron.core first; not imported: {MAPPINGS}")
     mappings: Any = sys.modules[MAPPINGS]

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from megascend import reference_te
-from megascend.bootstrap.providers import PatchProvider
-from megascend.bootstrap.transformer_engine import one_connection
+from megascend.bootstrap.providers import PatchProvider, one_connection
 
 
 class Reference(PatchProvider):

@@ -1,27 +1,71 @@
-"""Logits of the next token with a cache of keys and values: only what is new goes through the model."""
+"""Logits of the next token: by the whole forward pass, on any engine and layout, or with a cache of keys and values."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.next_tokens import next_tokens
+from megascend.batch.micro_batch import MicroBatch, next_tokens
 from megascend.batch.sample import Sample
 from megascend.engines.base import CachingEngine, Output
 from megascend.engines.key_values import Filling, Growing, KeyValues
-from megascend.sampling.recomputed import sample_of
 from megascend.sampling.rows import Row
 from megascend.step.step import Step
 
 
+class Decoder(AbstractContextManager["Decoder"], Protocol):
+    """The model on the rows of one batch, from its first token to its last.
+
+    Entered before some of the tokens and left after them, on all ranks; outside, the model is free for other things.
+    """
+
+    def logits(self, rows: Sequence[Row]) -> Tensor | None:
+        """fp32 [rows, vocabulary] on the CPU: what follows each row's prompt and response so far. Collective.
+
+        None where the logits do not come out (pipeline stages before the last), or there are no rows.
+
+        Args:
+            rows: this data parallel rank's that are not done; perhaps none. From one call to the next each has one token more,
+                and rows that are done are left out; none is new, and their order stays.
+        """
+        ...
+
+
+class Recomputed:
+    """See :class:`megascend.sampling.decoders.Decoder`: prompt and response so far go through the model for every token."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def logits(self, rows: Sequence[Row]) -> Tensor | None:
+        samples = [sample_of(row) for row in rows]
+        found = self._step.next_token_logits(samples, everywhere=False)
+        return torch.stack(found) if found else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is kept."""
+
+
+def sample_of(row: Row) -> Sample:
+    """Prompt and response so far; nothing in them is a target."""
+    tokens = [*row.request.prompt, *row.tokens]
+    return Sample(tokens, tokens, [0.0] * len(tokens), adapter=row.request.adapter)
+
+
 class Cached:
-    """See :class:`megascend.sampling.decoder.Decoder`. A prompt goes through the model once, however many responses it gets.
+    """See :class:`megascend.sampling.decoders.Decoder`. A prompt goes through the model once, however many responses it gets.
 
     Args:
         batch: all rows, of all data parallel ranks.
