@@ -47,11 +47,8 @@ class Agreement:
 
 
 def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> Report:
-    """The :class:`Report` of samples that are in order.
-
-    Args:
-        names: every sample's adapter, "" for the model itself.
-        loss: what the samples are for; None where nothing is trained.
+    """Return the :class:`Report` of valid samples; ``names``: each one's adapter, "" for the model; ``loss``: None if none
+    trains.
     """
     for index, sample in enumerate(samples):
         if not bool(sample.weights.isfinite().all()):
@@ -91,11 +88,7 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
 
 
 def exchange(mine: Report, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
-    """Tell all ranks, hear from all ranks, and reach the same verdict everywhere.
-
-    Args:
-        call: that the samples are for, with the arguments that must be equal.
-    """
+    """Exchange reports with all ranks and reach the same verdict everywhere; ``call``: with the arguments that must be equal."""
     return reconcile(gather_objects(mine, "world", groups, call), topology)
 
 

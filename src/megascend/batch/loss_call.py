@@ -223,11 +223,7 @@ def weighted(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def raise_together(problems: Sequence[LossProblem | None], mine: LossCall) -> None:
-    """Raise on every rank what the loss function raised on any.
-
-    Args:
-        problems: ``LossCall.problem`` of every rank, in the order of ranks.
-    """
+    """Raise on every rank what the loss function raised on any; ``problems``: of every rank, in their order."""
     found = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     if not found:
         return

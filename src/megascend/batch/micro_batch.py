@@ -281,11 +281,7 @@ def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
 
 
 def last_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The last tokens of samples, as far as this rank holds them; on the host.
-
-    Returns:
-        int64, ascending: which of the n tokens they are; and the position in ``members`` of each one's sample.
-    """
+    """Return which of this rank's n tokens are samples' last ones, ascending, and their places in ``members``; on the host."""
     last = torch.cat([part == length - 1 for part, length in zip(batch.positions, batch.lengths, strict=True)])
     owners = torch.cat([torch.full_like(part, number) for number, part in enumerate(batch.positions)])
     rows = last.nonzero()[:, 0]
@@ -301,14 +297,10 @@ def next_tokens(
     multiple: int = 1,
     cached: Any = None,
 ) -> MicroBatch:
-    """One row [1, n] of tokens that do not see each other: attention is that of ``cached``.
+    """Build one row [1, n] of tokens that do not see each other: attention is that of ``cached``.
 
-    Args:
-        tokens: token ids.
-        places: of each in its sequence.
-        adapter_index: of each, as in :class:`MicroBatch`, ascending.
-        multiple: that n is padded to with copies of the last token.
-        cached: see ``MicroBatch.cached``; None: a micro batch that only keeps other ranks company.
+    ``places``: of each token in its sequence; ``adapter_index``: ascending; ``multiple``: n is padded to it with copies of the
+    last token; ``cached``: see ``MicroBatch.cached``, None for a batch that only matches other ranks' collectives.
     """
     count = len(tokens)
     total = round_up(count, multiple)

@@ -137,11 +137,7 @@ def require_package(package: str, versions: dict[str, str | None]) -> None:
 
 
 def require_supported(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
-    """The row that admits ``versions``.
-
-    Args:
-        packages: those that matter; whether and in which version others are installed is not looked at.
-    """
+    """Return the row that admits ``versions`` of ``packages``; those of others do not matter."""
     stack = nearest_stack(versions, packages)
     problems = [finding.message for finding in findings(versions, packages) if finding.level == "error"]
     if problems:

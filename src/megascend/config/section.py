@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
-    """A pydantic error as one readable message that names every key, its value and what was expected.
-
-    Args:
-        title: what the settings are of: a run file, or a class.
-        kind: the class.
-    """
+    """Return a pydantic error as one message that names every key, its value and what was expected; ``title``: file or class."""
     return f"{title}: " + "; ".join(_line(item, title, kind) for item in error.errors())
 
 
@@ -49,10 +44,7 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
 
 
 def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
-    """Return the setting that is probably meant by one that is unknown; of a section, otherwise all that it has.
-
-    The same name in another section comes first, then one very like it in its own, then like it elsewhere.
-    """
+    """Return the setting probably meant by an unknown one: its name elsewhere, alike here, alike there; else what there is."""
     *parents, unknown = (str(part) for part in location)
     names = _settings_below(kind, parents)
     elsewhere: dict[str, list[str]] = {}

@@ -47,11 +47,8 @@ KNOWN = "'messages', 'conversations', 'prompt' and 'completion', 'instruction' a
 def parse_record(
     record: Any, source: str, columns: Mapping[str, str] | None = None, findings: Findings | None = None
 ) -> Document:
-    """One record as a document.
-
-    Args:
-        columns: what the data call a column, by the name it has here; those that are not named are not read.
-        findings: is told of columns that are not read.
+    """Parse one record. ``columns``: the data's names by ours (others are not read); ``findings`` gets columns that are not
+    read.
     """
     if not isinstance(record, dict):
         raise DataError(f"{source}: expected a JSON object with {KNOWN}, found {type(record).__name__}")

@@ -49,12 +49,7 @@ def iterate_documents(
     findings: Findings,
     config_name: str | None = None,
 ) -> Iterator[Document]:
-    """Yield documents one after the other; what is wrong with the others becomes a problem in ``findings``.
-
-    Args:
-        split, config_name: which part of a folder to read, as for :func:`megascend.data.splits.split_files`.
-        columns: as for :func:`megascend.data.columns.parse_record`.
-    """
+    """Yield documents; problems with others go to ``findings``. Arguments as of ``split_files`` and ``parse_record``."""
     empty = True
     for source, value in iterate_records(path, split, findings, config_name):
         empty = False
@@ -237,15 +232,7 @@ LARGE = 32 * 2**20
 
 
 def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
-    """Read data and return what is wrong with its files and records.
-
-    Folders that datasets has saved, and what is larger than :data:`LARGE`, are left to the ranks.
-
-    Args:
-        path: ``data.path`` or that of a validation set.
-        data: how to read it.
-        setting: the one that ``path`` is of.
-    """
+    """Return problems of files and records. Folders that datasets saved, and data above :data:`LARGE`, are left to the ranks."""
     read_template(data.chat_template)
     findings = Findings(setting)
     if is_saved(path):

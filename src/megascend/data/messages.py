@@ -36,11 +36,9 @@ MISTAKEN = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "a
 
 
 def parse_messages(found: Any, where: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
-    """Return messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any says so.
+    """Return messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any has one.
 
-    Args:
-        where: begins every message of an error, ``file:line: messages``.
-        learned: the assistant's messages are learned, so none of them may be empty.
+    ``where`` begins every error, ``file:line: messages``; with ``learned`` none of the assistant's messages may be empty.
     """
     found = decoded(found)
     if not isinstance(found, list) or not found:
@@ -249,11 +247,7 @@ def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def tool_remarks(found: Any, document: Document) -> list[str]:
-    """Return what is odd about a document's tools and calls, and is trained on all the same.
-
-    Args:
-        found: the tools as the data have them.
-    """
+    """Return remarks on a document's tools and calls that are trained on all the same; ``found``: the tools as in the data."""
     remarks = []
     tools, raw = document.tools or (), decoded(found)
     if isinstance(raw, list) and [decoded(tool) for tool in raw] != list(tools):

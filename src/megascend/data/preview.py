@@ -66,9 +66,9 @@ class Piece:
 
 
 def pieces(sample: Sample, decode: Decode) -> list[Piece]:
-    """The tokens that the model reads and predicts, in order. The first one, which nothing predicts, has weight 0.
+    """Return the tokens read and predicted, in order, by weight; the first, which nothing predicts, has weight 0.
 
-    Of a character whose tokens have different weights, each piece shows the replacement character for its part.
+    A character whose tokens differ in weight shows as the replacement character in each piece.
     """
     ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
     weights = [0.0, *sample.weights.tolist()]

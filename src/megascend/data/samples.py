@@ -75,22 +75,14 @@ class Encoder:
         template_options: Mapping[str, Any] | None = None,
         template_date: date | None = None,
     ) -> None:
-        """
-        Args:
-            findings: is told what was left out or cut.
-            on_too_long: what becomes of a conversation, a completion or a pair above the limit; texts are cut into pieces.
-            template_options: further variables of the chat template.
-            template_date: what the chat template is given as the date; default: today.
-        """
+        """``findings`` gets what is left out or cut; ``on_too_long`` is for all but texts, which are cut into pieces."""
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
 
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
-        """The samples of a document: one of a conversation, two of a pair, as many of a text as it needs.
-
-        Args:
-            number: of the document; tells its pair from others.
+        """Return the samples of a document: one of a conversation, two of a pair (told apart by ``number``), any number of a
+        text.
         """
         try:
             if document.text is not None:
@@ -157,11 +149,7 @@ class Encoder:
     def _conversation(
         self, document: Document, messages: Messages, loss_weights: Sequence[float] | None, *, whole: bool | None = None
     ) -> tuple[list[int], list[float]]:
-        """Token ids, and what each counts as a target.
-
-        Args:
-            whole: learn every message; default: the setting ``train_on_prompt``.
-        """
+        """Return token ids and their weights as targets; ``whole``: learn every message, by default ``train_on_prompt``."""
         whole = self._train_on_prompt if whole is None else whole
         tools, options = document.tools, document.template_options
         spans: list[WeightedSpan] = []
@@ -301,10 +289,7 @@ def begins_twice(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> b
 
 
 def opening_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a plain text that the model is to continue, with the special tokens that a training sample begins with.
-
-    Those that the tokenizer puts at the end are left out.
-    """
+    """Return a plain text's token ids with the special tokens that a training sample begins with, without those at the end."""
     plain: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     closed: Any = tokenizer(text, verbose=False)["input_ids"]
     first = next((at for at in range(len(closed) - len(plain) + 1) if closed[at : at + len(plain)] == plain), None)
@@ -323,9 +308,9 @@ def common_messages(one: Any, other: Any) -> int:
 
 
 def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer; or a copy of one that leaves spaces out of its offsets (``trim_offsets``), which does not.
+    """Return the tokenizer, or a copy of one that trims spaces from its offsets (``trim_offsets``), which does not.
 
-    Without them a token of spaces alone stands nowhere: at its end, as if it belonged to what follows. Token ids are the same.
+    With trimmed offsets a token of spaces lies at its end, as if it belonged to what follows. Token ids are the same.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     processor = getattr(backend, "post_processor", None)

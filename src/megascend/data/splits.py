@@ -48,10 +48,8 @@ def is_saved(path: Path) -> bool:
 def split_files(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
     """Return the files of a split of the file or folder ``path``, in the order in which datasets reads them.
 
-    Args:
-        split: None: the one named ``validation``, or the only one; ``all``: every readable file of a folder, or of its config.
-        config_name: one of those that the folder's card lists.
-        findings: is told which other files the folder has, and which of the split cannot be read.
+    ``split``: None: ``validation``, or the only one; ``all``: every readable file of a folder or config. ``findings`` gets the
+    folder's other files, and those of the split that cannot be read.
     """
     if path.is_symlink() and not path.exists():
         raise DataError(
@@ -138,12 +136,7 @@ def _split_setting(setting: str) -> str:
 
 
 def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, as datasets resolves them.
-
-    Args:
-        config_name: of those that the folder's card lists; None: the only one, or the card's default.
-        text: the folder holds texts alone, some of which have endings that datasets knows no format for.
-    """
+    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds texts alone."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 

@@ -105,13 +105,7 @@ def write_store(
     findings: Findings,
     sources: Mapping[str, str] | None = None,
 ) -> None:
-    """Write samples to a new directory, as they come.
-
-    Args:
-        documents: number and samples of each document.
-        findings: its remarks are kept; read after the last document.
-        sources: kept, see :class:`SampleStore`.
-    """
+    """Write (number, samples) of documents to a new directory as they come; remarks of ``findings`` and ``sources`` are kept."""
     path.mkdir()
     state, start = xxhash.xxh3_64(), 0
     with (
@@ -150,10 +144,7 @@ class Part(Sequence[Sample]):
     """
 
     def __init__(self, store: SampleStore, chosen: np.ndarray, fingerprint: str) -> None:
-        """
-        Args:
-            chosen: bool [samples of the store].
-        """
+        """``chosen``: bool [samples of the store]."""
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
         self.has_pairs = store.has_pairs

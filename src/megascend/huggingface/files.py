@@ -220,10 +220,8 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path, template: str | None) -> None:
-    """Copy a model's tokenizer beside an adapter, so that ``AutoTokenizer`` loads it from there.
-
-    Args:
-        template: the chat template that it has been trained with, where that is not the model's.
+    """Copy a model's tokenizer beside an adapter for ``AutoTokenizer``, with ``template`` in place of its chat template, if
+    given.
     """
     try:
         for path in sorted(Path(source).iterdir()):

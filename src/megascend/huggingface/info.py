@@ -49,10 +49,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a ``config.json`` (Qwen2/3, Llama, Mixtral, Qwen3-MoE, DeepSeek and GPT-2 style names).
-
-        Of a multimodal model, the text part (``text_config``) is read.
-        """
+        """Read a ``config.json``, or its ``text_config`` (names of Qwen2/3, Llama, Mixtral, Qwen3-MoE, DeepSeek and GPT-2)."""
         text = config.get("text_config")
         if text is not None and not isinstance(text, Mapping):
             raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
@@ -149,25 +146,20 @@ class ModelInfo:
         return list(self.tensors)
 
     def flops_per_token(self, length: int, frozen: bool = False) -> float:
-        """Model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
+        """Return the model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
 
-        6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its
-        own. For attention, which has no weights, 12 * layers * heads * head dim * length / 2, the half because of the
-        causal mask (PaLM, appendix B). Recomputation is not counted.
-
-        Args:
-            frozen: the weights have no gradients, so 4 per matmul parameter; attention as before. What adapters compute
-                is not counted: with low ranks it is little.
+        6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its own, which
+        ``frozen`` weights lack. For attention 12 * layers * heads * head dim * length / 2, the half because of the causal mask
+        (PaLM, appendix B). Recomputation and adapters are not counted.
         """
         of_weights = (4 if frozen else 6) * self.active_matmul_parameters
         return of_weights + 6 * self.shape.num_layers * self.attention_width * length
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Names of the layers that a LoRA adapter may target, from the names and shapes of a checkpoint's weights. Pure.
+    """Return names of the layers that a LoRA adapter may target, from the names and shapes of a checkpoint's weights.
 
-    Experts' layers have the names under which transformers fuses them; routers are left out. Embedding and output layer
-    are among them unless they share a weight.
+    Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
     """
     untied = "lm_head.weight" in shapes
     found: dict[str, None] = {}
@@ -181,11 +173,7 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
-    """Read ``config.json`` and the headers of the weight files. Every engine trains what this function describes.
-
-    Args:
-        head: what the model shall end with.
-    """
+    """Read ``config.json`` and the headers of the weight files: what every engine trains, with ``head`` at its end."""
     config = read_config(model_dir)
     text = config.get("text_config") or config
     try:
@@ -236,9 +224,6 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
 
     An output layer in the files that differs from the embedding is a layer of its own, even where ``config.json`` says
     ``tie_word_embeddings: true``; one that is equal is tied if the configuration says so.
-
-    Args:
-        tensors: of the checkpoint.
     """
     tables = [
         name

@@ -49,11 +49,7 @@ class SafetensorsWriter:
     """``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index, in a directory that exists."""
 
     def __init__(self, folder: Path, names: Collection[str], file_bytes: int = FILE_BYTES) -> None:
-        """
-        Args:
-            names: of all tensors that will come, in any order; they bound the size of a header.
-            file_bytes: after which a further file is begun.
-        """
+        """``names``: of all tensors, which bound the size of a header; a further file is begun after ``file_bytes``."""
         self._folder, self._file_bytes = folder, file_bytes
         self._room = sum(len(json.dumps(name)) + _ENTRY for name in names) + 64
         self._room += -(self._room + 8) % 16
@@ -163,11 +159,7 @@ class PipelinedWriter:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="megascend-write")
 
     def write(self, descriptor: int, offset: int, data: Tensor) -> None:
-        """Write ``data`` at ``offset`` of an open file.
-
-        Args:
-            data: uint8 [bytes], contiguous, on any device.
-        """
+        """Write ``data``, uint8 [bytes], contiguous on any device, at ``offset`` of an open file."""
         for start in range(0, data.numel(), PIECE):
             self._raise_what_failed()
             part = data[start : start + PIECE]

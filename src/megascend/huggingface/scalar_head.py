@@ -59,11 +59,7 @@ class ScalarHead:
 def find(
     head: HeadKind, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path
 ) -> ScalarHead | None:
-    """The scalar head that a backend's model shall have; None for a causal language model.
-
-    Args:
-        tensors: of the checkpoint.
-    """
+    """Return the scalar head of a backend's model; None for a causal language model. ``tensors``: of the checkpoint."""
     if head not in get_args(HeadKind):
         raise ConfigError(f"head must be one of {', '.join(get_args(HeadKind))}, got {head!r}")
     there = next((name for name in tensors if name.split(".")[-2:] == ["score", "weight"]), None)

@@ -45,12 +45,8 @@ class CheckpointWriter:
         *,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        """
-        Args:
-            source: the checkpoint that the weights come from; may be ``target`` itself.
-            dtype: ``float32``, ``float16`` or ``bfloat16``: of what is added, for the configuration.
-            info: of the model as it was built from ``source``.
-            file_bytes: see :class:`~megascend.huggingface.safetensors_writer.SafetensorsWriter`.
+        """``dtype``: of what is added, for the configuration; ``info``: of the model built from ``source``, which may be
+        ``target``.
         """
         self._source, self._target, self._dtype, self._info = source, target, dtype, info
         with self._told():

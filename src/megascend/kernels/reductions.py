@@ -38,10 +38,10 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def names_with_nan(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of floating-point tensors, all of one device, that hold NaN; waits for the device once.
+    """Return the names of floating-point tensors, all of one device, that hold NaN; waits for the device once.
 
-    The largest number of a tensor is NaN where any of its numbers is. Finding it reads memory once and writes nothing, which on a
-    CPU takes a tenth of the time of ``isnan().any()``, and a twenty-fifth of the time of counting.
+    The maximum is NaN where any number is. It reads memory once and writes nothing: on a CPU a tenth of the time of
+    ``isnan().any()``, a twenty-fifth of that of counting.
     """
     named = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
     if not named:
@@ -54,14 +54,7 @@ LARGEST = 65504.0
 
 
 def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype = torch.float16) -> str | None:
-    """Return a sentence about the first number of ``tensor`` that ``dtype`` cannot hold, None if there is none.
-
-    Reads the tensor once and waits for its device, for fp16 only.
-
-    Args:
-        name: of the tensor, for the sentence.
-        dtype: that the tensor has or is about to get.
-    """
+    """Return a sentence about the first number of ``tensor`` beyond fp16, if that is ``dtype``; waits for its device then."""
     if dtype != torch.float16 or tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return None
     low, high = (float(value) for value in tensor.detach().aminmax())

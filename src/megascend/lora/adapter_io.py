@@ -85,11 +85,7 @@ def check_target(path: Path) -> None:
 
 
 def read(path: Path, *, optimizer: bool) -> SavedAdapter:
-    """Read an adapter that megascend or peft has saved.
-
-    Args:
-        optimizer: also read the optimizer's state, where there is one.
-    """
+    """Read an adapter that megascend or peft saved; ``optimizer``: with the optimizer's state, where there is one."""
     lora, values = peft_format.read(path)
     if not (path / STATE).is_file():
         if optimizer and (path / OPTIMIZER).exists():

@@ -58,12 +58,7 @@ class AppliedAdapters:
         return total.view(out.shape)
 
     def to_experts(self, shape_group: int, layer: int, rows: ExpertAdapterRows, x: Tensor, out: Tensor) -> Tensor:
-        """``out`` with the adapters' part of a product of experts.
-
-        Args:
-            rows: how the rows are grouped; of one adapter by expert alone.
-            x, out: [rows, features].
-        """
+        """Add the adapters' part of a product of experts, x [rows, features], to ``out``."""
         assert self.stacked is not None
         a, a_grads, b, b_grads = self.stacked.factors_of_experts(shape_group, layer)
         if rows.order is None:
@@ -74,10 +69,9 @@ class AppliedAdapters:
         return out + Moved.apply(delta, rows.place, rows.order)
 
     def to_embedding(self, shape_group: int, target: TargetModule, ids: Tensor, out: Tensor) -> Tensor:
-        """``out`` with the adapters' part of the embedding of ``ids`` [batch, sequence].
+        """Add the adapters' part of the embedding of ``ids`` [batch, sequence] to ``out``: [batch, sequence, h], or this rank's
 
-        Args:
-            out: [batch, sequence, h], or under sequence parallelism this rank's slice, [sequence, batch, h].
+        slice [sequence, batch, h] under sequence parallelism.
         """
         stacked, segments = self._present()
         if not adapted_segments(stacked, segments, target):
@@ -130,7 +124,7 @@ def start_graph(module: object, inputs: object, output: Tensor) -> Tensor:
 def adapted_segments(
     stacked: StackedAdapters, segments: TokenSegments, target: TargetModule
 ) -> tuple[tuple[int, slice], ...]:
-    """(index of the adapter in the stacked factors, its tokens) for every adapter of a micro batch that acts on ``target``.
+    """Return (index of the adapter in the stack, its tokens) of the micro batch's adapters that act on ``target``.
 
     The tokens are all of a tensor parallel group, so that its ranks agree on what they exchange.
     """

@@ -44,14 +44,10 @@ OF_ONE_EXPERT = re.compile(
 def merged(
     adapter: tuple[Lora, dict[str, Factors]] | None, transposed: Collection[str] = ()
 ) -> Callable[[str, Tensor], Tensor] | None:
-    """What adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
+    """Return a function that adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
-    Experts may be stored one by one or fused; gate and up, too. An embedding's weight [vocabulary, hidden] is that of a
-    linear layer transposed. None stays None (ranks that write nothing). The result has the weight's dtype; a number that is
-    beyond it is a CheckpointError of the function that is returned.
-
-    Args:
-        transposed: fused experts whose weights are [experts, in, out].
+    Experts may be stored one by one or fused; gate and up, too. The result has the weight's dtype; a number beyond it is a
+    CheckpointError. ``transposed``: fused experts stored as [experts, in, out]. None stays None (ranks that write nothing).
     """
     if adapter is None:
         return None

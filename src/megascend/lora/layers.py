@@ -208,11 +208,7 @@ class ExpertRows:
         self.adapter_index, self._grouped = adapter_index, None
 
     def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
-        """The rows by expert and adapter.
-
-        Args:
-            counts: rows of each expert; or, of ``moe.experts: grouped``, segments whose sizes the CPU need not know.
-        """
+        """Return the rows by expert and adapter; ``counts``: rows of each expert, or segments of sizes unknown to the CPU."""
         if self._grouped is None:
             self._grouped = self._group(counts, adapters, experts, device)
         return self._grouped

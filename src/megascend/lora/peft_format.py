@@ -69,12 +69,7 @@ def read(folder: Path) -> tuple[Lora, dict[str, Factors]]:
 
 
 def check_complete(folder: Path, names: Collection[str], adaptable: Collection[str]) -> None:
-    """Refuse an adapter whose file lacks a layer that its configuration targets; peft would fill it with random factors.
-
-    Args:
-        names: the projections that the file adapts.
-        adaptable: those of the base model that an adapter could adapt.
-    """
+    """Raise CheckpointError if the file lacks factors (``names``) of a targeted layer, which peft would fill with random ones."""
     targets = targeted(_load_config(folder / CONFIG), adaptable)
     missing = [name for name in adaptable if name in targets and name not in names]
     if missing:

@@ -59,13 +59,9 @@ def base_layer(key: str) -> str | None:
 
 
 def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iterable[str]) -> dict[str, Factors]:
-    """The inverse of :func:`to_tensors`.
+    """Invert :func:`to_tensors`. Weights of the base model among ``tensors`` are passed over (see ``check_base_weights``).
 
-    Args:
-        tensors: as in ``adapter_model.safetensors``, or by ``peft.get_peft_model_state_dict``. Weights of the base model
-            among them are passed over; see :func:`megascend.lora.adapter_io.check_base_weights`.
-        rank: PEFT's ``r``.
-        target_parameters: of the configuration; a single pair of an ``experts`` module is named by nothing else.
+    ``target_parameters``: of the configuration; a single pair of an ``experts`` module is named by nothing else.
     """
     target_parameters = list(target_parameters)
     factors: dict[str, Factors] = {}

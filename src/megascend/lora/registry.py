@@ -61,12 +61,8 @@ class AdapterRegistry(Mapping[str, Adapter]):
         dtype: torch.dtype,
         device: torch.device,
     ) -> AdapterRegistry:
-        """The registry of a model's adapters, none yet.
-
-        Args:
-            found: all layers of this rank that adapters could act on.
-            everything: the Hugging Face weights in those of all ranks.
-            dtype: of the model.
+        """Build the registry of a model's adapters; ``found``: this rank's possible targets, ``everything``: all ranks' weights
+        in them.
         """
         check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
         return cls(

@@ -108,11 +108,7 @@ def _unknown(layout: ModelLayout) -> str:
 
 
 def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str = "self_attn") -> TargetModule:
-    """Megatron's rows are, for every query group, its query heads, then its key, then its value.
-
-    Args:
-        folder: what the checkpoint calls a layer's attention.
-    """
+    """Build the fused projection: for every query group its query heads, its key, its value; ``folder``: attention's name."""
     config, (rank, size) = layout.config, layout.tensor_rank(expert=False)
     width = config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) // size
@@ -127,11 +123,7 @@ def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str =
 
 
 def feed_forward(mlp: Any, number: int, layout: ModelLayout, folders: Sequence[str] = ()) -> Iterator[TargetModule]:
-    """A dense MLP, or shared experts.
-
-    Args:
-        folders: names that the module of shared experts may have inside ``mlp``.
-    """
+    """Yield a dense MLP, or shared experts, whose module may be called one of ``folders`` inside ``mlp``."""
     folder = next((f for f in folders if layout.has(layout.name(number, "mlp", f, "down_proj"))), None)
     path = ("mlp",) if folder is None else ("mlp", folder)
     names = [layout.name(number, *path, "gate_proj"), layout.name(number, *path, "up_proj")]
@@ -155,11 +147,9 @@ def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule
 def linear(
     module: Any, split: Literal["column", "row"], layout: ModelLayout, names: Sequence[str], moe: Any = None
 ) -> TargetModule:
-    """A layer whose output is one Hugging Face weight's, or that of gate and up, half each on every rank.
+    """Build a layer whose output is that of one Hugging Face weight, or of gate and up, half each on every rank.
 
-    Args:
-        names: of the weight, or of gate and up. Under one name, a column parallel layer of a gated MLP is gate above up.
-        moe: as for :meth:`TargetModule.of`.
+    ``names``: of the weight, or of gate and up. Under one name, a column parallel layer of a gated MLP is gate above up.
     """
     out, _ = weight_shape(module)
     rank, size = layout.tensor_rank(expert=moe is not None)

@@ -51,13 +51,7 @@ def gather(
     *,
     everywhere: bool = False,
 ) -> list[dict[str, Factors]] | None:
-    """Whole factors, by projection, of each of ``vectors`` (values or moments), on rank 0; None on the others.
-
-    Collective over the world.
-
-    Args:
-        everywhere: on all ranks instead.
-    """
+    """Return whole factors of each of ``vectors`` (values or moments) on rank 0, or ``everywhere``; else None. Collective."""
     mine = [factor_shards(adapter, vector, shape_groups, groups.coordinates) for vector in vectors]
     bring = gather_objects if everywhere else collect_objects
     everyone = bring(mine, "world", groups, f"factors of adapter {adapter.name!r}")

@@ -160,13 +160,7 @@ CHUNK_BYTES = 5 * 2**28
 
 
 def head_bytes(hidden: int, rows: int, tokens: float, kind: LayerKind, *, trained: bool) -> float:
-    """Logits of a chunk and what is computed from them, and the gradient of the hidden states.
-
-    Args:
-        rows: of the output layer on this rank.
-        tokens: that the rank holds.
-        trained: the output layer has a gradient.
-    """
+    """Return bytes of a chunk's logits, of what is computed from them, and of the gradient of the hidden states."""
     chunk = min(tokens, max(128, CHUNK_BYTES // (kind.bytes * max(rows, 1)) // 128 * 128))
     logits = kind.bytes * chunk * rows
     if not kind.fused:

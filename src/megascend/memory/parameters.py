@@ -129,12 +129,10 @@ def adapter_bytes(
     fused: bool,
     stacked: bool,
 ) -> int:
-    """Of one adapter on the layers of a pipeline stage: fp32 factors, gradients and two moments.
+    """Return the bytes of an adapter on a pipeline stage's layers: fp32 factors, gradients and two moments.
 
-    Args:
-        element: bytes of an element of activations.
-        fused: some projections are computed as one, and their factors side by side.
-        stacked: layers compute with a copy of the factors in the model's precision, which has fp32 gradients of its own.
+    ``element``: bytes of an activation; ``fused``: fused projections have their factors side by side; ``stacked``: layers compute
+    with a copy of the factors in the model's precision, which has fp32 gradients of its own.
     """
     factors = copies = 0.0
     padded = -(-lora.rank // RANK_MULTIPLE) * RANK_MULTIPLE

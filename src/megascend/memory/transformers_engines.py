@@ -64,11 +64,7 @@ def items(
 
 
 def layer_bytes(sizes: ModelSizes, kind: LayerKind, *, with_experts: bool, single: bool) -> LayerBytes:
-    """What one layer keeps for each token, without recomputation.
-
-    Args:
-        single: by transformers' own code for experts, which keeps their outputs, too.
-    """
+    """Return what a layer keeps of each token, without recomputation; ``single``: transformers' own experts keep outputs too."""
     b = kind.bytes
     attention = _norm(sizes.hidden, kind)
     if sizes.qk_norm:

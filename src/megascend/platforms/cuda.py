@@ -116,7 +116,7 @@ class CudaPlatform(Platform):
 
 
 def shorten_dump(environment: MutableMapping[str, str]) -> list[str]:
-    """How long torch leaves ranks hanging after a collective of NCCL's has timed out, to dump its flight recorder.
+    """Shorten the time that torch leaves ranks hanging, to dump its flight recorder, after a collective of NCCL's timed out.
 
     It is four times the variable, whose default is 15 s (``ProcessGroupNCCL.cpp``): on an H200 the process ended a minute
     after the timeout. A variable that is set is respected.

@@ -102,7 +102,7 @@ def prepare_simulated(environment: Any) -> list[str]:
 
 
 def limit_hccl(environment: Any, timeout_s: float) -> list[str]:
-    """HCCL's own timeouts, which torch's do not reach: without them a rank waits half an hour for a dead one.
+    """Set HCCL's own timeouts, which torch's do not reach: without them a rank waits half an hour for a dead one.
 
     HCCL_CONNECT_TIMEOUT takes 120 to 7200 s; HCCL_EXEC_TIMEOUT counts in steps of 68 s (CANN's list of environment
     variables). Variables that are set are respected.
@@ -133,10 +133,7 @@ def choose_hccl_port(environment: Any) -> list[str]:
 
 
 def hccl_base_port(environment: Mapping[str, str]) -> int:
-    """A base port that follows from the job's rendezvous; from the process id where there is none.
-
-    Jobs with one master address and neighbouring master ports never share ports.
-    """
+    """Return a base port by the job's rendezvous, else by process id; jobs with neighbouring master ports share no ports."""
     slots = (LAST_PORT - FIRST_PORT) // HCCL_PORTS
     if "MASTER_PORT" not in environment:
         slot = os.getpid()

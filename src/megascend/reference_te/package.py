@@ -28,13 +28,9 @@ def is_installed() -> bool:
 
 
 def install(force: bool = False) -> list[str]:
-    """Make the reference layers importable as ``transformer_engine``; a second call does nothing.
+    """Make the reference layers importable as ``transformer_engine``; a second call does nothing. Return a line for each change.
 
-    Args:
-        force: replace a real Transformer Engine even where it could run.
-
-    Returns:
-        One line for each change made to the process.
+    ``force``: replace a real Transformer Engine even where it could run.
     """
     if is_installed():
         return []

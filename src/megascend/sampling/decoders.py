@@ -142,11 +142,7 @@ class Cached:
         return torch.cat(stored)[torch.tensor(order).argsort()] if rows and stored else None
 
     def _batch(self, rows: Sequence[Row], index: Sequence[int], growing: Growing | None) -> MicroBatch:
-        """The new tokens of ``rows``; without any, a micro batch that keeps other ranks company.
-
-        Args:
-            index: of the rows' adapters, ascending.
-        """
+        """Build a micro batch of the rows' new tokens, or one that only matches other ranks'; ``index``: adapters', ascending."""
         tokens = [row.tokens[-1] for row in rows] or [0]
         batch = next_tokens(
             tokens,

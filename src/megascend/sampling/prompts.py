@@ -33,11 +33,7 @@ class PromptScores:
 
 
 def score_prompts(backend: Backend, step: Step, requests: Asked, seeds: Sequence[int]) -> dict[int, PromptScores]:
-    """What requests want to know of their prompts, by their numbers; the same on every rank. Collective.
-
-    Args:
-        seeds: of all numbers.
-    """
+    """Return scores of prompts by their requests' numbers, the same on every rank; ``seeds``: of all numbers. Collective."""
     logprobs: dict[int, tuple[float | None, ...]] = {}
     asked = [(of, request) for of, request in requests if request.prompt_logprobs]
     for of, values in _scored(
@@ -96,11 +92,7 @@ def _scored(
     score: Callable[[list[Sample]], Sequence[T]],
     fields: Mapping[int, dict[str, Tensor]] | None = None,
 ) -> list[tuple[int, T | None]]:
-    """``score`` of the prompts, divided over data parallel ranks, by their requests' numbers; None for a single token.
-
-    Args:
-        fields: further ones of each prompt's sample.
-    """
+    """Return ``score`` of the prompts, divided over data parallel ranks, by number; None for a prompt of one token."""
     samples = {of: Sample.causal(request.prompt) for of, request in requests if len(request.prompt) > 1}
     for of, request in requests:
         if of in samples:
@@ -121,11 +113,7 @@ AT_ONCE = 64
 
 
 def fields_of(request: SampleRequest, targets: int, draws: int, seed: int) -> dict[str, Tensor]:
-    """What the forward pass needs beside the prompt, float32 [prompt - 1] each; ids of tokens are exact up to 2^24.
-
-    Args:
-        targets, draws: of the call; this request's own may be fewer.
-    """
+    """Return a request's extra fields for a call of ``targets`` and ``draws``, float32 [prompt - 1]; ids are exact up to 2^24."""
     length = len(request.prompt) - 1
     found: dict[str, Tensor] = {"temperature": torch.full((length,), request.params.temperature)}
     columns = list(zip(*request.target_tokens, strict=True)) if request.target_tokens else []

@@ -114,12 +114,7 @@ MARGIN = 8
 
 
 def ends(tokens: Sequence[int], stops: Sequence[Stop], decode: Decode | None) -> bool:
-    """Whether the newest of ``tokens`` completes one of ``stops``; asked after every token.
-
-    Args:
-        tokens: of the response, not of its prompt.
-        decode: token ids to text, with special tokens; needed for stops that are texts.
-    """
+    """Check, after every token of a response, whether the newest completes one of ``stops``; ``decode`` is needed for texts."""
     if any(_ends(tokens, stop) for stop in stops if not isinstance(stop, str)):
         return True
     texts = [stop for stop in stops if isinstance(stop, str)]

@@ -175,10 +175,8 @@ class Sampler:
     # --- one batch ---
 
     def _sample(self, batch: Sequence[Row], cancelled: Cancelled, gone: set[int], tokens: int | None) -> Iterator[None]:
-        """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time.
-
-        Args:
-            gone: requests that have been cancelled so far, to which it adds.
+        """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time; ``gone``: cancelled requests,
+        updated.
         """
         mine = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
         by_number = {row.number: row for row in batch}

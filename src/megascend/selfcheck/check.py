@@ -41,17 +41,10 @@ def require_agreement(
     groups: ProcessGroups,
     worker: Worker | None = None,
 ) -> Verdict:
-    """Check the model on rank 0, or find that it was checked earlier, and tell all ranks. Collective.
+    """Return the verdict on the model, found on rank 0 now or earlier, on all ranks; SelfCheckError if it differs. Collective.
 
-    Args:
-        model_dir: its Hugging Face checkpoint.
-        full: its configuration with all defaults.
-        longest: tokens of the longest sample that is allowed.
-        window_in_force: Megatron attends within the model's sliding window.
-        worker: on rank 0, a process that stands by for it.
-
-    Returns:
-        The verdict, the same on every rank. Warnings go out on rank 0.
+    ``full``: the configuration with all defaults; ``longest``: tokens of the longest sample allowed; ``window_in_force``:
+    Megatron attends within the model's sliding window; ``worker``: on rank 0, a process started before.
     """
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
@@ -71,16 +64,10 @@ def tell(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
 def require_agreement_here(
     model_dir: Path, config: Any, longest: int, groups: ProcessGroups, subject: Subject, *, wanted: bool
 ) -> Verdict:
-    """Compare a slice of the model with transformers in this process, on rank 0, and tell all ranks. Collective.
+    """Compare a slice of the model with transformers in this process, on rank 0; return the verdict on all ranks. Collective.
 
-    Args:
-        config: the model's, in transformers' class.
-        longest: tokens of the longest sample that is allowed.
-        subject: the engine's way to compute it.
-        wanted: else nothing is compared.
-
-    Returns:
-        The verdict, the same on every rank. A warning goes out on rank 0 of what could not be compared.
+    SelfCheckError, or ConfigError where the engine cannot compute the model, is raised on every rank. Without ``wanted`` nothing
+    is compared. ``config``: in transformers' class; ``subject``: the engine's way to compute it.
     """
     if not wanted:
         return Verdict("off")
@@ -167,11 +154,7 @@ def examine(
 def _kept_or_made(
     path: Path, make: Callable[[], tuple[Verdict, bool]], again: Callable[[], tuple[Verdict, bool]] | None = None
 ) -> Verdict:
-    """Return the verdict at ``path``, or make it, and keep it there if it would be the same another time.
-
-    Args:
-        again: in place of ``make`` where it cannot be kept.
-    """
+    """Return the verdict at ``path``, or make and keep it if final; ``again``: used for ``make`` where it cannot be kept."""
     try:
         files.make_directory(path.parent)
         with files.locked(path):
@@ -258,12 +241,7 @@ def place(part: Slice) -> Path:
 
 
 def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> str:
-    """Of everything that a verdict depends on: the slice, the packages' versions, our code and its architecture's.
-
-    Args:
-        packages: that compute it; by default Megatron's among them.
-        settings: of the engine.
-    """
+    """Digest what a verdict depends on: slice, packages' versions, our code, architecture, and the engine's settings."""
     content: dict[str, Any] = {
         "config": part.config,
         "lengths": part.lengths,

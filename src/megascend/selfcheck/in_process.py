@@ -64,12 +64,7 @@ class Subject(ABC):
 
 
 def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
-    """Return the slice of a model, also where its configuration is nested, or has names of its own for sizes.
-
-    Args:
-        raw: the model's ``config.json``.
-        config: the same in transformers' class.
-    """
+    """Return the slice of a model (``raw``: its ``config.json``), also where it is nested or names its sizes differently."""
     text = config.get_text_config()
     if text is not config:
         name = next((each for each in config.sub_configs if getattr(config, each, None) is text), None)

@@ -74,12 +74,7 @@ class Verdict:
 
 
 def objection(verdict: Verdict, config: Mapping[str, Any], packages: str) -> SelfCheckError:
-    """The error for a model on which the sides differ.
-
-    Args:
-        config: the model's configuration with all defaults.
-        packages: names and versions of the two sides.
-    """
+    """Return the error for a model on which the sides, with ``packages``' versions, differ; ``config``: with all defaults."""
     when = (
         "when short and long samples share a micro batch (each by itself is right)"
         if verdict.mixed_only

@@ -96,13 +96,9 @@ class Topology:
         return Coordinates(rank=rank, **places)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The ranks that communicate along ``axes``: those that differ there and agree on the grid's other axes.
+        """Return the groups of ranks that differ along ``axes`` of one grid and agree on its others; without axes, one per rank.
 
-        Args:
-            axes: axes of one grid, in any order. None at all gives one group per rank.
-
-        Returns:
-            Every group of the world, ordered by first rank; ranks ascend, which is Megatron's order.
+        Groups are ordered by first rank; ranks ascend, which is Megatron's order.
         """
         for axis in axes:
             self.size(axis)
@@ -338,10 +334,7 @@ def axes_of(name: str) -> tuple[str, ...]:
 
 
 def rank_lists(topology: Topology, names: Iterable[str] = tuple(GROUP_AXES)) -> dict[tuple[int, ...], str]:
-    """Every set of two or more ranks that is a group, once, with the first of its names in ``names``.
-
-    The order is the same on all ranks: that in which they create the groups.
-    """
+    """Return every group of two or more ranks, once, with the first of its names; in the order of creation on all ranks."""
     found: dict[tuple[int, ...], str] = {}
     for name in names:
         for ranks in topology.groups(*axes_of(name)):

@@ -66,7 +66,7 @@ def route(topology: Topology, rank: int, receivers: Collection[int], *, expert: 
 
 
 def participants(topology: Topology, receivers: Collection[int]) -> frozenset[int]:
-    """The ranks without which ``receivers`` cannot have every parameter; replicas of these are not among them.
+    """Return the ranks without which ``receivers`` cannot have every parameter, without their replicas.
 
     A rank takes part in all collectives of its pipeline (and experts') or in none, so whoever shares one is included.
     """

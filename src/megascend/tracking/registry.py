@@ -99,10 +99,8 @@ def register_tracker(name: str, open_tracker: OpenTracker, *, package: str | Non
 
 
 def check_trackers(names: Iterable[str], *, plugins: bool = False) -> None:
-    """Raise before training if a tracker is unknown or its package missing. Imports nothing.
-
-    Args:
-        plugins: the run names modules that may register others and have not been imported yet.
+    """Raise before training if a tracker is unknown (unless ``plugins`` may register it) or its package missing. Imports
+    nothing.
     """
     names = list(names)
     if not plugins:

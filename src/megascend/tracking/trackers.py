@@ -37,13 +37,7 @@ class Trackers:
         resumed_after: int = 0,
         on_failure: Callable[[str, str], None] = lambda name, problem: None,
     ) -> None:
-        """
-        Args:
-            options: of every tracker, by name; checked by :func:`megascend.tracking.registry.check_trackers`.
-            output: the run directory.
-            config: the run's settings, JSON.
-            on_failure: told of each tracker's first failure; on any thread.
-        """
+        """``options``: of every tracker, by name; ``config``: the run's settings, JSON; ``on_failure``: called on any thread."""
         self._options, self._output, self._config = options, output, config
         self._folder = output / FOLDER
         self._resumed_after, self._on_failure = resumed_after, on_failure
@@ -137,11 +131,7 @@ class BackgroundTracker:
         failed: Callable[[str, str], None],
         waiting: int = WAITING,
     ) -> None:
-        """
-        Args:
-            opened: told the tracker's name and its run's id, on the tracker's thread.
-            failed: told the tracker's name and the first problem, on any thread.
-        """
+        """``opened`` gets (name, run id) on the tracker's thread; ``failed`` (name, first problem) on any."""
         self.name = name
         self._open, self._run, self._opened, self._failed = open_tracker, run, opened, failed
         self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(waiting)

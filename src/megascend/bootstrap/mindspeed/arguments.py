@@ -68,14 +68,10 @@ def from_config(
     feature_levels: Mapping[str, int] | None = None,
     fields: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """All arguments for a model: MindSpeed's defaults, then the ModelConfig, then what the user asked for.
+    """Return all arguments for a model: MindSpeed's defaults, then the ModelConfig, then the user's ``options``.
 
-    Args:
-        defaults: from MindSpeed's parser, given no command line.
-        config: mcore-bridge's ModelConfig.
-        options: MindSpeed's own arguments by name; checked by :func:`check_options`, but not yet against the layout.
-        feature_levels: optimization level from which on MindSpeed looks at a feature's argument, by its name.
-        fields: :func:`model_fields` of the configuration's class, where they are known already.
+    ``feature_levels``: optimization level from which on MindSpeed reads a feature's argument; ``fields``: of the ModelConfig's
+    class (:func:`model_fields`), where they are known already.
     """
     check_effect(options, config.context_parallel_size, context_algorithm)
     levels = feature_levels or {}
@@ -205,11 +201,7 @@ NEEDS_MEGATRON_TRAINING = (
 
 
 def check_model(arguments: Mapping[str, Any]) -> None:
-    """Refuse a model or options that MindSpeed gets wrong.
-
-    Args:
-        arguments: from :func:`megascend.bootstrap.mindspeed.arguments.from_config`.
-    """
+    """Raise ConfigError for a model or options (arguments of :func:`from_config`) that MindSpeed gets wrong."""
     for reason in reasons(arguments):
         raise ConfigError(f"MindSpeed cannot train this: {reason}")
 

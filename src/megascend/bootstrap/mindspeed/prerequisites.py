@@ -61,10 +61,9 @@ def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
 def findings(
     stack: Stack, environment: Mapping[str, str] = os.environ, before_each: Callable[[str], object] = lambda name: None
 ) -> list[Finding]:
-    """Every prerequisite held against this process, whether the ones before it hold or not. For ``megascend doctor``.
+    """Check every prerequisite, whether those before it hold or not; for ``megascend doctor``.
 
-    Args:
-        before_each: called with the name of what is looked at next: should that end the process, it is known what did.
+    ``before_each`` gets the name of each first: should the check end the process, it is known which one did.
     """
     result = []
     for prerequisite in PREREQUISITES:

@@ -137,10 +137,8 @@ class MindSpeed(PatchProvider):
 
     @staticmethod
     def _tell(config: Any, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Give the ModelConfig the arguments that it does not have yet: MindSpeed's layers read them there.
-
-        MindSpeed does so itself when a configuration is made, but from values that may be older than the repatch, and
-        that know nothing of ``options``.
+        """Set arguments on the ModelConfig, where MindSpeed's layers read them: its own are older than a repatch and lack
+        ``options``.
         """
         fields = getattr(type(config), "__dataclass_fields__", {})
         for name, value in wanted.items():
