@@ -43,7 +43,7 @@ def test_another_one_is_chosen_by_its_name_or_by_where_it_is() -> None:
     register("noted", Noted)
     assert isinstance(create("noted", setup("cpu")), Noted)
     assert names("npu") == ["mindspeed", "noted"]
-    place = "megascend.bootstrap.reference.provider:Reference"
+    place = "megascend.bootstrap.reference:Reference"
     assert isinstance(create(place, setup("cpu")), Reference)
 
 

@@ -141,7 +141,7 @@ def test_a_difference_of_mixed_micro_batches_is_told_as_such(folder, monkeypatch
     counted(monkeypatch, [DIFFERS, AGREES])
     verdict = check.examine(config, config, 8192, False)
     assert (verdict.status, verdict.mixed_only) == ("differs", True)
-    text = str(check.objection(verdict, config, "A and B"))
+    text = str(check.objection(verdict, config, process.versions()))
     assert "when short and long samples share a micro batch (each by itself is right)" in text
 
 

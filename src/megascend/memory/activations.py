@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascend.memory.sizes import ModelSizes
+from megascend.config import TrainerConfig
+from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, Workload
 from megascend.topology.topology import Topology
 
 FP32 = 4
@@ -42,6 +43,18 @@ class LayerKind:
     frozen: bool
     rank: int
     longest: int
+
+    @classmethod
+    def of(cls, config: TrainerConfig, workload: Workload, kernels: Kernels) -> LayerKind:
+        """Derive it from a run's settings and largest micro batch."""
+        return cls(
+            fused=kernels == "fused",
+            bytes=ELEMENT_BYTES[config.precision],
+            packed=workload.packed,
+            frozen=config.lora is not None,
+            rank=0 if config.lora is None else config.lora.rank,
+            longest=workload.tokens if workload.longest is None else workload.longest,
+        )
 
     @property
     def keeps_probabilities(self) -> bool:

@@ -50,7 +50,7 @@ def require_agreement(
     with groups.monitor.phase("self-check"):
         verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force, worker), groups)
     if verdict.status == "differs":
-        raise objection(verdict, full, sides())
+        raise objection(verdict, full, versions())
     tell(verdict, full, groups.rank)
     return verdict
 
@@ -185,36 +185,22 @@ def _kept(path: Path) -> Verdict | None:
 
 
 def find_out(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
-    """Compare the two sides on a slice; also whether the answer would be the same another time."""
+    """Compare the two sides on a slice; also return whether the verdict is final."""
+    layers = part.config["num_hidden_layers"]
     try:
         report = process.run([Trial(part.config, part.lengths)], worker)
     except PlatformError as error:
-        return replace(of_slice(part), reason=str(error)), False
-    found = report.findings[0]
-    verdict = replace(judged(part, found), seconds=report.seconds, peak_bytes=report.peak_bytes)
+        blank = Verdict("not checked", str(error), layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
+        return blank, False
+    result = report.findings[0]
+    verdict = replace(result.verdict(part, layers), seconds=report.seconds, peak_bytes=report.peak_bytes)
     if verdict.status != "differs":
         return verdict, True
     try:
-        convicted, short_ones_agree = name_the_setting(part, found)
+        convicted, short_ones_agree = name_the_setting(part, result)
     except PlatformError:  # the difference stands without its name, and is asked for again next time
         return verdict, False
     return replace(verdict, convicted=convicted, short_ones_agree=short_ones_agree), True
-
-
-def of_slice(part: Slice) -> Verdict:
-    """A verdict that knows no more than what was to be built."""
-    layers = part.config["num_hidden_layers"]
-    return Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
-
-
-def judged(part: Slice, found: TrialResult) -> Verdict:
-    """What a finding means, without the names of settings."""
-    verdict = of_slice(part)
-    if found.problem:
-        return replace(verdict, reason=f"its slice cannot be built by {found.problem}")
-    mixed_only = max(found.alone) <= process.BOUND
-    status = "agrees" if found.agrees else "differs"
-    return replace(verdict, status=status, largest=found.largest, mixed_only=mixed_only and not found.agrees)
 
 
 def name_the_setting(part: Slice, found: TrialResult) -> tuple[list[Convicted], bool]:
@@ -264,10 +250,3 @@ def own_code() -> str:
         if name.parts[0] not in UNCONCERNED:
             digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def sides() -> str:
-    """The two sides, with their versions."""
-    of = versions()
-    megatron = f"Megatron-Core {of['megatron-core']} (through mcore-bridge {of['mcore-bridge']})"
-    return f"transformers {of['transformers']} and {megatron}"

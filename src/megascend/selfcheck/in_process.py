@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megascend.errors import ConfigError, MegascendError
 from megascend.huggingface.scalar_head import ScalarHead
-from megascend.selfcheck.process import BOUND, Trial, TrialResult
+from megascend.selfcheck.process import Trial, TrialResult
 from megascend.selfcheck.slicing import WINDOWS, Slice, slice_model
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise
 from megascend.selfcheck.verdict import Verdict
@@ -88,21 +88,9 @@ def find_out(part: Slice, subject: Subject) -> Verdict:
     """Compare the engine with transformers on a slice."""
     began = time.perf_counter()
     layers = next((part.config[name] for name in LAYER_COUNTS if name in part.config), 0)
-    blank = Verdict("not checked", layers=layers, lengths=list(part.lengths))
-    found = run(Trial(part.config, part.lengths), subject)
-    if found.problem:
-        return replace(blank, reason=f"its slice cannot be built by {found.problem}")
-    status = "agrees" if found.agrees else "differs"
-    mixed_only = max(found.alone) <= BOUND and not found.agrees
-    return replace(
-        blank,
-        status=status,
-        largest=found.largest,
-        mixed_only=mixed_only,
-        not_shown=part.not_shown,
-        seconds=time.perf_counter() - began,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    verdict = run(Trial(part.config, part.lengths), subject).verdict(part, layers)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(verdict, seconds=time.perf_counter() - began, peak_bytes=peak_bytes)
 
 
 def run(trial: Trial, subject: Subject) -> TrialResult:

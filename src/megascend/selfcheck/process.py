@@ -1,4 +1,4 @@
-"""The process that checks, and what it found."""
+"""The process that checks a slice, its results, and where verdicts are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from megascend.distributed.plain_process import plain_environment
 from megascend.errors import PlatformError
 from megascend.huggingface.architectures import registered
 from megascend.platforms import cpu_products
+from megascend.selfcheck.slicing import Slice
+from megascend.selfcheck.verdict import Verdict
 
 BOUND = 2e-5
 """Largest difference, over the largest logit, that counts as agreement.
@@ -83,6 +85,16 @@ class TrialResult:
     def agrees(self) -> bool:
         """Both sides have computed the same."""
         return not self.problem and self.largest <= BOUND
+
+    def verdict(self, part: Slice, layers: int) -> Verdict:
+        """Return the verdict on a slice of so many layers, without the names of settings."""
+        verdict = Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
+        if self.problem:
+            return replace(verdict, reason=f"its slice cannot be built by {self.problem}")
+        mixed_only = max(self.alone) <= BOUND and not self.agrees
+        return replace(
+            verdict, status="agrees" if self.agrees else "differs", largest=self.largest, mixed_only=mixed_only
+        )
 
 
 @dataclass(frozen=True)
