@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from simnpu.environment import ASCEND_HOME, TOOLKIT_VARIABLES, own_paths, search_path, with_programs
+from simnpu.environment import (
+    ASCEND_HOME,
+    TOOLKIT_VARIABLES,
+    own_paths,
+    refuse_beside_real_torch_npu,
+    search_path,
+    with_programs,
+)
 from simnpu.errors import ImportOrderError
-from simnpu.genuine import refuse_beside_real_torch_npu
 from simnpu.settings import ACTIVE_VARIABLE
 
 MUST_COME_LATER = ("megatron", "mindspeed", "mcore_bridge")

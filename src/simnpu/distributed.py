@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
-from simnpu.missing import missing
+from simnpu.errors import missing
 
 __all__ = [
     "all_gather_into_tensor_uneven",

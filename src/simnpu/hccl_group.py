@@ -15,10 +15,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from simnpu.errors import ConfigError
-from simnpu.hccl_options import Options
+
+
+class Options(Backend.Options):
+    """Options of an HCCL process group. Kept for the program to read back; Gloo, which carries it, obeys the timeout.
+
+    ``hccl_config`` holds e.g. ``{"hccl_buffer_size": 200, "group_name": "tp"}``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("hccl")
+        self.op_timeout = self._timeout
+        self.is_high_priority_stream = False
+        self.hccl_config: dict[str, Any] = {}
+        self.group_id = ""
+
 
 BACKEND = "hccl"
 COMM_PREFIX = "simnpu_hccl_"

@@ -134,6 +134,6 @@ class NpuFusedAdamW(NpuFusedOptimizerBase):
 
 
 def __getattr__(name: str) -> object:
-    from simnpu.missing import missing
+    from simnpu.errors import missing
 
     raise missing(name, "torch_npu.optim")

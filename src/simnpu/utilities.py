@@ -18,6 +18,6 @@ class FlopsCounter:
 
     def get_flops(self) -> list[int]:
         """Recorded and traversed operations."""
-        from simnpu.missing import missing
+        from simnpu.errors import missing
 
         raise missing("get_flops", "torch_npu.utils.FlopsCounter")

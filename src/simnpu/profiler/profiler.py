@@ -109,7 +109,7 @@ class _KinetoProfile:
 
     def export_memory_timeline(self, output_path: str, device: str | None = None) -> None:
         """Not simulated: the device's memory is the host's."""
-        from simnpu.missing import missing
+        from simnpu.errors import missing
 
         raise missing("export_memory_timeline", "torch_npu.profiler.profile")
 
