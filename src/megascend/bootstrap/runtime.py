@@ -154,7 +154,9 @@ class Runtime:
                     "one engine's patches must not be in another's process. Start another process, or, if nothing here needs "
                     f"{self.engine!r}, say so in the first call: megascend.bootstrap(engine={engine!r})"
                 )
-        if provider is not None and provider not in self._names_of_provider():
+        kind = type(self.provider)
+        names = () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
+        if provider is not None and provider not in names:
             used = "no provider" if self.provider is None else f"provider {self.provider.name!r}"
             raise ConfigError(
                 f"this process was bootstrapped with {used}; it cannot become {provider!r}. Say so in the first call: "
@@ -166,10 +168,6 @@ class Runtime:
         if self.engine == engines.MEGATRON_CORE and engine == engines.DEFAULT:
             self.stack = require_supported(installed_versions(), engines.needs(engine).packages)
             self.engine = engine
-
-    def _names_of_provider(self) -> tuple[str, ...]:
-        kind = type(self.provider)
-        return () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
 
 
 @contextlib.contextmanager
@@ -232,9 +230,8 @@ def bootstrap(
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
       parts of torch (docs/npu-internals.md lists them).
     - when the program imports them: transformers reads the folder of its models once (see
-      :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors
-      that are not contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
-      (:meth:`PatchProvider.when_imported`).
+      :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
+      contiguous, and what else the provider mends (:meth:`PatchProvider.when_imported`).
     - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
       logger set to warnings; a few imports of upstream modules that training does not need take place when they are used (see
       :mod:`megascend.bootstrap.deferred_imports`).
@@ -290,17 +287,13 @@ def bootstrap(
             record([_bound(chosen)])
         if made is not None:
             record(install_missing_leaves())
-            _mend_on_import(made)
+            # Patched when they are imported, by megascend's engine or by any program.
+            patches.read_once_on_import()
+            patches.apply_on_import()
+            for module, patch_module in made.when_imported().items():
+                after_import(module, lambda patch_module=patch_module: record(patch_module()))
     _current = Runtime(chosen, stack, engine, made, precision, bool(tf32), affinity or "none")
     return _current
-
-
-def _mend_on_import(provider: PatchProvider) -> None:
-    """Let what must be mended in Megatron-Core be mended when it is imported, by megascend's engine or by any program."""
-    patches.read_once_on_import()
-    patches.apply_on_import()
-    for module, patch_module in provider.when_imported().items():
-        after_import(module, lambda patch_module=patch_module: record(patch_module()))
 
 
 def _bound(platform: Platform) -> str:

@@ -19,9 +19,9 @@ from megascend.config.run import (
     TrainerConfig,
     load_config,
     parsed,
-    read_settings,
     renamed_keys,
 )
+from megascend.config.run_file import read_settings
 from megascend.config.section import Beta, Count, Seconds, Section, Seed, Size
 from megascend.config.training import (
     Adam,

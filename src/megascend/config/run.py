@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self, TypedDict
 
 from megascend.config.data import Data, Dpo, Validation
+from megascend.config.run_file import read_settings
 from megascend.config.section import Count, Seconds, Section, Seed, Size, explain
 from megascend.config.training import (
     Adam,
@@ -345,12 +346,3 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
     return settings
-
-
-def read_settings(path: str | Path, overrides: list[str] | None = None) -> dict[str, Any]:
-    """The settings in a YAML file with ``a.b=value`` overrides applied, not checked."""
-    from megascend.config.run_file import apply_overrides, read_yaml
-
-    values = read_yaml(Path(path))
-    apply_overrides(values, overrides or [])
-    return values

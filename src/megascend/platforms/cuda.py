@@ -42,12 +42,11 @@ class CudaPlatform(Platform):
         return None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
 
     def configure_products(self, tf32: bool) -> list[str]:
-
-        return configure(tf32, os.environ)
+        return configure_tf32(tf32, os.environ)
 
     def check_products(self) -> None:
         if self.has_transformer_engine_kernels:
-            check(relative_error())
+            check_fp32_products(relative_error())
 
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return shorten_dump(os.environ)
@@ -141,25 +140,25 @@ def first_products(local_rank: int) -> None:
         torch.cuda.synchronize(local_rank)
 
 
-VARIABLE = "NVIDIA_TF32_OVERRIDE"
+TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
 TF32_ERROR = 3e-5
 """Relative error of a product that lies between fp32's (about 3e-7) and TF32's (about 3e-4)."""
 
 
-def configure(tf32: bool, environment: MutableMapping[str, str]) -> list[str]:
-    """Choose for this process; one line for every change."""
-    found = environment.get(VARIABLE)
-    if found is not None:
-        if (found == "0") is tf32:
-            raise ConfigError(f"tf32={tf32} with {VARIABLE}={found} in the environment: change one of them")
+def configure_tf32(tf32: bool, environment: MutableMapping[str, str]) -> list[str]:
+    """Choose the precision of fp32 products for this process; return one line for every change."""
+    value = environment.get(TF32_VARIABLE)
+    if value is not None:
+        if (value == "0") is tf32:
+            raise ConfigError(f"tf32={tf32} with {TF32_VARIABLE}={value} in the environment: change one of them")
         return []
     if tf32:
         import torch
 
         torch.set_float32_matmul_precision("high")
         return ["torch.set_float32_matmul_precision('high'): TF32"]
-    environment[VARIABLE] = "0"
-    return [f"{VARIABLE}=0: products of fp32 matrices are fp32"]
+    environment[TF32_VARIABLE] = "0"
+    return [f"{TF32_VARIABLE}=0: products of fp32 matrices are fp32"]
 
 
 def relative_error() -> float:
@@ -177,11 +176,11 @@ def relative_error() -> float:
         return float((layer(rows).double() - exact).norm() / exact.norm())
 
 
-def check(error: float) -> None:
+def check_fp32_products(error: float) -> None:
     """Raise PlatformError if a product with this relative error was not fp32."""
     if error > TF32_ERROR:
         raise PlatformError(
             f"fp32 was asked for, but a matrix product of Transformer Engine has a relative error of {error:.1e}, as TF32 has "
-            f"(fp32: below {TF32_ERROR:.0e}). cuBLAS was in use before megascend.bootstrap() could set {VARIABLE}=0: call the "
-            f"bootstrap first, or set the variable before the program starts; tf32=True accepts TF32"
+            f"(fp32: below {TF32_ERROR:.0e}). cuBLAS was in use before megascend.bootstrap() could set {TF32_VARIABLE}=0: call "
+            f"the bootstrap first, or set the variable before the program starts; tf32=True accepts TF32"
         )
