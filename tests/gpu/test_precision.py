@@ -21,7 +21,9 @@ print("TORCH", float(((rows @ rows).double() - rows.double() @ rows.double()).no
 
 def errors_of(program):
     """Relative errors of products by Transformer Engine and by torch after ``program``."""
-    environment = {name: value for name, value in os.environ.items() if name != TF32_VARIABLE}  # a bootstrap here has set it
+    environment = {
+        name: value for name, value in os.environ.items() if name != TF32_VARIABLE
+    }  # a bootstrap here has set it
     command = [sys.executable, "-c", f"import torch, megascend\n{program}\n{TELL}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
