@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
-def apply_on_import() -> None:
-    """Mend each as soon as its module is imported; at once, if it has been."""
+def patch_on_import() -> None:
+    """Patch each module as soon as it is imported; at once, if it has been."""
+    after_import(MODULE, read_once)
     after_import(MAPPINGS, mend_reduce)
 
 
@@ -53,11 +54,6 @@ def reduce(input_: Tensor, group: Any) -> Tensor:
 
 MODULE = "transformers.utils.import_utils"
 FUNCTION = "create_import_structure_from_path"
-
-
-def read_once_on_import() -> None:
-    """Have it so from the import of transformers on."""
-    after_import(MODULE, read_once)
 
 
 def read_once() -> None:

@@ -288,8 +288,7 @@ def bootstrap(
         if made is not None:
             record(install_missing_leaves())
             # Patched when they are imported, by megascend's engine or by any program.
-            patches.read_once_on_import()
-            patches.apply_on_import()
+            patches.patch_on_import()
             for module, patch_module in made.when_imported().items():
                 after_import(module, lambda patch_module=patch_module: record(patch_module()))
     _current = Runtime(chosen, stack, engine, made, precision, bool(tf32), affinity or "none")
@@ -328,15 +327,10 @@ def current_runtime(needed_by: str) -> Runtime:
 PATCHED_FIRST = ("megatron.core", "transformer_engine", "mcore_bridge")
 
 
-def imported_too_early(modules: Iterable[str]) -> list[str]:
-    """Names of ``modules`` that belong to the packages the bootstrap must come before (top-level names only)."""
-    loaded = set(modules)
-    return [name for name in PATCHED_FIRST if name in loaded]
-
-
 def require_clean(modules: Iterable[str], platform: str) -> None:
     """Raise ImportOrderError if any package that has to be patched first is already imported."""
-    early = imported_too_early(modules)
+    loaded = set(modules)
+    early = [name for name in PATCHED_FIRST if name in loaded]
     if early:
         raise ImportOrderError(
             f"{', '.join(early)} {'was' if len(early) == 1 else 'were'} imported before megascend.bootstrap(). On platform "

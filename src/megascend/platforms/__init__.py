@@ -6,7 +6,7 @@ from importlib import import_module
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
-from megascend.platforms.torch_npu import explain_torch_npu_failure
+from megascend.platforms.npu import explain_torch_npu_failure
 
 __all__ = ["PLATFORMS", "MemoryFigures", "Platform", "choose"]
 

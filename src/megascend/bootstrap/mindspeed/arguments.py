@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,11 +159,6 @@ def check_effect(options: Mapping[str, Any], context_size: int, context_algorith
                 f"provider_options.{name} has an effect with parallel.context above 1 and parallel.context_algorithm: ring only; "
                 "leave it out"
             )
-
-
-def namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
-    """``arguments`` in the form MindSpeed keeps them."""
-    return argparse.Namespace(**arguments)
 
 
 def _is_plain(value: Any) -> bool:

@@ -22,7 +22,7 @@ from megascend.bootstrap.mindspeed import tree
 from megascend.bootstrap.providers import Finding
 from megascend.bootstrap.versions import Stack, installed_versions
 from megascend.errors import PlatformError, VersionError
-from megascend.platforms.torch_npu import torch_npu_problem
+from megascend.platforms.npu import torch_npu_problem
 
 HOW_MINDSPEED = (
     "git clone -b {branch} MindSpeed from its repository (it is not on PyPI), pip install --no-deps -e it, or put the "
