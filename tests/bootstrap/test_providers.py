@@ -8,7 +8,15 @@ import pytest
 
 from forked_programs import run_forked
 from megascend.bootstrap import providers
-from megascend.bootstrap.providers import Entry, PatchProvider, Setup, TransformerEngine, create, names, register
+from megascend.bootstrap.providers import (
+    PatchProvider,
+    ProviderEntry,
+    Setup,
+    TransformerEngine,
+    create,
+    names,
+    register,
+)
 from megascend.bootstrap.reference import Reference
 from megascend.bootstrap.versions import STACKS
 from megascend.config import Parallel
@@ -79,7 +87,7 @@ def test_options_of_a_provider_without_any_are_refused() -> None:
 def test_packages_that_patch_others_are_known_for_hiding_them() -> None:
     register("noted", Noted, packages=("noted_patches",))
     assert providers.packages() == ["mindspeed", "noted_patches"]
-    assert providers._registry["noted"] == Entry(Noted, (), ("noted_patches",))
+    assert providers._registry["noted"] == ProviderEntry(Noted, (), ("noted_patches",))
 
 
 # --- CUDA's ---

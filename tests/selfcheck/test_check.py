@@ -21,7 +21,7 @@ from megascend.app.self_check_ahead import SelfCheckAhead
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
 from megascend.selfcheck import check, process, standing_by
-from megascend.selfcheck.process import Report, TrialResult
+from megascend.selfcheck.process import TrialReport, TrialResult
 from megascend.selfcheck.verdict import PROVEN, Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.self_checks import slice_of
@@ -52,7 +52,7 @@ def counted(monkeypatch, findings: list[TrialResult], log: Path | None = None) -
         if log is not None:
             with log.open("a") as file:
                 file.write("made\n")
-        return Report([findings[min(index, len(findings) - 1)] for index in range(len(trials))], 1.5, 2**20)
+        return TrialReport([findings[min(index, len(findings) - 1)] for index in range(len(trials))], 1.5, 2**20)
 
     monkeypatch.setattr(process, "run", run)
     return calls

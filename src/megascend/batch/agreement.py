@@ -21,7 +21,7 @@ WEIGHT_LIMIT = 1e30
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank's view of its own samples.
 
     Attributes:
@@ -46,8 +46,8 @@ class Agreement:
     counts: dict[str, TokenCounts]
 
 
-def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> Report:
-    """Return the :class:`Report` of valid samples; ``names``: each one's adapter, "" for the model; ``loss``: None if none
+def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> RankReport:
+    """Return the :class:`RankReport` of valid samples; ``names``: each one's adapter, "" for the model; ``loss``: None if none
     trains.
     """
     for index, sample in enumerate(samples):
@@ -68,7 +68,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
             trained=int((sample.weights != 0).sum()),
             tokens=len(sample),
         )
-    return Report(None, micro_batches, counts, checksums)
+    return RankReport(None, micro_batches, counts, checksums)
 
 
 def _weight(sample: Sample, loss: Loss | None) -> float:
@@ -87,12 +87,12 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
         yield "pair", f"{index} {pair} {sample.chosen}".encode()
 
 
-def exchange(mine: Report, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
+def exchange(mine: RankReport, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
     """Exchange reports with all ranks and reach the same verdict everywhere; ``call``: with the arguments that must be equal."""
     return reconcile(gather_objects(mine, "world", groups, call), topology)
 
 
-def reconcile(reports: Sequence[Report], topology: Topology) -> Agreement:
+def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
     """The verdict on the reports of all ranks. Pure."""
     problems = [(rank, entry.problem) for rank, entry in enumerate(reports) if entry.problem is not None]
     if problems:

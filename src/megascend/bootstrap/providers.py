@@ -138,7 +138,7 @@ ProviderFactory = Callable[[Setup], PatchProvider]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProviderEntry:
     """One provider of the registry.
 
     Attributes:
@@ -156,10 +156,10 @@ class Entry:
         return not self.platforms or platform in self.platforms
 
 
-_registry: dict[str, Entry] = {
-    "mindspeed": Entry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",)),
-    "transformer_engine": Entry("megascend.bootstrap.providers:TransformerEngine", ("cuda",)),
-    "reference": Entry("megascend.bootstrap.reference:Reference", ("cpu", "cuda")),
+_registry: dict[str, ProviderEntry] = {
+    "mindspeed": ProviderEntry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",)),
+    "transformer_engine": ProviderEntry("megascend.bootstrap.providers:TransformerEngine", ("cuda",)),
+    "reference": ProviderEntry("megascend.bootstrap.reference:Reference", ("cpu", "cuda")),
 }
 
 
@@ -180,7 +180,7 @@ def register(
     """
     if not name or ":" in name:
         raise ConfigError(f"a provider cannot be called {name!r}: a colon says where one is found")
-    entry = Entry(factory, tuple(platforms), tuple(packages))
+    entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
     if _registry.get(name, entry) != entry:
         raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
     _registry[name] = entry
@@ -205,7 +205,7 @@ def create(name: str | None, setup: Setup) -> PatchProvider:
             raise ConfigError(f"no provider is registered for platform {platform!r}; registered: {', '.join(names())}")
         name = suitable[0]
     if ":" in name:
-        entry = Entry(name)
+        entry = ProviderEntry(name)
     elif name not in _registry:
         raise ConfigError(
             f"provider: there is no {name!r}; there are {', '.join(names())} (for platform {platform!r}: "

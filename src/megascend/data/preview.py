@@ -13,7 +13,7 @@ from megascend.data.store import Part
 
 
 @dataclass(frozen=True)
-class Statistics:
+class SampleStatistics:
     """Figures of some samples; lengths are in tokens.
 
     Attributes:
@@ -31,7 +31,7 @@ class Statistics:
     longest: int
 
     @classmethod
-    def of(cls, part: Part) -> Statistics:
+    def of(cls, part: Part) -> SampleStatistics:
         """Figures of at least one sample. Reads the weights of all."""
         lengths = part.lengths
         median, p95 = np.percentile(lengths, [50, 95], method="higher")
@@ -52,7 +52,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Piece:
+class SamplePiece:
     """Neighbouring tokens of one weight.
 
     Attributes:
@@ -65,7 +65,7 @@ class Piece:
     tokens: int
 
 
-def pieces(sample: Sample, decode: Decode) -> list[Piece]:
+def pieces(sample: Sample, decode: Decode) -> list[SamplePiece]:
     """Return the tokens read and predicted, in order, by weight; the first, which nothing predicts, has weight 0.
 
     A character whose tokens differ in weight shows as the replacement character in each piece.
@@ -78,6 +78,6 @@ def pieces(sample: Sample, decode: Decode) -> list[Piece]:
         # Decoded with all that is before them: alone, some tokenizers drop the space that a word begins with.
         upto = decode(ids[: start + count])
         text = upto[len(before) :] if upto.startswith(before) else decode(ids[start : start + count])
-        found.append(Piece(text, weight, count))
+        found.append(SamplePiece(text, weight, count))
         start, before = start + count, upto
     return found

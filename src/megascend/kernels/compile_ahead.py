@@ -150,7 +150,7 @@ def calls(job: Job) -> list[Callable[[], object]]:
     dtype, cpu = getattr(torch, job.dtype), torch.device("cpu")
 
     def attention(of: Attention, packed: bool) -> None:
-        kind = qkv_rope_plain.Kind(
+        kind = qkv_rope_plain.QkvRopeCase(
             dtype, of.groups, of.heads, of.width, of.rotary, packed, of.norms, of.norms and of.trained
         )
         qkv_rope_plain.trial(qkv_rope.qkv_rope, kind, cpu)

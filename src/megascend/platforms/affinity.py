@@ -17,7 +17,7 @@ THREADS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeCpus:
     """CPUs for a process: those of NUMA node ``node`` that it may use."""
 
     node: int
@@ -55,7 +55,7 @@ def node_of_device(address: str | None, folder: Path = PCI_DEVICES) -> int | Non
 
 def place(
     nodes: Mapping[int, Set[int]], allowed: Set[int], local_rank: int, local_size: int, device_node: int | None
-) -> Placement | str:
+) -> NodeCpus | str:
     """Return where one of a host's processes runs, or why it stays where it is. Pure.
 
     ``allowed``: CPUs that the process may use now. Without a device's node (``device_node``), local ranks are dealt out over the
@@ -67,12 +67,12 @@ def place(
     if not 0 <= local_rank < local_size:
         return f"local rank {local_rank} is none of {local_size} processes on this host"
     if device_node in usable:
-        return Placement(device_node, usable[device_node])
+        return NodeCpus(device_node, usable[device_node])
     node = list(usable)[local_rank * len(usable) // local_size]
-    return Placement(node, usable[node])
+    return NodeCpus(node, usable[node])
 
 
-def bind(placement: Placement) -> None:
+def bind(placement: NodeCpus) -> None:
     """Have all threads of this process run on these CPUs; those that it starts later do so by themselves."""
     for thread in THREADS.iterdir():
         try:

@@ -10,7 +10,7 @@ from megascend.sampling.request import SampledSequence, SampleRequest, Stop, Sto
 
 
 @dataclass
-class Row:
+class ResponseRow:
     """One response on its way; equal on all ranks.
 
     Attributes:
@@ -76,19 +76,19 @@ class Row:
         return SampledSequence(tuple(self.tokens), tuple(self.logprobs), self.reason, top)
 
 
-def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int]) -> list[Row]:
+def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int]) -> list[ResponseRow]:
     """A row for each response to ``requests``, (number, request) pairs; ``seeds`` are those of all numbers."""
     pairs = [(of, request, sample) for of, request in requests for sample in range(request.num_samples)]
-    return [Row(number, of, request, sample, seeds[of]) for number, (of, request, sample) in enumerate(pairs)]
+    return [ResponseRow(number, of, request, sample, seeds[of]) for number, (of, request, sample) in enumerate(pairs)]
 
 
-def batches(rows: Sequence[Row], budget: int, most: int, *, apart: bool = False) -> list[list[Row]]:
+def batches(rows: Sequence[ResponseRow], budget: int, most: int, *, apart: bool = False) -> list[list[ResponseRow]]:
     """Rows that are sampled at a time, in their order, or, with ``apart``, those of one adapter after those of another.
 
     At most ``most``, and no more than ``budget`` tokens when all are as long as the longest of them may become, unless a row
     alone has more.
     """
-    found: list[list[Row]] = []
+    found: list[list[ResponseRow]] = []
     longest = 0
     ordered = sorted(rows, key=lambda row: row.request.adapter or "") if apart else rows
     for row in ordered:
@@ -102,7 +102,7 @@ def batches(rows: Sequence[Row], budget: int, most: int, *, apart: bool = False)
     return found
 
 
-def shares(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+def shares(rows: Sequence[ResponseRow], parts: int) -> list[list[ResponseRow]]:
     """Which data parallel rank samples which rows of a batch: dealt one by one, so that responses to one prompt are spread."""
     return [list(rows[part::parts]) for part in range(parts)]
 

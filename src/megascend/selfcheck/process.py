@@ -98,7 +98,7 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
-class Report:
+class TrialReport:
     """Findings in the order of the trials, and what the worker cost."""
 
     findings: list[TrialResult]
@@ -147,7 +147,7 @@ class Worker:
             self._process.stdin.close()
         self._folder.cleanup()
 
-    def work(self, trials: Sequence[Trial], deadline_s: float) -> Report:
+    def work(self, trials: Sequence[Trial], deadline_s: float) -> TrialReport:
         """Build and compare the models of ``trials``; once."""
         job, result = self._path / "job.json", self._path / "result.json"
         found_outside = {kind: registered(kind) for kind in (trial.config.get("model_type") for trial in trials)}
@@ -171,10 +171,10 @@ class Worker:
             raise PlatformError(f"its process has ended with exit code {self._process.returncode}: {end}")
         found = json.loads(result.read_text(encoding="utf-8"))
         findings = [TrialResult(**each) for each in found["findings"]]
-        return Report(findings, found["seconds"], found["peak_bytes"])
+        return TrialReport(findings, found["seconds"], found["peak_bytes"])
 
 
-def run(trials: Sequence[Trial], worker: Worker | None = None, deadline_s: float = DEADLINE_S) -> Report:
+def run(trials: Sequence[Trial], worker: Worker | None = None, deadline_s: float = DEADLINE_S) -> TrialReport:
     """What ``worker``, or a new one, finds out about ``trials``, on the CPU; it is ended then."""
     with worker or Worker() as at_work:
         return at_work.work(trials, deadline_s)

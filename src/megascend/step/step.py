@@ -286,7 +286,7 @@ class Step:
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
             mine = agreement.report(samples, len(plan), names, loss)
         except DataError as error:
-            mine = agreement.Report(problem=str(error))
+            mine = agreement.RankReport(problem=str(error))
         agreed = agreement.exchange(mine, self._topology, self._groups, call)
         return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
 

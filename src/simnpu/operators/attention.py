@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators.attention_call import PSE_AFTER_SCALE, Lengths, Options, backward, draw_seed, forward
+from simnpu.operators.attention_call import PSE_AFTER_SCALE, AttentionOptions, Lengths, backward, draw_seed, forward
 from simnpu.operators.dispatch import on_host, operator, to_device, to_host
 from simnpu.operators.refusal import Refusal
 
@@ -23,7 +23,7 @@ class FusionAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: AttentionOptions
     ) -> tuple[Any, ...]:
         host = options.on_host()
         output, maximum, total, numels = forward(to_host(query), to_host(key), to_host(value), to_host(pse), host)
@@ -78,7 +78,7 @@ def npu_fusion_attention(
         tensor; seed, offset and length of the dropout mask.
     """
     refuse_unsimulated(padding_mask=padding_mask, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, draw_seed(keep_prob),
     )  # fmt: skip
@@ -117,7 +117,7 @@ def npu_fusion_attention_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """As :func:`npu_fusion_attention`, with a choice of where the bias is added (``pse_type`` 0: before scaling)."""
     refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, draw_seed(keep_prob),
     )  # fmt: skip
@@ -126,7 +126,7 @@ def npu_fusion_attention_v2(
 
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, dy: Tensor, pse: Tensor | None, softmax_max: Tensor | None,
-    softmax_sum: Tensor | None, attention_in: Tensor | None, options: Options,
+    softmax_sum: Tensor | None, attention_in: Tensor | None, options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The gradient operators' common part, on tensors of any device."""
     statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": attention_in}
@@ -172,7 +172,7 @@ def npu_fusion_attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and pse, for the softmax whose maximum and sum are given."""
     refuse_unsimulated(padding_mask=padding_mask, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, seed, offset,
     )  # fmt: skip
@@ -219,7 +219,7 @@ def npu_fusion_attention_grad_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As :func:`npu_fusion_attention_grad`, for :func:`npu_fusion_attention_v2`."""
     refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, seed, offset,
     )  # fmt: skip

@@ -96,7 +96,7 @@ Lengths = Sequence[int] | None
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """Everything of a call that is not a differentiable tensor. ``seed`` and ``offset`` fix the dropout."""
 
     head_num: int
@@ -115,7 +115,7 @@ class Options:
     seed: int = 0
     offset: int = 0
 
-    def on_host(self) -> Options:
+    def on_host(self) -> AttentionOptions:
         """The same options with the mask on the CPU."""
         return replace(self, atten_mask=to_host(self.atten_mask))
 
@@ -128,7 +128,7 @@ class Problem(NamedTuple):
     numels: int  # elements of the dropout mask
 
 
-def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options) -> Problem:
+def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: AttentionOptions) -> Problem:
     """Check a call as the operator and the kernel do, and take it apart."""
     packed = options.input_layout.upper() == "TND"
     kernel = "aclnnFlashAttentionVarLenScore" if packed else "aclnnFlashAttentionScore"
@@ -172,7 +172,7 @@ def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, opt
     return Problem(layout, blocks, sum(b * n * s * t for b, n, s, t in sizes))
 
 
-def check_pse(layout: Layout, pse: Tensor | None, options: Options, refuse: Refusal) -> None:
+def check_pse(layout: Layout, pse: Tensor | None, options: AttentionOptions, refuse: Refusal) -> None:
     """Which position biases are simulated: full ones, of a call that is not packed."""
     if pse is None:
         return
@@ -191,7 +191,7 @@ def check_pse(layout: Layout, pse: Tensor | None, options: Options, refuse: Refu
         refuse.kernel(f"get unsupported pse shape, the shape is {list(pse.shape)}")
 
 
-def dropout(sizes: list[tuple[int, int, int, int]], options: Options) -> list[Tensor | None]:
+def dropout(sizes: list[tuple[int, int, int, int]], options: AttentionOptions) -> list[Tensor | None]:
     """For each block, 1 / keep_prob where a weight is kept and 0 elsewhere; the same for the same seed and offset."""
     if options.keep_prob == 1:
         return [None] * len(sizes)
@@ -205,7 +205,7 @@ def draw_seed(keep_prob: float) -> int:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options
+    query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Output, softmax_max, softmax_sum, and the length of the dropout mask; CPU tensors."""
     layout, blocks, numels = read_call(query, key, value, pse, options)
@@ -227,7 +227,7 @@ def backward(
     output: Tensor,
     softmax_max: Tensor,
     softmax_sum: Tensor,
-    options: Options,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and pse; CPU tensors."""
     layout, blocks, _ = read_call(query, key, value, pse, options)
