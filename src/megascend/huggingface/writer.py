@@ -53,7 +53,8 @@ class CheckpointWriter:
             self._place = followed(target)  # a link stays one
             self._temporary = staging(self._place)
             self._config = exported_config(source, info, dtype)
-            self._make_room()
+            check_target(target)
+            stage(self._place, self._temporary)
             self._tensors = SafetensorsWriter(self._temporary, [*info.tensors, *info.extra], file_bytes)
         self._unknown: dict[str, TensorHeader] = {}
 
@@ -82,10 +83,6 @@ class CheckpointWriter:
             self._hold_against_source()
             copy_companions(self._source, self._temporary, self._config)
             replace_directory(self._temporary, self._place)
-
-    def _make_room(self) -> None:
-        check_target(self._target)
-        stage(self._place, self._temporary)
 
     def _copy_extra(self) -> None:
         """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""

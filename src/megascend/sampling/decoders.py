@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from megascend.sampling.rows import ResponseRow
 from megascend.step.step import Step
 
 
-class Decoder(AbstractContextManager["Decoder"], Protocol):
+class Decoder(AbstractContextManager["Decoder"], ABC):
     """The model on the rows of one batch, from its first token to its last.
 
     Entered before some of the tokens and left after them, on all ranks; outside, the model is free for other things.
     """
 
+    @abstractmethod
     def logits(self, rows: Sequence[ResponseRow]) -> Tensor | None:
         """fp32 [rows, vocabulary] on the CPU: what follows each row's prompt and response so far. Collective.
 
@@ -35,11 +36,15 @@ class Decoder(AbstractContextManager["Decoder"], Protocol):
             rows: this data parallel rank's that are not done; perhaps none. From one call to the next each has one token more,
                 and rows that are done are left out; none is new, and their order stays.
         """
-        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keep nothing in force."""
 
 
-class Recomputed:
-    """See :class:`megascend.sampling.decoders.Decoder`: prompt and response so far go through the model for every token."""
+class Recomputed(Decoder):
+    """Prompt and response so far go through the model for every token."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -49,14 +54,6 @@ class Recomputed:
         found = self._step.next_token_logits(samples, everywhere=False)
         return torch.stack(found) if found else None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is kept."""
-
 
 def sample_of(row: ResponseRow) -> Sample:
     """Prompt and response so far; nothing in them is a target."""
@@ -64,8 +61,8 @@ def sample_of(row: ResponseRow) -> Sample:
     return Sample(tokens, tokens, [0.0] * len(tokens), adapter=row.request.adapter)
 
 
-class Cached:
-    """See :class:`megascend.sampling.decoders.Decoder`. A prompt goes through the model once, however many responses it gets.
+class Cached(Decoder):
+    """A prompt goes through the model once, however many responses it gets.
 
     Args:
         batch: all rows, of all data parallel ranks.
