@@ -232,7 +232,7 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
         *(1, with_packages_from_outside),
         check_architecture_is_that_of_the_package,
     ),
-    ("docs/contributing.md", "from megascend.lora.llama_targets"): (1, nothing, check_targets_are_known),
+    ("docs/contributing.md", "from megascend.lora.target_maps"): (1, nothing, check_targets_are_known),
 }
 """Programs that are run below: on how many ranks, with what around them, and what is to be seen afterwards."""
 

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.info import ModelShape
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from simnpu.environment import ASCEND_HOME, TOOLKIT_VARIABLES, own_paths, search_path, with_programs
+from simnpu.environment import (
+    ASCEND_HOME,
+    TOOLKIT_VARIABLES,
+    own_paths,
+    refuse_beside_real_torch_npu,
+    search_path,
+    with_programs,
+)
 from simnpu.errors import ImportOrderError
-from simnpu.genuine import refuse_beside_real_torch_npu
 from simnpu.settings import ACTIVE_VARIABLE
 
 MUST_COME_LATER = ("megatron", "mindspeed", "mcore_bridge")
@@ -23,11 +29,6 @@ def activate() -> None:
     """Make ``torch.device("npu")``, ``hccl`` and ``import torch_npu`` the simulated ones. Idempotent.
 
     Child processes inherit the variables but not ``sys.path``: give them :func:`simnpu.environment`.
-
-    Raises:
-        ImportOrderError: a real torch_npu, Megatron, MindSpeed or mcore-bridge is imported already: they read at
-            import time what kind of device there is.
-        PlatformError: a real torch_npu that works is installed.
     """
     if is_active():
         return

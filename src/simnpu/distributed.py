@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
-from simnpu.missing import missing
+from simnpu.errors import missing
 
 __all__ = [
     "all_gather_into_tensor_uneven",
@@ -52,11 +52,7 @@ class Works:
 def parts_of(
     whole: Tensor, part: Tensor, given: Sequence[int] | None, group: ProcessGroup | None
 ) -> tuple[Tensor, ...]:
-    """The rows of ``whole`` by rank, as many as given or else equally many; ``part`` is to fit this rank's.
-
-    Raises:
-        ValueError: the sizes do not make up the rows of ``whole``, or this rank's is not that of ``part``.
-    """
+    """The rows of ``whole`` by rank, as many as given or else equally many; ``part`` is to fit this rank's."""
     world, rank, total = dist.get_world_size(group), dist.get_rank(group), len(whole)
     sizes = list(given) if given else [total // world] * world
     if len(sizes) != world or sum(sizes) != total:
@@ -73,11 +69,7 @@ def all_gather_into_tensor_uneven(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Works | None:
-    """``output`` is the rows of all ranks, of which each has as many as ``output_split_sizes`` says.
-
-    Raises:
-        ValueError: the sizes do not fit the tensors.
-    """
+    """``output`` is the rows of all ranks, of which each has as many as ``output_split_sizes`` says."""
     parts = parts_of(output, input, output_split_sizes, group)
     with torch.no_grad():
         parts[dist.get_rank(group)].copy_(input)
@@ -97,11 +89,7 @@ def reduce_scatter_tensor_uneven(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Works | None:
-    """``output`` is this rank's rows of the reduced ``input``, as many as ``input_split_sizes`` says.
-
-    Raises:
-        ValueError: the sizes do not fit the tensors.
-    """
+    """``output`` is this rank's rows of the reduced ``input``, as many as ``input_split_sizes`` says."""
     whole = input.detach().clone()
     mine = parts_of(whole, output, input_split_sizes, group)[dist.get_rank(group)]
     work = dist.all_reduce(whole, op=op, group=group, async_op=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from simnpu.errors import MissingDependencyError, PlatformError
-from simnpu.genuine import refuse_beside_real_torch_npu
 from simnpu.settings import ACTIVE_VARIABLE, PYTHON_VARIABLE
 
 HERE = Path(__file__).resolve().parent
@@ -31,9 +33,6 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """``base`` (the current environment by default) with the simulated device in it, for a child process.
 
     The child needs nothing else: ``import torch`` loads the device by itself, as it does with the real torch_npu.
-
-    Raises:
-        PlatformError: a real torch_npu that works is installed, or the metadata folder cannot be written.
     """
     refuse_beside_real_torch_npu(search_path())
     env = dict(os.environ if base is None else base)
@@ -71,11 +70,7 @@ def installed_folders() -> set[str]:
 
 
 def simulated_version() -> str:
-    """Version of the simulated torch_npu: torch's release and ``+simnpu``, since torch_npu's releases follow torch's.
-
-    Raises:
-        MissingDependencyError: torch is not installed.
-    """
+    """Version of the simulated torch_npu: torch's release and ``+simnpu``, since torch_npu's releases follow torch's."""
     from importlib.metadata import (  # late: a command line imports this package for its errors
         PackageNotFoundError,
         version,
@@ -94,9 +89,6 @@ def metadata_folder() -> Path:
 
     Made once per torch version in the user's cache: the version is only known here, and ``import torch`` looks for its
     backends through files alone, before any hook of ours could run.
-
-    Raises:
-        PlatformError: the cache cannot be written.
     """
     release = simulated_version()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "simnpu" / release
@@ -120,3 +112,50 @@ def write_at_once(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
     os.replace(file.name, path)
+
+
+PROBE_S = 120.0
+
+
+def refuse_beside_real_torch_npu(search_path: Iterable[str]) -> None:
+    """Raise if a real torch_npu that can be imported lies on ``search_path``.
+
+    A wheel whose import fails (without CANN: ``libhccl.so: cannot open shared object file``) is shadowed instead, with
+    a line on stderr.
+    """
+    paths = list(search_path)
+    spec = PathFinder.find_spec("torch_npu", paths)
+    if spec is None or spec.origin is None:
+        return
+    failure = import_failure(tuple(paths))
+    if failure is None:
+        raise PlatformError(
+            f"a real torch_npu is installed and works ({spec.origin}): simnpu does not replace it. Run the "
+            "program without simnpu, or use an environment without torch_npu"
+        )
+    message = f"simnpu: the installed torch_npu ({spec.origin}) cannot be imported and is shadowed: {failure}"
+    print(message, file=sys.stderr)
+
+
+@cache  # a probe is a whole `import torch`
+def import_failure(search_path: tuple[str, ...]) -> str | None:
+    """Why ``import torch_npu`` fails in a process of its own with this search path, or None if it works."""
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(search_path)}
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", "import torch_npu"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise PlatformError(
+            f"a torch_npu is installed and its import did not end within {PROBE_S:.0f} s, so whether it works is not "
+            "known; simnpu needs an environment without it"
+        ) from None
+    if probe.returncode == 0:
+        return None
+    return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]

@@ -1,4 +1,6 @@
-"""What the simulated device raises about itself; what a real device would raise has the real device's classes."""
+"""Errors of the simulated device about itself; what a real device would raise has the real device's classes."""
+
+from __future__ import annotations
 
 
 class SimnpuError(Exception):
@@ -23,3 +25,15 @@ class ImportOrderError(SimnpuError, ImportError):
 
 class MissingDependencyError(SimnpuError, ImportError):
     """A package is missing that the simulated device cannot do without."""
+
+
+def missing(name: str, where: str = "torch_npu") -> AttributeError:
+    """The exception for ``torch_npu.<name>``; dunder names get a plain AttributeError, as Python's protocols expect."""
+    if name.startswith("__"):
+        return AttributeError(f"module '{where}' has no attribute '{name}'")
+    kind = "operator" if name.lstrip("_").startswith("npu_") else "name"
+    return NotSimulatedError(
+        f"{where}.{name}: this {kind} is not simulated by simnpu. It may exist in Huawei's torch_npu; to run "
+        "it here, add it under simnpu (an operator: simnpu/operators), or switch off the feature "
+        "that calls it"
+    )

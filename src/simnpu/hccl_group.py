@@ -15,10 +15,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from simnpu.errors import ConfigError
-from simnpu.hccl_options import Options
+
+
+class Options(Backend.Options):
+    """Options of an HCCL process group. Kept for the program to read back; Gloo, which carries it, obeys the timeout.
+
+    ``hccl_config`` holds e.g. ``{"hccl_buffer_size": 200, "group_name": "tp"}``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("hccl")
+        self.op_timeout = self._timeout
+        self.is_high_priority_stream = False
+        self.hccl_config: dict[str, Any] = {}
+        self.group_id = ""
+
 
 BACKEND = "hccl"
 COMM_PREFIX = "simnpu_hccl_"
@@ -66,11 +81,7 @@ class ProcessGroupHCCL(ProcessGroupGloo):
         return COMM_PREFIX + self.hccl_options.group_id
 
     def join(self) -> None:
-        """Wait, before the first collective, until every rank of the group is at its own.
-
-        Raises:
-            RuntimeError: ranks that did not come in time; it names them.
-        """
+        """Wait, before the first collective, until every rank of the group is at its own."""
         if self.joined:
             return
         limit = min(connect_timeout(), self.hccl_options._timeout)
@@ -105,11 +116,7 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupHCCL:
 
 
 def group_of(hcom: str) -> ProcessGroup:
-    """The process group behind a name of :meth:`ProcessGroupHCCL.get_hccl_comm_name`.
-
-    Raises:
-        RuntimeError: no hccl group of this process has the name.
-    """
+    """The process group behind a name of :meth:`ProcessGroupHCCL.get_hccl_comm_name`."""
     name = hcom.removeprefix(COMM_PREFIX)
     if not hcom.startswith(COMM_PREFIX) or name not in _alive:
         raise RuntimeError(f"hcom {hcom!r} names no hccl group of this process: get it from get_hccl_comm_name")

@@ -18,9 +18,8 @@ from simnpu.hccl_checks import (
     only,
     timed,
 )
-from simnpu.hccl_registry import gloo, kernel, pairs
+from simnpu.hccl_registry import after, gloo, kernel, pairs, point_to_point
 from simnpu.memory import cpu_view
-from simnpu.work import after, point_to_point
 
 _c10d: Any = torch._C._distributed_c10d  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
 

@@ -17,9 +17,8 @@ from simnpu.hccl_checks import (
     only,
     timed,
 )
-from simnpu.hccl_registry import gloo, kernel
+from simnpu.hccl_registry import after, gloo, kernel
 from simnpu.memory import cpu_view
-from simnpu.work import after
 
 _c10d: Any = torch._C._distributed_c10d  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
 

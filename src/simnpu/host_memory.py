@@ -7,12 +7,13 @@ factories' ``pin_memory=True`` allocates as usual; both leave a mark on the stor
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from simnpu.torch_functions import replace_function
+from torch.jit import _builtins
+from torch.utils._device import _device_constructors
 
 MARK = "_npu_pinned"
 FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "tensor", "empty_like", "zeros_like", "ones_like")
@@ -53,3 +54,17 @@ def marked(tensor: Tensor) -> Tensor:
 
 
 CPU_KERNELS = {"_pin_memory": pin_memory, "is_pinned": is_pinned}
+
+
+def replace_function(name: str, wrap: Callable[[Any], Callable[..., Any]]) -> None:
+    """Put ``wrap(torch.NAME)`` in the place of ``torch.NAME``.
+
+    ``with torch.device(...)`` knows the factories by identity, from a list that it makes once: the originals, which the
+    wrappers call. TorchScript compiles calls of what it knows by identity, of which both are.
+    """
+    original = getattr(torch, name)
+    _device_constructors()  # cached
+    replacement = wrap(original)
+    for function in (original, replacement):
+        _builtins._register_builtin(function, f"aten::{name}")
+    setattr(torch, name, replacement)

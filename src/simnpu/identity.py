@@ -39,11 +39,7 @@ GENERATION = CHIPS["Ascend910B1"]  # whose kernels are simulated, where the devi
 
 
 def chip() -> Chip | None:
-    """The chip that ``SIMNPU_DEVICE_NAME`` names; None if it is not set.
-
-    Raises:
-        ConfigError: no chip of a generation whose kernels are simulated.
-    """
+    """The chip that ``SIMNPU_DEVICE_NAME`` names; None if it is not set."""
     name = os.environ.get(NAME_VARIABLE)
     if not name:
         return None
@@ -65,11 +61,7 @@ def soc_version() -> int:
 
 
 def device_count() -> int:
-    """Devices of this host: ``SIMNPU_DEVICES``, else the number of local ranks, else 8.
-
-    Raises:
-        ConfigError: a variable holds no number.
-    """
+    """Devices of this host: ``SIMNPU_DEVICES``, else the number of local ranks, else 8."""
     settings = {
         DEVICES_VARIABLE: os.environ.get(DEVICES_VARIABLE),
         "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),

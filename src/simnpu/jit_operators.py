@@ -19,18 +19,7 @@ import torch
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators import (
-    activation,
-    attention,
-    dropout_norm,
-    matmul,
-    mc2,
-    moe,
-    norm,
-    optimizer,
-    ring,
-    rope,
-)
+from simnpu.operators import activation, attention, matmul, mc2, moe, norm, optimizer, rope
 
 ASCEND_LIBRARY = "-ltorch_npu"
 
@@ -102,14 +91,14 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_matmul": GROUPED,
     "grouped_matmul_v2": GROUPED,
     "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": optimizer.npu_apply_fused_adamw_v2},
-    "npu_dropout_add_layer_norm": {"npu_dropout_add_layer_norm": dropout_norm.npu_dropout_add_layer_norm},
+    "npu_dropout_add_layer_norm": {"npu_dropout_add_layer_norm": norm.npu_dropout_add_layer_norm},
     "npu_groupmatmul_add_fp32": {"npu_groupmatmul_add_fp32": matmul.npu_groupmatmul_add_fp32},
     "npu_matmul_add_fp32": {"npu_matmul_add_fp32": matmul.npu_matmul_add_fp32},
     "npu_mm_all_reduce_add_rms_norm": {"npu_mm_all_reduce_add_rms_norm": mc2.npu_mm_all_reduce_add_rms_norm},
     "npu_mm_all_reduce_add_rms_norm_": {"npu_mm_all_reduce_add_rms_norm_": mm_all_reduce_add_rms_norm_},
     "npu_moe_token_permute": {"npu_moe_token_permute": moe.npu_moe_token_permute},
     "npu_moe_token_unpermute": {"npu_moe_token_unpermute": moe.npu_moe_token_unpermute},
-    "npu_ring_attention_update": {"npu_ring_attention_update": ring.npu_ring_attention_update},
+    "npu_ring_attention_update": {"npu_ring_attention_update": attention.npu_ring_attention_update},
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": rope.npu_rotary_position_embedding},
     "rms_norm": {"rms_norm": lambda x, gamma, epsilon: norm.npu_rms_norm(x, gamma, epsilon)[0]},
     "swiglu": {"swiglu": activation.npu_swiglu},
@@ -166,11 +155,7 @@ def replace(module: Any) -> None:
 
 
 def extension(name: str) -> types.SimpleNamespace:
-    """The simulated extension of this name.
-
-    Raises:
-        NotSimulatedError: there is none.
-    """
+    """The simulated extension of this name."""
     if name not in EXTENSIONS:
         raise NotSimulatedError(
             f"the operator extension {name!r}, which MindSpeed compiles against CANN, is not simulated by "

@@ -8,9 +8,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simnpu import autocast, host_memory, matmul_dtypes, memory
+from simnpu import autocast, host_memory, memory
 from simnpu.fallback import Kernel, arguments_to_cpu, kernel_for
 from simnpu.memory import CPU_KEY, cpu_view, npu_view
+
+PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DOT_DTYPES = (*PRODUCT_DTYPES, torch.uint8, torch.int8, torch.int32)
+PRODUCTS = {
+    "mm": "aclnnMm",
+    "mm.out": "aclnnMm",
+    "bmm": "aclnnBatchMatMul",
+    "bmm.out": "aclnnBatchMatMul",
+    "mv": "aclnnMv",
+    "addmm": "aclnnAddmm",
+    "addmm.out": "aclnnAddmm",
+    "addmm_": "aclnnAddmm",
+    "addmv": "aclnnAddmv",
+    "addmv.out": "aclnnAddmv",
+    "addmv_": "aclnnAddmv",
+    "baddbmm": "aclnnBaddbmm",
+    "baddbmm.out": "aclnnBaddbmm",
+    "baddbmm_": "aclnnBaddbmm",
+    "addbmm": "aclnnAddbmm",
+    "addbmm.out": "aclnnAddbmm",
+    "addbmm_": "aclnnAddbmm",
+    "dot": "aclnnDot",
+}
+"""aten's products and the Ascend kernel of each."""
+ACL_NAMES = {
+    torch.float32: "DT_FLOAT",
+    torch.float16: "DT_FLOAT16",
+    torch.bfloat16: "DT_BFLOAT16",
+    torch.float64: "DT_DOUBLE",
+    torch.int64: "DT_INT64",
+    torch.int32: "DT_INT32",
+    torch.int16: "DT_INT16",
+    torch.int8: "DT_INT8",
+    torch.uint8: "DT_UINT8",
+    torch.bool: "DT_BOOL",
+    torch.complex64: "DT_COMPLEX64",
+    torch.complex128: "DT_COMPLEX128",
+}
+
+
+def checked(name: str, kernel: Kernel) -> Kernel:
+    """``kernel`` of ``aten::<name>`` behind a check of its tensors' types, if it is a matrix product."""
+    if name not in PRODUCTS:
+        return kernel
+    supported = DOT_DTYPES if name == "dot" else PRODUCT_DTYPES
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        for tensor in args:
+            if isinstance(tensor, Tensor) and tensor.dtype not in supported:
+                listed = "".join(f"{ACL_NAMES[dtype]}," for dtype in supported)
+                raise RuntimeError(
+                    f"call {PRODUCTS[name]} failed, detail: Tensor not implemented for "
+                    f"{ACL_NAMES.get(tensor.dtype, tensor.dtype)}, should be in dtype support list [{listed}] "
+                    f"[aten::{name} of {tensor.dtype}, simulated by simnpu; use float32, or the CPU]"
+                )
+        return kernel(*args, **kwargs)
+
+    return product
+
 
 words = str.split
 
@@ -79,7 +138,7 @@ def register() -> list[torch.library.Library]:
     for name in METADATA:
         enter(name, "PrivateUse1", functools.partial(_overload(name)._op_dk, CPU_KEY))
     for name in _operators() - OWN.keys() - set(METADATA):
-        enter(name, "PrivateUse1", matmul_dtypes.checked(name, _made_when_called(name)))
+        enter(name, "PrivateUse1", checked(name, _made_when_called(name)))
     for name, kernel in host_memory.CPU_KERNELS.items():
         enter(name, "CPU", kernel)
     everything = torch.library.Library("_", "IMPL")

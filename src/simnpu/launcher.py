@@ -27,24 +27,14 @@ print(f"torch_npu {torch_npu.__version__}, {npu.device_count()} x {npu.get_devic
 
 
 def prepared() -> dict[str, str]:
-    """The environment of this process with the simulated device in it, after a look at its settings.
-
-    Raises:
-        ConfigError: a variable that sets the device up has a value that cannot be.
-        PlatformError, MissingDependencyError: see :func:`simnpu.environment`.
-    """
+    """The environment of this process with the simulated device in it, after a look at its settings."""
     identity.chip()  # torch would say of a wrong setting that a backend failed to load
     identity.device_count()
     return environment()
 
 
 def launch(command: Sequence[str]) -> NoReturn:
-    """Become ``command``, with the simulated device in front of it; its exit code is this process's.
-
-    Raises:
-        ConfigError: there is no such program, or as :func:`prepared`.
-        PlatformError, MissingDependencyError: see :func:`prepared`.
-    """
+    """Become ``command``, with the simulated device in front of it; its exit code is this process's."""
     env = prepared()
     try:
         os.execvpe(command[0], list(command), env)
@@ -53,12 +43,7 @@ def launch(command: Sequence[str]) -> NoReturn:
 
 
 def describe() -> str:
-    """One line: what the simulated device of this interpreter is, after an operator and a collective have run on it.
-
-    Raises:
-        PlatformError: they did not run; the message holds the last line of what the process said.
-        ConfigError, MissingDependencyError: as :func:`launch`.
-    """
+    """One line: what the simulated device of this interpreter is, after an operator and a collective have run on it."""
     identity.chip()
     identity.device_count()
     alone = {name: value for name, value in environment().items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -32,11 +32,7 @@ class NpuFusedOptimizerBase(Optimizer):
         ] = {}  # gradients when the block was made; kept, so that their addresses stay theirs
 
     def check_gradients(self) -> None:
-        """Remember where gradients lie at the first call, and see at later ones that they still do.
-
-        Raises:
-            TypeError: a parameter of another type than float32 or float16.
-        """
+        """Remember where gradients lie at the first call, and see at later ones that they still do."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter in parameters:
             if parameter.dtype not in FUSABLE:
@@ -67,11 +63,7 @@ class NpuFusedOptimizerBase(Optimizer):
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradients in place.
-
-        Raises:
-            ValueError: ``set_to_none``, which would take them out of the block.
-        """
+        """Zero the gradients in place."""
         if set_to_none:
             raise ValueError("set_to_none is not supported in fused optimizers")
         super().zero_grad(set_to_none=False)
@@ -142,6 +134,6 @@ class NpuFusedAdamW(NpuFusedOptimizerBase):
 
 
 def __getattr__(name: str) -> object:
-    from simnpu.missing import missing
+    from simnpu.errors import missing
 
     raise missing(name, "torch_npu.optim")

@@ -12,8 +12,8 @@ import torch
 from simnpu import collectives, distributed, jit_operators, npu, operators, optim, profiler, reducer
 from simnpu import device as simulated
 from simnpu.environment import simulated_version as simulated_version
+from simnpu.errors import missing as missing
 from simnpu.identity import SIMULATED_VERSION, soc_version
-from simnpu.missing import missing as missing
 from simnpu.operators import quantised_types
 from simnpu.settings import ACTIVE_VARIABLE
 

@@ -17,11 +17,7 @@ class FlopsCounter:
     def resume(self) -> None: ...
 
     def get_flops(self) -> list[int]:
-        """Recorded and traversed operations.
-
-        Raises:
-            NotSimulatedError: always; a zero would be taken for a measurement.
-        """
-        from simnpu.missing import missing
+        """Recorded and traversed operations."""
+        from simnpu.errors import missing
 
         raise missing("get_flops", "torch_npu.utils.FlopsCounter")

@@ -26,11 +26,7 @@ _known: set[int] = set()  # devices that were found to exist: their number is no
 
 
 def device_count() -> int:
-    """Devices that this process sees: those that ``ASCEND_RT_VISIBLE_DEVICES`` names, else all of the host.
-
-    Raises:
-        ConfigError: a variable holds no such list, or a card that the host has not got.
-    """
+    """Devices that this process sees: those that ``ASCEND_RT_VISIBLE_DEVICES`` names, else all of the host."""
     text = os.environ.get(VISIBLE_VARIABLE)
     if text is None:
         return identity.device_count()
@@ -46,11 +42,7 @@ def device_count() -> int:
 
 
 def existing(index: int) -> int:
-    """``index``, if there is such a device.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """``index``, if there is such a device."""
     if not 0 <= index < device_count():
         raise RuntimeError(
             f"Invalid device ID. Set device {index}: this process sees {device_count()} simulated devices; "

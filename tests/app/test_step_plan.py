@@ -13,8 +13,7 @@ from megascend.app.step_plan import StepPlan, plan_steps
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
 from megascend.data.findings import Findings
-from megascend.data.split import whole
-from megascend.data.store import SampleStore, write_store
+from megascend.data.store import SampleStore, whole, write_store
 from megascend.topology.topology import plan
 
 LENGTHS = (40, 10, 30, 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megascend import Parallel, Sample
-from megascend.batch.agreement import Report, reconcile, report
+from megascend.batch.agreement import RankReport, reconcile, report
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.results import TokenCounts
 from megascend.errors import DataError
@@ -14,9 +14,9 @@ from megascend.topology.topology import Topology, plan
 TALLY = TokenCounts(weight=10.0, pairs=0, trained=12, tokens=20)
 
 
-def entry(checksum: int = 7, **changes) -> Report:
+def entry(checksum: int = 7, **changes) -> RankReport:
     values = {"problem": None, "micro_batches": 2, "counts": {"": TALLY}, "checksums": {"input_ids": checksum}}
-    return Report(**(values | changes))
+    return RankReport(**(values | changes))
 
 
 def layout(world_size: int, **sizes: int) -> Topology:
@@ -107,7 +107,7 @@ def test_a_report_counts_what_is_there():
     count_ = TokenCounts(weight=3.5, pairs=0, trained=3, tokens=4)
     assert (found.problem, found.micro_batches, found.counts) == (None, 3, {"": count_})
     assert found.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
-    assert report([], 0, [], None) == Report(None)
+    assert report([], 0, [], None) == RankReport(None)
 
 
 def test_a_pair_counts_once_and_for_its_own_adapter():

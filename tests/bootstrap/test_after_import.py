@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.after_import import after_import
+from megascend.bootstrap.import_hooks import after_import
 from support.forked_programs import run_forked
 
 

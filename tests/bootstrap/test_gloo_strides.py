@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.bootstrap.reference import gloo_strides
+from megascend.bootstrap.reference import gloo
 from megascend.errors import PlatformError
 from megascend.testing import run_distributed
 
@@ -16,8 +16,8 @@ SQUARE = torch.arange(16.0).view(4, 4)
 
 
 def columns() -> list[Tensor]:
-    gloo_strides.install()
-    gloo_strides.install()
+    gloo.install()
+    gloo.install()
     pieces = list(MATRIX.chunk(2, dim=1)) if dist.get_rank() == 0 else None
     assert pieces is None or not pieces[0].is_contiguous()
     found = [torch.empty(2, 2) for _ in range(3)]
@@ -28,7 +28,7 @@ def columns() -> list[Tensor]:
 
 
 def sums() -> list[Tensor]:
-    gloo_strides.install()
+    gloo.install()
     pieces = [each.t() for each in (SQUARE * (1 + dist.get_rank())).chunk(2)]
     assert not pieces[0].is_contiguous()
     found = [torch.empty(4, 2), torch.empty(4, 2)]
@@ -38,7 +38,7 @@ def sums() -> list[Tensor]:
 
 
 def refusals() -> None:
-    gloo_strides.install()
+    gloo.install()
     turned = MATRIX.t()
     strided = torch.zeros(2, 4)[:, 1:3]
     for call in (

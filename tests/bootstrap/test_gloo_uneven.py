@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megascend.bootstrap.reference.gloo_uneven import gather, reduce_scatter
+from megascend.bootstrap.reference.gloo import gather, reduce_scatter
 from megascend.testing import run_distributed
 
 SIZES = [3, 0, 2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.import_structure import FUNCTION, MODULE, by_folder, read_once
+from megascend.bootstrap.patches import FUNCTION, MODULE, by_folder, read_once
 
 PROGRAM = """
 import json, sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megascend.bootstrap.mindspeed import unsupported
+from megascend.bootstrap.mindspeed import arguments
 from megascend.errors import ConfigError
 
 FINE = {
@@ -20,11 +20,11 @@ ALL_GATHER = {"context_parallel_size": 2, "context_parallel_algo": "kvallgather_
 
 
 def test_a_plain_model_is_not_refused():
-    assert unsupported.reasons(FINE) == []
-    assert unsupported.reasons(FINE | {"context_parallel_size": 2}) == []
-    assert unsupported.reasons(FINE | ALL_GATHER) == []
-    assert unsupported.reasons(FINE | {"attention_dropout": 0.1}) == []
-    unsupported.check_model(FINE)
+    assert arguments.reasons(FINE) == []
+    assert arguments.reasons(FINE | {"context_parallel_size": 2}) == []
+    assert arguments.reasons(FINE | ALL_GATHER) == []
+    assert arguments.reasons(FINE | {"attention_dropout": 0.1}) == []
+    arguments.check_model(FINE)
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_a_plain_model_is_not_refused():
 )
 def test_each_silent_fault_has_its_reason(change, message):
     with pytest.raises(ConfigError, match=message):
-        unsupported.check_model(FINE | change)
+        arguments.check_model(FINE | change)
 
 
-@pytest.mark.parametrize("name", unsupported.NEEDS_MEGATRON_TRAINING)
+@pytest.mark.parametrize("name", arguments.NEEDS_MEGATRON_TRAINING)
 def test_features_that_import_megatron_training_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=rf"{name}=True: that feature imports megatron\.training"):
-        unsupported.check_model(FINE | {name: True})
+        arguments.check_model(FINE | {name: True})
 
 
 def test_packing_under_context_parallelism_is_refused_with_the_setting():
-    unsupported.check_batching(1, packing=True)
-    unsupported.check_batching(2, packing=False)
+    arguments.check_batching(1, packing=True)
+    arguments.check_batching(2, packing=False)
     with pytest.raises(ConfigError, match=r"batching\.packing with parallel\.context=2.*set batching\.packing: false"):
-        unsupported.check_batching(2, packing=True)
+        arguments.check_batching(2, packing=True)

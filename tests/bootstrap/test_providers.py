@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap import providers, transformer_engine
-from megascend.bootstrap.providers import Entry, PatchProvider, Setup, create, names, register
+from megascend.bootstrap import providers
+from megascend.bootstrap.providers import (
+    PatchProvider,
+    ProviderEntry,
+    Setup,
+    TransformerEngine,
+    create,
+    names,
+    register,
+)
 from megascend.bootstrap.reference import Reference
-from megascend.bootstrap.transformer_engine import TransformerEngine
 from megascend.bootstrap.versions import STACKS
 from megascend.config import Parallel
 from megascend.errors import ConfigError, PlatformError
@@ -44,7 +51,7 @@ def test_another_one_is_chosen_by_its_name_or_by_where_it_is() -> None:
     register("noted", Noted)
     assert isinstance(create("noted", setup("cpu")), Noted)
     assert names("npu") == ["mindspeed", "noted"]
-    place = "megascend.bootstrap.reference.provider:Reference"
+    place = "megascend.bootstrap.reference:Reference"
     assert isinstance(create(place, setup("cpu")), Reference)
 
 
@@ -80,14 +87,14 @@ def test_options_of_a_provider_without_any_are_refused() -> None:
 def test_packages_that_patch_others_are_known_for_hiding_them() -> None:
     register("noted", Noted, packages=("noted_patches",))
     assert providers.packages() == ["mindspeed", "noted_patches"]
-    assert providers._registry["noted"] == Entry(Noted, (), ("noted_patches",))
+    assert providers._registry["noted"] == ProviderEntry(Noted, (), ("noted_patches",))
 
 
 # --- CUDA's ---
 
 
 def test_cuda_without_transformer_engine_says_how_to_get_it_or_do_without(monkeypatch) -> None:
-    monkeypatch.setattr(transformer_engine, "is_installed", lambda name: False)
+    monkeypatch.setattr(providers, "is_installed", lambda name: False)
     with pytest.raises(PlatformError) as raised:
         TransformerEngine(setup("cuda")).before_megatron()
     message = str(raised.value)
@@ -108,7 +115,7 @@ def test_the_reference_on_cuda_replaces_the_real_one_and_redirects_nothing(monke
 
 
 def test_cuda_reports_the_variable_that_it_sets_and_respects_the_users(monkeypatch) -> None:
-    monkeypatch.setattr(transformer_engine, "is_installed", lambda name: True)
+    monkeypatch.setattr(providers, "is_installed", lambda name: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     made = TransformerEngine(setup("cuda"))
     assert made.before_megatron() == []

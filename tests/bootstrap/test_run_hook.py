@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from megascend.bootstrap.reference import nccl_on_gloo
+from megascend.bootstrap.reference import gloo
 from megascend.cli.run import SITE, isolating_option, with_hook
 
 BOOTSTRAP = """
@@ -126,20 +125,18 @@ def test_the_hook_comes_first_on_the_path_once() -> None:
     assert with_hook(once, "npu") == once
 
 
-def test_nccl_means_gloo_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_nccl_becomes_gloo() -> None:
     seen = []
-    monkeypatch.setattr(nccl_on_gloo, "FUNCTIONS", ())
     for name in ("init_process_group", "new_group"):
 
         def original(*args, **kwargs):
             seen.append((args, kwargs))
 
         original.__name__ = name
-        function = nccl_on_gloo._on_gloo(original)
+        function = gloo.on_gloo(original)
         function([0, 1], None, "nccl") if name == "new_group" else function("NCCL")
         function(backend="cpu:gloo,cuda:nccl", pg_options=object())
         function(backend="gloo", pg_options=1)
         function()
     alike = [((), {"backend": "gloo"}), ((), {"backend": "gloo", "pg_options": 1}), ((), {})]
     assert seen == [(("gloo",), {}), *alike, (([0, 1], None, "gloo"), {}), *alike]
-    assert nccl_on_gloo.gloo_for("nccl") == dist.Backend.GLOO

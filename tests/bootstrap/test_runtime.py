@@ -140,7 +140,7 @@ inserted = [line.split(':')[0] for line in leaves]
 assert all(name in sys.modules for name in inserted), inserted
 from megatron.core.tensor_parallel.mappings import _reduce, _gather_along_first_dim  # by the program, before any engine
 assert _reduce.__module__ == 'megascend.bootstrap.patches'
-assert _gather_along_first_dim.__module__ == 'megascend.bootstrap.reference.gloo_uneven'
+assert _gather_along_first_dim.__module__ == 'megascend.bootstrap.reference.gloo'
 from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
 assert maybe_move_tensor_to_cpu.__module__ == 'megascend.bootstrap.reference.cuda_redirect'
 runtime.load_megatron()

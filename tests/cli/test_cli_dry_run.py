@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from megascend.cli.dry_run_text import PIECE, Style, data_table, sample_text
-from megascend.data.sample_pieces import Piece
-from megascend.data.statistics import Statistics
+from megascend.data.preview import SamplePiece, SampleStatistics
 
 CHATS = [
     [("system", "Be kind."), ("user", "one?\nor two"), ("assistant", "two & café \x1b[31m"), ("user", "really?")],
@@ -129,7 +128,7 @@ def test_output_that_cannot_write_every_character_gets_escapes() -> None:
 def test_long_pieces_are_shown_by_their_ends() -> None:
     from megascend.app.dry_run import ShownSample
 
-    sample = ShownSample("sample 1", [Piece("p" * 5000, 0.0, 5000), Piece("a" * 10, 1.0, 10)])
+    sample = ShownSample("sample 1", [SamplePiece("p" * 5000, 0.0, 5000), SamplePiece("a" * 10, 1.0, 10)])
     head, text = sample_text(sample, Style(colour=False))
     assert head == "--- sample 1: 5009 tokens, 10 learned"
     assert text == f"{'p' * PIECE} [... {5000 - 2 * PIECE} characters ...] {'p' * PIECE}⟦{'a' * 10}⟧"
@@ -137,7 +136,7 @@ def test_long_pieces_are_shown_by_their_ends() -> None:
 
 @pytest.mark.parametrize(("dpo", "line"), [(None, ["samples", "12"]), (object(), ["pairs", "6"])])
 def test_data_table_counts_pairs_of_preferences(dpo: object, line: list[str]) -> None:
-    part = Statistics(samples=12, tokens=90, supervised=40, shortest=2, median=5, mean=7.5, p95=9, longest=11)
+    part = SampleStatistics(samples=12, tokens=90, supervised=40, shortest=2, median=5, mean=7.5, p95=9, longest=11)
     dry: Any = SimpleNamespace(config=SimpleNamespace(dpo=dpo), learned=part, held_out=part)
     header, *rows = [row.split() for row in data_table(dry)]
     assert header[1] == line[0]

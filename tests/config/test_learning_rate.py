@@ -3,7 +3,7 @@ import math
 import pytest
 
 from megascend.config import Schedule
-from megascend.config.learning_rate import learning_rate
+from megascend.config.training import learning_rate
 
 
 def rates(schedule, steps, peak=1.0):

@@ -14,9 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from megascend.config import Data
-from megascend.data.check import check_files
 from megascend.data.document import Document
-from megascend.data.files import iterate_documents, read_documents
+from megascend.data.files import check_files, iterate_documents, read_documents
 from megascend.data.findings import Findings
 from megascend.errors import DataError
 

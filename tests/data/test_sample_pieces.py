@@ -6,10 +6,8 @@ import pytest
 
 from megascend import Sample
 from megascend.data.findings import Findings
-from megascend.data.sample_pieces import Piece, pieces
-from megascend.data.split import hold_out, whole
-from megascend.data.statistics import Statistics
-from megascend.data.store import BLOCK, SampleStore, write_store
+from megascend.data.preview import SamplePiece, SampleStatistics, pieces
+from megascend.data.store import BLOCK, SampleStore, hold_out, whole, write_store
 
 WORDS = ["▁he", "llo", "▁world", "!", "\u2581you"]
 
@@ -22,9 +20,9 @@ def decode(ids) -> str:
 def test_pieces_have_the_text_and_the_weight_of_their_tokens():
     sample = Sample.causal([0, 1, 2, 3, 4], weights=[1, 0, 1, 1, 0.5])
     assert pieces(sample, decode) == [
-        Piece("hello", 0.0, 2),  # the first token is never predicted
-        Piece(" world!", 1.0, 2),
-        Piece(" you", 0.5, 1),
+        SamplePiece("hello", 0.0, 2),  # the first token is never predicted
+        SamplePiece(" world!", 1.0, 2),
+        SamplePiece(" you", 0.5, 1),
     ]
 
 
@@ -49,7 +47,7 @@ def store(tmp_path_factory) -> SampleStore:
 def test_statistics_count_tokens_with_weight(store: SampleStore):
     count = BLOCK + 10
     lengths = sorted(n % 5 + 1 for n in range(count))
-    found = Statistics.of(whole(store))
+    found = SampleStatistics.of(whole(store))
     assert found.samples == count
     assert found.tokens == sum(lengths)
     assert found.supervised == sum(lengths) - count // 2
@@ -59,8 +57,8 @@ def test_statistics_count_tokens_with_weight(store: SampleStore):
 
 
 def test_statistics_of_parts_add_up(store: SampleStore):
-    learned, held_out = (Statistics.of(part) for part in hold_out(store, 0.25, seed=3))
-    every = Statistics.of(whole(store))
+    learned, held_out = (SampleStatistics.of(part) for part in hold_out(store, 0.25, seed=3))
+    every = SampleStatistics.of(whole(store))
     assert held_out.samples == round(0.25 * every.samples)
     for name in ("samples", "tokens", "supervised"):
         assert getattr(learned, name) + getattr(held_out, name) == getattr(every, name)

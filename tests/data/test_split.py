@@ -12,11 +12,10 @@ from megascend.app.run_samples import RunSamples
 from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
-from megascend.config.learning_rate import learning_rate
+from megascend.config.training import learning_rate
 from megascend.data.findings import Findings
 from megascend.data.samples import Limits
-from megascend.data.split import hold_out, whole
-from megascend.data.store import SampleStore, write_store
+from megascend.data.store import SampleStore, hold_out, whole, write_store
 from megascend.distributed import objects
 from megascend.errors import ConfigError, DataError
 

@@ -15,8 +15,7 @@ from pyarrow import parquet
 from megascend.app.run_samples import RunSamples
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, RunConfig
-from megascend.data.check import check_files
-from megascend.data.files import iterate_documents, read_documents
+from megascend.data.files import check_files, iterate_documents, read_documents
 from megascend.data.findings import Findings
 from megascend.data.samples import Limits
 from megascend.data.splits import folder_splits

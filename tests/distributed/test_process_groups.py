@@ -23,8 +23,7 @@ from megascend.distributed.process_groups import CARRIERS, backend_for, initiali
 from megascend.distributed.rendezvous import wait_for_all
 from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
 from megascend.testing import run_distributed
-from megascend.topology.groups import GROUP_AXES
-from megascend.topology.topology import plan
+from megascend.topology.topology import GROUP_AXES, plan
 
 
 def open_groups(runtime: Runtime, world: int, timeout_s: float = 30, **parallel: Any) -> process_groups.ProcessGroups:

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from megascend.platforms.cuda_products import TF32_ERROR, VARIABLE
+from megascend.platforms.cuda import TF32_ERROR, TF32_VARIABLE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 TELL = """
-from megascend.platforms.cuda_products import relative_error
+from megascend.platforms.cuda import relative_error
 print("ERROR", relative_error())
 rows = torch.randn(512, 512, device="cuda")
 print("TORCH", float(((rows @ rows).double() - rows.double() @ rows.double()).norm() / (rows.double() @ rows.double()).norm()))
@@ -21,7 +21,9 @@ print("TORCH", float(((rows @ rows).double() - rows.double() @ rows.double()).no
 
 def errors_of(program):
     """Relative errors of products by Transformer Engine and by torch after ``program``."""
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # a bootstrap here has set it
+    environment = {
+        name: value for name, value in os.environ.items() if name != TF32_VARIABLE
+    }  # a bootstrap here has set it
     command = [sys.executable, "-c", f"import torch, megascend\n{program}\n{TELL}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

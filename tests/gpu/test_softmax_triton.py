@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megascend.kernels.linear_logprobs import linear_cross_entropy, linear_logprobs
-from megascend.kernels.softmax import VocabShard, _Plain
-from megascend.kernels.softmax_statistics import Statistics
+from megascend.kernels.softmax import VocabShard, _gradient_, _shard_statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -14,23 +13,22 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("columns", [7, 8192, 20001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_the_plain_implementation(dtype, columns):
-    from megascend.kernels.softmax_triton import Kernels
+    from megascend.kernels import softmax_triton
 
     generator = torch.Generator("cuda").manual_seed(1)
     logits = (3 * torch.randn(33, columns, device="cuda", generator=generator)).to(dtype)
     targets = torch.randint(0, columns, (33,), device="cuda", generator=generator)
     targets[::4] = -1
-    for found, wanted in zip(
-        Kernels.shard_statistics(logits, targets, True), _Plain.shard_statistics(logits, targets, True), strict=True
-    ):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
-    maximum, total, target, weighted = _Plain.shard_statistics(logits, targets, True)
-    statistics = Statistics(maximum + total.log(), target, total.log() - weighted / total)
+    expected = _shard_statistics(logits, targets, True)
+    for computed, plain in zip(softmax_triton.shard_statistics(logits, targets, True), expected, strict=True):
+        torch.testing.assert_close(computed, plain, atol=1e-4, rtol=1e-5)
+    maximum, total, _, weighted = expected
+    log_sum, entropy = maximum + total.log(), total.log() - weighted / total
     scale, entropy_scale = torch.randn(2, 33, device="cuda", generator=generator)
     for extra in (None, entropy_scale):
         mine, plain = logits.clone(), logits.clone()
-        Kernels.gradient_(mine, targets, statistics, scale, extra)
-        _Plain.gradient_(plain, targets, statistics, scale, extra)
+        softmax_triton.gradient_(mine, targets, log_sum, scale, entropy, extra)
+        _gradient_(plain, targets, log_sum, scale, entropy, extra)
         torch.testing.assert_close(mine, plain, atol=TOLERANCE[dtype] / 10, rtol=TOLERANCE[dtype])
 
 

@@ -14,14 +14,13 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import (
     WEIGHT_INDEX,
-    check_vocabulary,
     copy_companions,
     copy_tokenizer,
     read_config,
-    tensor_shapes,
+    tensor_headers,
     with_dtype,
 )
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.info import ModelShape, check_vocabulary
 
 TENSORS = {"a.weight": torch.zeros(3, 2), "b.bias": torch.zeros(5, dtype=torch.bfloat16), "c": torch.tensor(1.0)}
 SHAPES = {"a.weight": (3, 2), "b.bias": (5,), "c": ()}
@@ -61,7 +60,7 @@ def test_a_directory_that_is_none_is_refused(folder, name):
 
 
 def test_shapes_come_from_the_header_alone(folder):
-    assert tensor_shapes(folder) == SHAPES
+    assert {name: header.shape for name, header in tensor_headers(folder).items()} == SHAPES
 
 
 def test_shapes_of_several_files_are_put_together(folder):
@@ -70,17 +69,17 @@ def test_shapes_of_several_files_are_put_together(folder):
     save_file({"a.weight": TENSORS["a.weight"]}, folder / "one.safetensors")
     save_file({name: TENSORS[name] for name in ("b.bias", "c")}, folder / "two.safetensors")
     (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    assert tensor_shapes(folder) == SHAPES
+    assert {name: header.shape for name, header in tensor_headers(folder).items()} == SHAPES
     (folder / "two.safetensors").unlink()
     with pytest.raises(CheckpointError, match=rf"two\.safetensors is listed in {WEIGHT_INDEX} but missing"):
-        tensor_shapes(folder)
+        tensor_headers(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}'])
 def test_an_index_that_is_none_is_refused(folder, text):
     (folder / WEIGHT_INDEX).write_text(text)
     with pytest.raises(CheckpointError, match=rf"{WEIGHT_INDEX}.*(not valid JSON|JSON object|weight_map)"):
-        tensor_shapes(folder)
+        tensor_headers(folder)
 
 
 def test_every_truncation_is_noticed(folder):
@@ -89,23 +88,23 @@ def test_every_truncation_is_noticed(folder):
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
-            tensor_shapes(folder)
+            tensor_headers(folder)
     path.write_bytes(whole + b"x")
     with pytest.raises(CheckpointError, match=rf"{len(whole) + 1} bytes on disk, {len(whole)} expected"):
-        tensor_shapes(folder)
+        tensor_headers(folder)
 
 
 @pytest.mark.parametrize("header", [b"not json", b"[1, 2]  ", b"\xff" * 8])
 def test_what_is_not_safetensors_is_refused(folder, header):
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="is not safetensors"):
-        tensor_shapes(folder)
+        tensor_headers(folder)
 
 
 def test_other_formats_are_told_to_be_converted(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* converted first"):
-        tensor_shapes(folder)
+        tensor_headers(folder)
 
 
 def test_embedding_and_output_must_have_the_configs_sizes():

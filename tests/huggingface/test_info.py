@@ -12,9 +12,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megascend.errors import CheckpointError
-from megascend.huggingface.files import tensor_headers, tensor_shapes
-from megascend.huggingface.info import inspect_checkpoint, is_tied, linear_layers
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.files import tensor_headers
+from megascend.huggingface.info import ModelShape, inspect_checkpoint, is_tied, linear_layers
 from megascend.testing.parity import case_checkpoint
 from megascend.testing.reference import run_reference
 
@@ -80,8 +79,9 @@ def test_linear_layers_are_those_that_transformers_has(parity_folder):
         path = case_checkpoint(parity_folder, arch, num_hidden_layers=2)
         expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in mlp + attention]
         ends = ["lm_head", "model.embed_tokens"]
-        assert sorted(linear_layers(tensor_shapes(path))) == sorted([*expected, *ends])
-        tied = {name: dims for name, dims in tensor_shapes(path).items() if name != "lm_head.weight"}
+        shapes = {name: header.shape for name, header in tensor_headers(path).items()}
+        assert sorted(linear_layers(shapes)) == sorted([*expected, *ends])
+        tied = {name: dims for name, dims in shapes.items() if name != "lm_head.weight"}
         assert sorted(linear_layers(tied)) == sorted(expected), (
             "one weight for embedding and head is adapted as neither"
         )

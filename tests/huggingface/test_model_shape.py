@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megascend.errors import ConfigError
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.info import ModelShape
 from megascend.testing import tiny_config
 
 BASE = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 1000}

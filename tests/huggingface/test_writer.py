@@ -17,11 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megascend.errors import CheckpointError
-from megascend.huggingface import pipelined_writer
+from megascend.huggingface import safetensors_writer
 from megascend.huggingface.exported import extra_tensors
 from megascend.huggingface.files import WEIGHT_INDEX, read_config, tensor_headers
-from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.info import ModelInfo, ModelShape
 from megascend.huggingface.safetensors_writer import SafetensorsWriter
 from megascend.huggingface.writer import CheckpointWriter
 from megascend.testing import faults
@@ -101,8 +100,8 @@ def test_one_tensor_comes_once(tmp_path):
 
 
 def test_tensors_of_many_pieces_are_written_from_a_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipelined_writer, "PIECE", 64)
-    monkeypatch.setattr(pipelined_writer, "PIECES", 2)
+    monkeypatch.setattr(safetensors_writer, "PIECE", 64)
+    monkeypatch.setattr(safetensors_writer, "PIECES", 2)
     tensors = {f"t{number}": torch.randn(100 + number) for number in range(20)}
     writer = SafetensorsWriter(tmp_path, tensors)
     for name, tensor in tensors.items():
@@ -116,8 +115,8 @@ def test_tensors_of_many_pieces_are_written_from_a_few(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("failing", [1, 5, 39])
 def test_what_fails_in_the_background_is_raised(tmp_path, monkeypatch, failing):
-    monkeypatch.setattr(pipelined_writer, "PIECE", 64)
-    monkeypatch.setattr(pipelined_writer, "PIECES", 2)
+    monkeypatch.setattr(safetensors_writer, "PIECE", 64)
+    monkeypatch.setattr(safetensors_writer, "PIECES", 2)
     calls, pwrite = itertools.count(), os.pwrite
 
     def full(*arguments):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megascend.kernels.norm import ROW, global_norm, square_sum
+from megascend.kernels.reductions import ROW, global_norm, square_sum
 from megascend.reference_te.optimizers import multi_tensor_l2norm
 
 LONG = 20_000_000

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megascend.config import Lora
-from megascend.lora.factors import Factors
-from megascend.lora.merge import delta_for, merged
+from megascend.lora.factors import Factors, delta_for, merged
 
 LORA = Lora(rank=2, alpha=6.0)
 

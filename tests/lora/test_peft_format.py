@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError
-from megascend.lora import peft_format, peft_settings, peft_tensors
-from megascend.lora.base_weights import check_base_weights
+from megascend.lora import peft_format, peft_tensors
+from megascend.lora.adapter_io import check_base_weights
 from megascend.lora.factors import Factors
 from megascend.testing.parity import PROMPT, case_checkpoint, token_lists
 from megascend.testing.reference import run_reference
@@ -303,7 +303,7 @@ def test_what_we_write_is_what_we_read(peft: Peft, name: str) -> None:
     case = WRITTEN[name]
     folder = peft.folder / f"written, {name}"
     lora, factors = peft_format.read(folder)
-    config = json.loads((folder / peft_settings.CONFIG).read_text())
+    config = json.loads((folder / peft_format.CONFIG).read_text())
     assert config["target_modules"] == case.target_modules
     assert config.get("target_parameters") == case.target_parameters
     targets = [*config["target_modules"], *config.get("target_parameters", [])]
@@ -394,14 +394,14 @@ class Files:
     tensors: dict[str, Tensor]
 
     def read(self, folder: Path) -> tuple[Lora, dict[str, Factors]]:
-        (folder / peft_settings.CONFIG).write_text(json.dumps(self.config))
+        (folder / peft_format.CONFIG).write_text(json.dumps(self.config))
         save_file(self.tensors, folder / peft_tensors.WEIGHTS)
         return peft_format.read(folder)
 
 
 def files(factors: dict[str, Factors], rank: int = 2) -> Files:
     lora = Lora(rank=rank, alpha=4)
-    return Files(peft_settings.to_config(lora, factors, "org/base"), peft_tensors.to_tensors(factors, rank))
+    return Files(peft_format.to_config(lora, factors, "org/base"), peft_tensors.to_tensors(factors, rank))
 
 
 def assert_equal(found: dict[str, Factors], expected: dict[str, Factors]) -> None:
@@ -467,7 +467,7 @@ def test_refused_settings(dense: Files, tmp_path: Path, field: str, value: Any) 
         dense.read(tmp_path)
     text = str(refusal.value)
     assert str(tmp_path) in text
-    assert f"{peft_settings.CONFIG}: {field} " in text
+    assert f"{peft_format.CONFIG}: {field} " in text
     assert str(next(iter(value.values())) if isinstance(value, dict) and "pattern" in field else value) in text
 
 
@@ -544,7 +544,7 @@ def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"there is no adapter_config\.json"):
         peft_format.read(tmp_path)
     dense.read(tmp_path)
-    weights, config = tmp_path / peft_tensors.WEIGHTS, tmp_path / peft_settings.CONFIG
+    weights, config = tmp_path / peft_tensors.WEIGHTS, tmp_path / peft_format.CONFIG
     weights.write_bytes(weights.read_bytes()[:-3])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
         peft_format.read(tmp_path)
@@ -714,7 +714,7 @@ def test_projections_may_share_one_a(tmp_path: Path) -> None:
 def test_names_are_short_where_that_is_exact() -> None:
     known = [f"model.layers.{layer}.{end}" for layer in (0, 1) for end in ("self_attn.q_proj", "mlp.up_proj")]
     adapted = [*known[:3]]
-    config = peft_settings.to_config(Lora(), adapted, "org/base", known)
+    config = peft_format.to_config(Lora(), adapted, "org/base", known)
     assert config["target_modules"] == ["model.layers.0.mlp.up_proj", "q_proj"]
     assert "target_parameters" not in config
 
@@ -722,7 +722,7 @@ def test_names_are_short_where_that_is_exact() -> None:
 def test_peft_must_not_take_other_mlps_for_experts() -> None:
     """In a model with experts peft turns every target named gate_proj into experts.gate_up_proj, of twice the rank."""
     shared = "model.layers.1.mlp.shared_expert.gate_proj"
-    config = peft_settings.to_config(Lora(dropout=0.1), [shared], "org/base", [shared, GATE_UP, DOWN, Q])
+    config = peft_format.to_config(Lora(dropout=0.1), [shared], "org/base", [shared, GATE_UP, DOWN, Q])
     assert config["target_modules"] == []
     assert config["target_parameters"] == ["shared_expert.gate_proj.weight"]
     assert config["lora_dropout"] == 0.0
@@ -732,7 +732,7 @@ def test_targets_do_not_grow_by_reading() -> None:
     """A short name that peft looks for among modules only must not come to mean the experts here."""
     names = [GATE_UP, "model.layers.0.mlp.down_proj"]
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["down_proj"], "target_parameters": ["gate_up_proj"]}
-    assert peft_settings.to_lora(config, names).targets == tuple(sorted(names))
+    assert peft_format.to_lora(config, names).targets == tuple(sorted(names))
 
 
 LAYER = "model.layers.{}.self_attn.{}".format
@@ -758,18 +758,18 @@ ADAPTABLE += [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(3) f
     ],
 )
 def test_targeted_is_what_peft_would_adapt(config, expected):
-    assert peft_settings.targeted(config, ADAPTABLE) == expected
+    assert peft_format.targeted(config, ADAPTABLE) == expected
 
 
 def test_adapter_whose_file_lacks_a_targeted_layer_is_refused(tmp_path):
     """A file that was cut short, or a layer that was dropped from it, would be trained on and merged without a word."""
-    (tmp_path / peft_settings.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}))
+    (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}))
     every = [name for name in ADAPTABLE if name.endswith(("q_proj", "v_proj"))]
     peft_format.check_complete(tmp_path, every, ADAPTABLE)
     with pytest.raises(CheckpointError) as raised:
         peft_format.check_complete(tmp_path, every[:3] + every[4:], ADAPTABLE)
     assert f"has no factors of {LAYER(1, 'v_proj')}, which adapter_config.json targets" in str(raised.value)
-    (tmp_path / peft_settings.CONFIG).write_text(
+    (tmp_path / peft_format.CONFIG).write_text(
         json.dumps({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]})
     )
     peft_format.check_complete(tmp_path, every[:2] + every[4:], ADAPTABLE)

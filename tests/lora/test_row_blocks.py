@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascend.lora.row_blocks import RowBlocks, row_blocks
+from megascend.lora.stacked_adapters import RowBlocks, row_blocks
 
 
 @given(st.sets(st.integers(0, 60), min_size=1).map(sorted))

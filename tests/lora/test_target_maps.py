@@ -10,15 +10,14 @@ import torch
 from fused_by_hand import HUGGING_FACE, assert_rows_are_in_place, chunk_of, layout_of, megatron_layer
 
 from megascend import Adam, Adapters, Batching, ConfigError, Lora, register_lora_targets
-from megascend.lora.llama_targets import layer_targets
-from megascend.lora.target_maps import find_target_modules
+from megascend.lora.target_maps import find_target_modules, layer_targets
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
 OUTSIDE = """
     import torch
     import megascend
-    from megascend.lora.llama_targets import attention, linear
+    from megascend.lora.target_maps import attention, linear
     from megascend.lora.target_modules import FusedSlice, TargetModule
 
 

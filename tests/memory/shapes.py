@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.info import ModelInfo, ModelShape
 
 QWEN3_1_7B: dict[str, Any] = {
     "model_type": "qwen3",

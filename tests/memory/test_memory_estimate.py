@@ -10,11 +10,10 @@ from shapes import QWEN3_1_7B, QWEN3_4B, SIX_LAYERS_OF_30B_A3B, info_of
 
 from megascend.config import Lora, Parallel, RunConfig
 from megascend.kernels import linear_logprobs
-from megascend.memory import head
-from megascend.memory.adapters import adapter_bytes
+from megascend.memory import activations
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.parameters import layers_of_stage, stages
-from megascend.memory.workload import Kernels, Workload
+from megascend.memory.parameters import adapter_bytes, layers_of_stage, stages
+from megascend.memory.sizes import Kernels, Workload
 from megascend.topology.topology import plan
 
 GIB = 2**30
@@ -86,13 +85,13 @@ def test_cases_measured_on_an_h200(name: str, model: dict[str, Any], settings: d
 
 
 def test_the_chunks_of_the_head_are_those_of_its_kernel():
-    assert head.CHUNK_BYTES == linear_logprobs.CHUNK_BYTES
+    assert activations.CHUNK_BYTES == linear_logprobs.CHUNK_BYTES
     from megascend.memory.activations import LayerKind
 
     kind = LayerKind(fused=True, bytes=2, packed=False, frozen=True, rank=0, longest=64)
     rows, hidden = 151936, 2048
     chunk = linear_logprobs.chunk_size(rows, 2)
-    found = head.head_bytes(hidden, rows, 8192, kind, trained=False)
+    found = activations.head_bytes(hidden, rows, 8192, kind, trained=False)
     assert found == 2 * chunk * rows + 2 * hidden * 8192
 
 

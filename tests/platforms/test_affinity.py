@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.platforms.affinity import NODES, Placement, bind_to_node, cpus_of, node_of_device, nodes_with_cpus, place
+from megascend.platforms.affinity import NODES, NodeCpus, bind_to_node, cpus_of, node_of_device, nodes_with_cpus, place
 from megascend.testing import run_distributed
 from support.forked_programs import run_forked
 
@@ -27,8 +27,8 @@ def tree(folder: Path, *lists: str) -> Path:
 def dealt(nodes: dict[int, frozenset[int]], size: int) -> list[int]:
     everything = frozenset().union(*nodes.values())
     found = [place(nodes, everything, rank, size, None) for rank in range(size)]
-    assert all(isinstance(each, Placement) and each.cpus == nodes[each.node] for each in found)
-    return [each.node for each in found if isinstance(each, Placement)]
+    assert all(isinstance(each, NodeCpus) and each.cpus == nodes[each.node] for each in found)
+    return [each.node for each in found if isinstance(each, NodeCpus)]
 
 
 def test_lists_of_cpus():
@@ -48,7 +48,7 @@ def test_nodes_of_memory_alone_are_not_counted(tmp_path):
     assert list(nodes) == [0, 1]
     assert dealt(nodes, 4) == [0, 0, 1, 1]
     everything = nodes[0] | nodes[1]
-    assert place(nodes, everything, 3, 4, device_node=10) == Placement(1, nodes[1])  # its memory, which has no CPUs
+    assert place(nodes, everything, 3, 4, device_node=10) == NodeCpus(1, nodes[1])  # its memory, which has no CPUs
 
 
 def test_numbers_of_nodes_may_have_gaps(tmp_path):
@@ -63,7 +63,7 @@ def test_the_devices_own_node_goes_before_the_order(tmp_path):
     file = tmp_path / "0000:1b:00.0" / "numa_node"
     file.write_text("1\n")
     assert node_of_device("0000:1b:00.0", tmp_path) == 1
-    assert place(TWO_SOCKETS, frozenset(range(64)), 0, 8, 1) == Placement(1, TWO_SOCKETS[1])
+    assert place(TWO_SOCKETS, frozenset(range(64)), 0, 8, 1) == NodeCpus(1, TWO_SOCKETS[1])
     file.write_text("-1\n")
     assert node_of_device("0000:1b:00.0", tmp_path) is None
     assert node_of_device("0000:aa:00.0", tmp_path) is None
@@ -72,7 +72,7 @@ def test_the_devices_own_node_goes_before_the_order(tmp_path):
 
 def test_what_a_launcher_or_container_allows_is_kept():
     found = place(TWO_SOCKETS, frozenset({3, 40, 41}), 1, 2, None)
-    assert found == Placement(1, frozenset({40, 41}))
+    assert found == NodeCpus(1, frozenset({40, 41}))
     assert "of one NUMA node" in str(place(TWO_SOCKETS, frozenset({40, 41}), 0, 2, None))
 
 

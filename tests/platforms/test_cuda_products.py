@@ -5,38 +5,38 @@ import pytest
 import megascend
 from megascend.errors import ConfigError, PlatformError
 from megascend.platforms import choose
-from megascend.platforms.cuda_products import VARIABLE, check, configure
+from megascend.platforms.cuda import TF32_VARIABLE, check_fp32_products, configure_tf32
 
 
 def test_fp32_is_fp32_by_default():
     environment = {}
-    changes = configure(False, environment)
-    assert environment == {VARIABLE: "0"}
-    assert [change.split(":")[0] for change in changes] == [f"{VARIABLE}=0"]
+    changes = configure_tf32(False, environment)
+    assert environment == {TF32_VARIABLE: "0"}
+    assert [change.split(":")[0] for change in changes] == [f"{TF32_VARIABLE}=0"]
 
 
 @pytest.mark.parametrize(("tf32", "value"), [(False, "0"), (True, "1")])
 def test_a_variable_that_says_the_same_is_left_alone(tf32, value):
-    environment = {VARIABLE: value}
-    assert configure(tf32, environment) == []
-    assert environment == {VARIABLE: value}
+    environment = {TF32_VARIABLE: value}
+    assert configure_tf32(tf32, environment) == []
+    assert environment == {TF32_VARIABLE: value}
 
 
 @pytest.mark.parametrize(("tf32", "value"), [(False, "1"), (True, "0")])
 def test_a_variable_that_says_the_opposite_is_an_error(tf32, value):
-    with pytest.raises(ConfigError, match=f"tf32={tf32} with {VARIABLE}={value}"):
-        configure(tf32, {VARIABLE: value})
+    with pytest.raises(ConfigError, match=f"tf32={tf32} with {TF32_VARIABLE}={value}"):
+        configure_tf32(tf32, {TF32_VARIABLE: value})
 
 
 @pytest.mark.parametrize("error", [2.9e-7, 1e-6])
 def test_the_rounding_of_fp32_is_accepted(error):
-    check(error)
+    check_fp32_products(error)
 
 
 @pytest.mark.parametrize("error", [2.9e-4, 1e-3])
 def test_the_rounding_of_tf32_is_not(error):
-    with pytest.raises(PlatformError, match=rf"relative error of {error:.1e}.*{VARIABLE}=0"):
-        check(error)
+    with pytest.raises(PlatformError, match=rf"relative error of {error:.1e}.*{TF32_VARIABLE}=0"):
+        check_fp32_products(error)
 
 
 def test_a_platform_without_tf32_says_so():

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import ConfigError, PlatformError, ProcessGroupError
-from megascend.reference_te.grouped_linear import GroupedLinear
-from megascend.reference_te.linear import LayerNormLinear, Linear
+from megascend.reference_te.linear import GroupedLinear, LayerNormLinear, Linear
 from megascend.reference_te.norms import LayerNorm, RMSNorm
 
 EPS = 1e-5

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megascend.errors import ConfigError, PlatformError
-from megascend.reference_te import attention, padding, recipes
+from megascend.reference_te import attention, fp8
 from megascend.reference_te.names import LEFT_OUT
 from megascend.reference_te.package import build_modules
 
@@ -83,39 +83,39 @@ def test_questions_about_fp8_are_answered_with_no() -> None:
 def test_recipes_say_which_they_are_and_refuse_what_nobody_can_train_in() -> None:
     answers = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
     made = [
-        recipes.DelayedScaling(amax_history_len=16, override_linear_precision=(False, False, True)),  # type: ignore[call-arg]
-        recipes.Float8CurrentScaling(),
-        recipes.Float8BlockScaling(),
-        recipes.MXFP8BlockScaling(),
-        recipes.NVFP4BlockScaling(),
-        recipes.CustomRecipe(qfactory=print),
+        fp8.DelayedScaling(amax_history_len=16, override_linear_precision=(False, False, True)),  # type: ignore[call-arg]
+        fp8.Float8CurrentScaling(),
+        fp8.Float8BlockScaling(),
+        fp8.MXFP8BlockScaling(),
+        fp8.NVFP4BlockScaling(),
+        fp8.CustomRecipe(qfactory=print),
     ]
     assert [[getattr(recipe, answer)() for answer in answers] for recipe in made] == [
         [row == column for column in range(6)] for row in range(6)
     ]
-    assert recipes.Format.HYBRID.value.max_bwd == torch.finfo(torch.float8_e5m2).max
-    assert recipes.Format.E4M3.value.max_fwd == torch.finfo(torch.float8_e4m3fn).max
+    assert fp8.Format.HYBRID.value.max_bwd == torch.finfo(torch.float8_e5m2).max
+    assert fp8.Format.E4M3.value.max_fwd == torch.finfo(torch.float8_e4m3fn).max
     with pytest.raises(ConfigError, match="DelayedScaling: fp8_format"):
-        recipes.DelayedScaling(fp8_format=recipes.Format.E5M2)
+        fp8.DelayedScaling(fp8_format=fp8.Format.E5M2)
     with pytest.raises(ConfigError, match="x_block_scaling_dim"):
-        recipes.Float8BlockScaling(x_block_scaling_dim=3)
+        fp8.Float8BlockScaling(x_block_scaling_dim=3)
 
 
 def test_padding_fills_each_run_and_unpadding_takes_it_away() -> None:
     counts = [3, 0, 4, 9]
     rows = torch.randn(sum(counts), 5, requires_grad=True)
-    padded, sizes = padding.Fp8Padding(4, align_size=4)(rows, counts)
+    padded, sizes = fp8.Fp8Padding(4, align_size=4)(rows, counts)
     assert sizes == [4, 0, 4, 12]
     assert torch.equal(padded[3], torch.zeros(5))
     assert torch.equal(padded[4:8], rows[3:7])
-    back = padding.Fp8Unpadding(4, align_size=4)(padded, counts)
+    back = fp8.Fp8Unpadding(4, align_size=4)(padded, counts)
     assert torch.equal(back, rows)
     (gradient,) = torch.autograd.grad((back * torch.arange(16.0)[:, None]).sum(), rows)
     assert torch.equal(gradient, torch.arange(16.0)[:, None].expand(-1, 5))
     with pytest.raises(ConfigError, match="20 rows, and it has 16"):
-        padding.Fp8Unpadding(4, align_size=4)(rows, counts)
+        fp8.Fp8Unpadding(4, align_size=4)(rows, counts)
     with pytest.raises(PlatformError, match="align_size"):
-        padding.Fp8Padding(4)(rows, counts)
+        fp8.Fp8Padding(4)(rows, counts)
 
 
 @pytest.mark.parametrize("window", [11, (1,), (1, 2, 3), ("1", 2)])

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megascend.sampling.choice import Draw, choose, top_logprobs, truncated, uniform
-from megascend.sampling.picks import fields_of, picked
+from megascend.sampling.prompts import fields_of, picked
 from megascend.sampling.request import SampleRequest, SamplingParams
-from megascend.sampling.rows import batches, rows_of, shares
-from megascend.sampling.stops import ends
+from megascend.sampling.rows import batches, ends, rows_of, shares
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.3, 0.15, 0.1])
 

@@ -20,8 +20,8 @@ from megascend.app.loop import train
 from megascend.app.self_check_ahead import SelfCheckAhead
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
-from megascend.selfcheck import check, places, process, standing_by
-from megascend.selfcheck.process import Report, TrialResult
+from megascend.selfcheck import check, process, standing_by
+from megascend.selfcheck.process import TrialReport, TrialResult
 from megascend.selfcheck.verdict import PROVEN, Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.self_checks import slice_of
@@ -52,7 +52,7 @@ def counted(monkeypatch, findings: list[TrialResult], log: Path | None = None) -
         if log is not None:
             with log.open("a") as file:
                 file.write("made\n")
-        return Report([findings[min(index, len(findings) - 1)] for index in range(len(trials))], 1.5, 2**20)
+        return TrialReport([findings[min(index, len(findings) - 1)] for index in range(len(trials))], 1.5, 2**20)
 
     monkeypatch.setattr(process, "run", run)
     return calls
@@ -77,7 +77,7 @@ def test_whatever_a_verdict_depends_on_is_in_its_key(monkeypatch) -> None:
         check.key(slice_of(QWEN, longest=13)),
     ]
     with monkeypatch.context() as changed:
-        changed.setattr(places.metadata, "version", lambda name: "9")
+        changed.setattr(process.metadata, "version", lambda name: "9")
         keys.append(check.key(part))
     with monkeypatch.context() as changed:
         changed.setattr(check, "own_code", lambda: "another check")
@@ -141,7 +141,7 @@ def test_a_difference_of_mixed_micro_batches_is_told_as_such(folder, monkeypatch
     counted(monkeypatch, [DIFFERS, AGREES])
     verdict = check.examine(config, config, 8192, False)
     assert (verdict.status, verdict.mixed_only) == ("differs", True)
-    text = str(check.objection(verdict, config, "A and B"))
+    text = str(check.objection(verdict, config, process.versions()))
     assert "when short and long samples share a micro batch (each by itself is right)" in text
 
 
@@ -257,7 +257,7 @@ class TestBackend:
             (broken / "config.json").write_text(text)
             assert standing_by.worker_for(broken, None) is None
         assert standing_by.worker_for(folder.parent / "nowhere", None) is None
-        monkeypatch.setattr(places, "PACKAGES", (*places.PACKAGES, "a-package-that-is-not-installed"))
+        monkeypatch.setattr(process, "PACKAGES", (*process.PACKAGES, "a-package-that-is-not-installed"))
         assert standing_by.worker_for(model, None) is None
         assert workers() == []
 
@@ -284,7 +284,7 @@ def test_no_process_stands_by_where_a_package_is_missing(tmp_path, monkeypatch):
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(places.metadata, "version", version)
+    monkeypatch.setattr(process.metadata, "version", version)
     assert standing_by.worker_for(tmp_path, None) is None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megascend.config import Adam, Adapters, Batching, Lora, Moe, Parallel
 from megascend.errors import DistributedTestError
-from megascend.lora.peft_settings import CONFIG
+from megascend.lora.peft_format import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, to_factors
 from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import (

@@ -6,8 +6,7 @@ import pytest
 
 from megascend.config import Parallel
 from megascend.errors import ProcessGroupError
-from megascend.topology.groups import axes_of, rank_lists
-from megascend.topology.topology import plan
+from megascend.topology.topology import axes_of, plan, rank_lists
 
 
 def test_every_set_of_ranks_is_listed_once_under_its_first_name() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.errors import TopologyError
-from megascend.huggingface.model_shape import ModelShape
+from megascend.huggingface.info import ModelShape
 from megascend.testing import tiny_config
 from megascend.topology.topology import (
     ATTENTION_AXES,

@@ -14,9 +14,8 @@ from megascend.app.run import check_packages
 from megascend.config import Data, RunConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.tracking import TrackedRun, registry
-from megascend.tracking.background import BackgroundTracker
 from megascend.tracking.registry import check_trackers, register_tracker
-from megascend.tracking.trackers import Trackers
+from megascend.tracking.trackers import BackgroundTracker, Trackers
 
 ROW = {"step": 3, "loss": 0.5, "validation_loss": None, "skipped": False, "tokens": 7, "mfu": float("nan")}
 
@@ -51,7 +50,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kept]]:
         found.append(Kept(run))
         return found[-1]
 
-    monkeypatch.setattr(registry, "_kinds", dict(registry._kinds))
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     register_tracker("kept", open_kept)
     return found
 

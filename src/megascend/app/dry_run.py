@@ -18,13 +18,12 @@ from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
 from megascend.data.prepare import set_template
-from megascend.data.sample_pieces import Piece, pieces
-from megascend.data.statistics import Statistics
+from megascend.data.preview import SamplePiece, SampleStatistics, pieces
 from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.workload import Kernels, Workload
+from megascend.memory.sizes import Kernels, Workload
 from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology, plan
 
@@ -41,7 +40,7 @@ class ShownSample:
     """
 
     name: str
-    pieces: list[Piece]
+    pieces: list[SamplePiece]
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class DryRun:
     platform: str
     topology: Topology
     info: ModelInfo
-    learned: Statistics
-    held_out: Statistics | None
+    learned: SampleStatistics
+    held_out: SampleStatistics | None
     remarks: tuple[str, ...]
     epochs: float
     steps: StepPlan
@@ -151,8 +150,8 @@ def dry_run(config: RunConfig, world_size: int, resume: str | Path | None = None
         platform=runtime.platform.name,
         topology=topology,
         info=info,
-        learned=Statistics.of(samples.learned),
-        held_out=None if samples.held_out is None else Statistics.of(samples.held_out),
+        learned=SampleStatistics.of(samples.learned),
+        held_out=None if samples.held_out is None else SampleStatistics.of(samples.held_out),
         remarks=samples.remarks,
         epochs=config.steps * config.data.global_batch_size / units,
         steps=steps,

@@ -122,7 +122,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatT
         pass  # many models have none
     if template is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        behind = template.render(turns).rpartition(PROBE)[2].lstrip()
+        behind = template.rendering(turns).text.rpartition(PROBE)[2].lstrip()
         found += [number for text, number in _special(tokenizer).items() if text and behind.startswith(text)]
     return {number for number in found if isinstance(number, int)}
 
@@ -134,7 +134,7 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def _tokens(prompt: Prompt, template: ChatTemplate | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if template is not None:
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = template.render(messages, prompt=True)
+        text = template.rendering(messages, prompt=True).text
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]
     assert isinstance(prompt, str)
     return opening_tokens(prompt, tokenizer)

@@ -16,7 +16,7 @@ from megascend.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
-    from megascend.data.split import Part
+    from megascend.data.store import Part
 
 
 class Objective(Protocol):

@@ -15,8 +15,8 @@ from megascend.data.findings import Findings, joined
 from megascend.data.order import Batches, batches
 from megascend.data.prepare import prepare_samples
 from megascend.data.samples import Limits
-from megascend.data.split import Part, hold_out, whole
 from megascend.data.splits import files_of
+from megascend.data.store import Part, hold_out, whole
 from megascend.errors import DataError
 from megascend.io.paths import real
 

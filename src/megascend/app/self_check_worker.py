@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.bootstrap.import_structure import read_once_on_import
+from megascend.bootstrap import patches
+from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import packages
 from megascend.huggingface.architectures import make_known_to_transformers, register_architecture
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise, settings
@@ -33,7 +34,7 @@ def main() -> None:
     """Work through a job; what goes wrong with one of its models is part of the result."""
     die_with_parent()  # nobody waits for the result of a process that is gone
     torch.set_num_threads(1)
-    read_once_on_import()
+    after_import(patches.MODULE, patches.read_once)
     for name in HIDDEN_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]
     from transformers import AutoModelForCausalLM  # noqa: F401  while there may be no job yet

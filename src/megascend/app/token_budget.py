@@ -14,7 +14,7 @@ from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.sample import Sample
 from megascend.checkpoint.random_state import random_state, set_random_state
 from megascend.config import RunConfig
-from megascend.data.split import Part
+from megascend.data.store import Part
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:

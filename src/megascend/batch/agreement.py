@@ -21,7 +21,7 @@ WEIGHT_LIMIT = 1e30
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank's view of its own samples.
 
     Attributes:
@@ -46,15 +46,9 @@ class Agreement:
     counts: dict[str, TokenCounts]
 
 
-def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> Report:
-    """The :class:`Report` of samples that are in order.
-
-    Args:
-        names: every sample's adapter, "" for the model itself.
-        loss: what the samples are for; None where nothing is trained.
-
-    Raises:
-        DataError: a weight stopped being finite after its sample was made.
+def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> RankReport:
+    """Return the :class:`RankReport` of valid samples; ``names``: each one's adapter, "" for the model; ``loss``: None if none
+    trains.
     """
     for index, sample in enumerate(samples):
         if not bool(sample.weights.isfinite().all()):
@@ -74,7 +68,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
             trained=int((sample.weights != 0).sum()),
             tokens=len(sample),
         )
-    return Report(None, micro_batches, counts, checksums)
+    return RankReport(None, micro_batches, counts, checksums)
 
 
 def _weight(sample: Sample, loss: Loss | None) -> float:
@@ -93,25 +87,13 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
         yield "pair", f"{index} {pair} {sample.chosen}".encode()
 
 
-def exchange(mine: Report, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
-    """Tell all ranks, hear from all ranks, and reach the same verdict everywhere.
-
-    Args:
-        call: that the samples are for, with the arguments that must be equal.
-
-    Raises:
-        OutOfStepError: on every rank: they are not all in this call.
-        DataError: as :func:`reconcile`.
-    """
+def exchange(mine: RankReport, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
+    """Exchange reports with all ranks and reach the same verdict everywhere; ``call``: with the arguments that must be equal."""
     return reconcile(gather_objects(mine, "world", groups, call), topology)
 
 
-def reconcile(reports: Sequence[Report], topology: Topology) -> Agreement:
-    """The verdict on the reports of all ranks. Pure.
-
-    Raises:
-        DataError: some rank has a problem, ranks that must pass the same samples did not, or there is nothing to do.
-    """
+def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
+    """The verdict on the reports of all ranks. Pure."""
     problems = [(rank, entry.problem) for rank, entry in enumerate(reports) if entry.problem is not None]
     if problems:
         rank, problem = problems[0]

@@ -366,11 +366,7 @@ def resolve(loss: str | Loss | LossFunction) -> Loss:
 
 
 def split_output(loss: Loss, output: Any, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Take a loss function's return value apart and check its shapes.
-
-    Raises:
-        DataError: the values do not have one entry per token (or pair).
-    """
+    """Take a loss function's return value apart and check its shapes."""
     values, metrics = output if isinstance(output, tuple) else (output, {})
     for name, tensor in {"loss": values, **metrics}.items():
         if tuple(tensor.shape) != (count,):

@@ -281,12 +281,48 @@ def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
 
 
 def last_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The last tokens of samples, as far as this rank holds them; on the host.
-
-    Returns:
-        int64, ascending: which of the n tokens they are; and the position in ``members`` of each one's sample.
-    """
+    """Return which of this rank's n tokens are samples' last ones, ascending, and their places in ``members``; on the host."""
     last = torch.cat([part == length - 1 for part, length in zip(batch.positions, batch.lengths, strict=True)])
     owners = torch.cat([torch.full_like(part, number) for number, part in enumerate(batch.positions)])
     rows = last.nonzero()[:, 0]
     return rows, owners[rows]
+
+
+def next_tokens(
+    tokens: Sequence[int],
+    places: Sequence[int],
+    adapter_index: Sequence[int],
+    device: torch.device,
+    *,
+    multiple: int = 1,
+    cached: Any = None,
+) -> MicroBatch:
+    """Build one row [1, n] of tokens that do not see each other: attention is that of ``cached``.
+
+    ``places``: of each token in its sequence; ``adapter_index``: ascending; ``multiple``: n is padded to it with copies of the
+    last token; ``cached``: see ``MicroBatch.cached``, None for a batch that only matches other ranks' collectives.
+    """
+    count = len(tokens)
+    total = round_up(count, multiple)
+    members = [min(number, count - 1) for number in range(total)]
+    ids, positions = (to_device(torch.tensor([of[member] for member in members]), device) for of in (tokens, places))
+    numbers = to_device(torch.arange(total), device)
+    return MicroBatch(
+        members=members,
+        lengths=[1] * total,
+        padded_lengths=[1] * total,
+        input_ids=ids[None],
+        position_ids=positions[None],
+        packed=None,
+        targets=ids,
+        weights=torch.zeros(total, device=device),
+        fields={},
+        sample=numbers,
+        place=numbers,
+        pairs=torch.empty(0, 2, dtype=torch.int64, device=device),
+        adapter_index=[adapter_index[member] for member in members],
+        positions=[torch.zeros(1, dtype=torch.int64)] * total,
+        padding=numbers >= count,
+        dummy=cached is None,
+        cached=cached,
+    )

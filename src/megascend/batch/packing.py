@@ -68,20 +68,10 @@ def plan_micro_batches(
     packing: bool,
     kinds: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """First fit over units of falling length, so that no micro batch costs more than ``budget`` tokens.
+    """Plan micro batches, as lists of sample indices, of at most ``budget`` tokens: first fit over units of falling length.
 
-    Args:
-        lengths: padded length of every sample.
-        pairs: ``Sample.pair`` of every sample.
-        budget: most tokens of one micro batch.
-        packing: True if samples are concatenated, False if they are padded to the longest.
-        kinds: the adapter of every sample; padded micro batches hold one kind each.
-
-    Returns:
-        Sample indices of every micro batch; each index occurs once.
-
-    Raises:
-        DataError: a unit alone is over the budget.
+    ``lengths`` are padded. With ``packing`` samples are concatenated, else padded to the longest, and micro batches hold one of
+    ``kinds`` (adapters) each.
     """
     of = kinds if kinds is not None and not packing else [None] * len(lengths)
     longest = [(max(lengths[index] for index in unit), unit) for unit in units(pairs)]

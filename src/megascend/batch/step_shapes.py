@@ -55,12 +55,10 @@ def token_bucket(tokens: int) -> int:
 def step_shape(
     kind: StepKind, lengths: Sequence[int], *, rows: int = 0, adapters: int, rank: int, entropy: bool = False
 ) -> StepShape:
-    """The shape for samples of ``lengths`` tokens. Few shapes serve many micro batches: each is captured by itself.
+    """Return the shape for samples of ``lengths`` tokens: few shapes serve many micro batches, as each is captured.
 
-    Args:
-        rows: of the micro batch as it came; 0: it is packed. Attention of rows is faster than of segments, so they stay rows if
-            their length is one that needs no padding, unless their tokens belong to several adapters.
-        adapters, rank: of the stacked adapters; 0 without.
+    ``rows``: of the micro batch as it came, 0 if packed. Attention of rows is faster than of segments, so rows whose length needs
+    no padding stay rows, unless their tokens belong to several adapters. ``adapters``, ``rank``: of the stack; 0 without.
     """
     tokens = sum(lengths)
     total = token_bucket(tokens)

@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from megascend.bootstrap.around_import import around_import
+from megascend.bootstrap.import_hooks import around_import
 from megascend.changes import changed, patch
 
 

@@ -69,11 +69,7 @@ def names() -> list[str]:
 
 
 def needs(name: str) -> EngineNeeds:
-    """What the engine called ``name`` needs.
-
-    Raises:
-        ConfigError: there is none of that name; the message lists those there are.
-    """
+    """What the engine called ``name`` needs."""
     if name not in _registry:
         raise ConfigError(f"engine: there is no {name!r}; there are {', '.join(names())}")
     return _registry[name]

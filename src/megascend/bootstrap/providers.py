@@ -7,13 +7,15 @@ that is registered for it. One from outside the package is registered with :func
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, PlatformError
+from megascend.surroundings import is_installed
 
 if TYPE_CHECKING:
     from megascend.bootstrap.versions import Stack
@@ -136,7 +138,7 @@ ProviderFactory = Callable[[Setup], PatchProvider]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProviderEntry:
     """One provider of the registry.
 
     Attributes:
@@ -154,10 +156,10 @@ class Entry:
         return not self.platforms or platform in self.platforms
 
 
-_registry: dict[str, Entry] = {
-    "mindspeed": Entry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",)),
-    "transformer_engine": Entry("megascend.bootstrap.transformer_engine:TransformerEngine", ("cuda",)),
-    "reference": Entry("megascend.bootstrap.reference:Reference", ("cpu", "cuda")),
+_registry: dict[str, ProviderEntry] = {
+    "mindspeed": ProviderEntry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",)),
+    "transformer_engine": ProviderEntry("megascend.bootstrap.providers:TransformerEngine", ("cuda",)),
+    "reference": ProviderEntry("megascend.bootstrap.reference:Reference", ("cpu", "cuda")),
 }
 
 
@@ -178,7 +180,7 @@ def register(
     """
     if not name or ":" in name:
         raise ConfigError(f"a provider cannot be called {name!r}: a colon says where one is found")
-    entry = Entry(factory, tuple(platforms), tuple(packages))
+    entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
     if _registry.get(name, entry) != entry:
         raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
     _registry[name] = entry
@@ -195,11 +197,7 @@ def packages() -> list[str]:
 
 
 def create(name: str | None, setup: Setup) -> PatchProvider:
-    """The provider called ``name``, or the default one of the platform; nothing is patched yet.
-
-    Raises:
-        ConfigError: there is no such provider, or it is not for this platform; the message lists those there are.
-    """
+    """The provider called ``name``, or the default one of the platform; nothing is patched yet."""
     platform = setup.platform.name
     if name is None:
         suitable = names(platform)
@@ -207,7 +205,7 @@ def create(name: str | None, setup: Setup) -> PatchProvider:
             raise ConfigError(f"no provider is registered for platform {platform!r}; registered: {', '.join(names())}")
         name = suitable[0]
     if ":" in name:
-        entry = Entry(name)
+        entry = ProviderEntry(name)
     elif name not in _registry:
         raise ConfigError(
             f"provider: there is no {name!r}; there are {', '.join(names())} (for platform {platform!r}: "
@@ -247,3 +245,26 @@ def _found(where: str) -> ProviderFactory:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"provider: {where!r} cannot be found: {error}") from error
+
+
+class TransformerEngine(PatchProvider):
+    name: ClassVar[str] = "transformer_engine"
+    must_come_first: ClassVar[bool] = False
+
+    def before_megatron(self) -> list[str]:
+        if not is_installed("transformer_engine"):
+            raise PlatformError(
+                "platform 'cuda' needs Transformer Engine: pip install --no-build-isolation "
+                "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "
+                "set MEGASCEND_REFERENCE_TE=1."
+            )
+        self.setup.platform.has_transformer_engine_kernels = True
+        return one_connection(os.environ)
+
+
+def one_connection(environment: MutableMapping[str, str]) -> list[str]:
+    """``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set: the order of kernels that Megatron-Core's overlaps rely on."""
+    if "CUDA_DEVICE_MAX_CONNECTIONS" in environment:
+        return []
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return ["CUDA_DEVICE_MAX_CONNECTIONS=1"]

@@ -8,15 +8,14 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megascend.bootstrap import engines, import_structure, patches, providers
-from megascend.bootstrap.after_import import after_import
+from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.deferred_imports import deferring
-from megascend.bootstrap.import_order import require_clean
+from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
@@ -155,7 +154,9 @@ class Runtime:
                     "one engine's patches must not be in another's process. Start another process, or, if nothing here needs "
                     f"{self.engine!r}, say so in the first call: megascend.bootstrap(engine={engine!r})"
                 )
-        if provider is not None and provider not in self._names_of_provider():
+        kind = type(self.provider)
+        names = () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
+        if provider is not None and provider not in names:
             used = "no provider" if self.provider is None else f"provider {self.provider.name!r}"
             raise ConfigError(
                 f"this process was bootstrapped with {used}; it cannot become {provider!r}. Say so in the first call: "
@@ -167,10 +168,6 @@ class Runtime:
         if self.engine == engines.MEGATRON_CORE and engine == engines.DEFAULT:
             self.stack = require_supported(installed_versions(), engines.needs(engine).packages)
             self.engine = engine
-
-    def _names_of_provider(self) -> tuple[str, ...]:
-        kind = type(self.provider)
-        return () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
 
 
 @contextlib.contextmanager
@@ -186,10 +183,7 @@ def logged_from(level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No cyclic garbage is looked for until the block ends.
-
-    Imports make half a million objects that stay: looking through them again and again took a fifth of the time.
-    """
+    """Pause cyclic garbage collection: over imports' half a million lasting objects it took a fifth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -221,7 +215,7 @@ def bootstrap(
     - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable
       is not set; ``ONEDNN_MAX_CPU_ISA`` where the processor shows AMX and cannot run it (see
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
-      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda_products`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
+      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
       port is set. With ``affinity="numa"`` the CPUs that its threads run on.
     - ``HOME`` and ``USER`` where the user has neither (see :mod:`megascend.surroundings`).
     - and nothing else, for an engine without Megatron (``single``, ``fsdp``). For Megatron:
@@ -236,9 +230,8 @@ def bootstrap(
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
       parts of torch (docs/npu-internals.md lists them).
     - when the program imports them: transformers reads the folder of its models once (see
-      :mod:`megascend.bootstrap.import_structure`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors
-      that are not contiguous (see :mod:`megascend.bootstrap.patches`), and what else the provider mends
-      (:meth:`PatchProvider.when_imported`).
+      :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
+      contiguous, and what else the provider mends (:meth:`PatchProvider.when_imported`).
     - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
       logger set to warnings; a few imports of upstream modules that training does not need take place when they are used (see
       :mod:`megascend.bootstrap.deferred_imports`).
@@ -294,17 +287,12 @@ def bootstrap(
             record([_bound(chosen)])
         if made is not None:
             record(install_missing_leaves())
-            _mend_on_import(made)
+            # Patched when they are imported, by megascend's engine or by any program.
+            patches.patch_on_import()
+            for module, patch_module in made.when_imported().items():
+                after_import(module, lambda patch_module=patch_module: record(patch_module()))
     _current = Runtime(chosen, stack, engine, made, precision, bool(tf32), affinity or "none")
     return _current
-
-
-def _mend_on_import(provider: PatchProvider) -> None:
-    """Let what must be mended in Megatron-Core be mended when it is imported, by megascend's engine or by any program."""
-    import_structure.read_once_on_import()
-    patches.apply_on_import()
-    for module, patch_module in provider.when_imported().items():
-        after_import(module, lambda patch_module=patch_module: record(patch_module()))
 
 
 def _bound(platform: Platform) -> str:
@@ -328,13 +316,25 @@ def _made_provider(name: str | None, setup: Setup) -> PatchProvider:
 
 
 def current_runtime(needed_by: str) -> Runtime:
-    """The Runtime of this process.
-
-    Raises:
-        ImportOrderError: ``bootstrap`` has not run; ``needed_by`` is named in the message.
-    """
+    """The Runtime of this process."""
     if _current is None:
         raise ImportOrderError(
             f"{needed_by} needs megascend.bootstrap() to have run; make it the program's first call."
         )
     return _current
+
+
+PATCHED_FIRST = ("megatron.core", "transformer_engine", "mcore_bridge")
+
+
+def require_clean(modules: Iterable[str], platform: str) -> None:
+    """Raise ImportOrderError if any package that has to be patched first is already imported."""
+    loaded = set(modules)
+    early = [name for name in PATCHED_FIRST if name in loaded]
+    if early:
+        raise ImportOrderError(
+            f"{', '.join(early)} {'was' if len(early) == 1 else 'were'} imported before megascend.bootstrap(). On platform "
+            f"{platform!r} these packages pick their implementations while they are imported, so they would compute "
+            "with the wrong ones. Make megascend.bootstrap() the first lines of the program, above every import of "
+            "megatron, transformer_engine, mcore_bridge or anything that imports them (swift, verl, twinkle)."
+        )

@@ -130,25 +130,14 @@ def check_versions() -> list[PackageCheck]:
 
 
 def require_package(package: str, versions: dict[str, str | None]) -> None:
-    """Refuse a version of ``package`` that is outside the table, whatever the others are.
-
-    Raises:
-        VersionError: no row that the other ``versions`` come near to admits it.
-    """
+    """Refuse a version of ``package`` that is outside the table, whatever the others are."""
     (problem,) = [finding for finding in findings(versions) if finding.package == package]
     if problem.level == "error":
         raise VersionError(f"{problem.message}. Install a version inside the table of docs/npu.md")
 
 
 def require_supported(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
-    """The row that admits ``versions``.
-
-    Args:
-        packages: those that matter; whether and in which version others are installed is not looked at.
-
-    Raises:
-        VersionError: no row does; the message names what differs from the nearest one, and how to install it.
-    """
+    """Return the row that admits ``versions`` of ``packages``; those of others do not matter."""
     stack = nearest_stack(versions, packages)
     problems = [finding.message for finding in findings(versions, packages) if finding.level == "error"]
     if problems:

@@ -108,7 +108,7 @@ def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) ->
 
 def explain_import_failure(text: str) -> tuple[str, str]:
     """What a failed import's traceback comes down to, and what to do about it."""
-    from megascend.platforms.torch_npu import ASCEND_LIBRARY, WITHOUT_CANN
+    from megascend.platforms.npu import ASCEND_LIBRARY, WITHOUT_CANN
 
     lines = text.strip().splitlines() or ["unknown error"]
     last = lines[-1]

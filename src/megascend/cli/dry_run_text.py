@@ -11,8 +11,7 @@ from megascend.app.disk_room import in_words
 
 if TYPE_CHECKING:
     from megascend.app.dry_run import DryRun, ShownSample
-    from megascend.data.sample_pieces import Piece
-    from megascend.data.statistics import Statistics
+    from megascend.data.preview import SamplePiece, SampleStatistics
 
 GIB, MIB = 2**30, 2**20
 PIECE = 400
@@ -176,7 +175,7 @@ def data_table(found: DryRun) -> Iterator[str]:
         yield _row("held out", found.held_out, each)
 
 
-def _row(name: str, part: Statistics, each: int) -> str:
+def _row(name: str, part: SampleStatistics, each: int) -> str:
     share = part.supervised / part.tokens
     return (
         f"{name:<10}{part.samples // each:>10,}{part.tokens:>14,}{part.supervised:>14,} {f'({share:.0%})':>8}{part.shortest:>10,}"
@@ -199,7 +198,7 @@ def sample_text(sample: ShownSample, style: Style) -> Iterator[str]:
     yield text
 
 
-def _shortened(piece: Piece, style: Style) -> str:
+def _shortened(piece: SamplePiece, style: Style) -> str:
     if len(piece.text) <= 3 * PIECE:
         return style.visible(piece.text)
     left_out = len(piece.text) - 2 * PIECE

@@ -101,7 +101,7 @@ def check_data(config: RunConfig, world_size: int) -> None:
     Raises:
         DataError: the message lists all problems of training and validation data, those of templates and lengths included.
     """
-    from megascend.data.check import check_files
+    from megascend.data.files import check_files
     from megascend.data.findings import joined
     from megascend.errors import CheckpointError, DataError
 

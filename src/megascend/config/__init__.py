@@ -7,25 +7,30 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.adapters import Adapters, Lora
 from megascend.config.data import DATA_COLUMNS, Data, Dpo, Validation
-from megascend.config.outputs import Checkpoint, Generation, Profile, Prompt, PromptMessage
 from megascend.config.run import (
+    Checkpoint,
+    Generation,
     Parsed,
+    Profile,
+    Prompt,
+    PromptMessage,
     RunConfig,
     TrainerConfig,
     load_config,
     parsed,
-    read_settings,
 )
+from megascend.config.run_file import read_settings
 from megascend.config.section import Beta, Count, Seconds, Section, Seed, Size
 from megascend.config.training import (
     Adam,
+    Adapters,
     Affinity,
     Batching,
     ContextAlgorithm,
     CudaGraphs,
     Fsdp,
+    Lora,
     ModuleName,
     Moe,
     Parallel,

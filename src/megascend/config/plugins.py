@@ -16,11 +16,7 @@ REMEDY = "install its package into this environment, or put the folder that hold
 
 
 def check_plugins(modules: Sequence[str]) -> None:
-    """Find out, without importing anything, that the package of a plug-in is not there.
-
-    Raises:
-        ConfigError: it is not; the message names the module.
-    """
+    """Find out, without importing anything, that the package of a plug-in is not there."""
     for module in modules:
         package = module.partition(".")[0]
         if find_spec(package) is None:
@@ -28,11 +24,7 @@ def check_plugins(modules: Sequence[str]) -> None:
 
 
 def check_names(engine: str, trackers: Iterable[str]) -> None:
-    """Refuse names of engines and trackers that nobody has registered. Imports none of their packages.
-
-    Raises:
-        ConfigError: there is none of that name; the message lists those there are.
-    """
+    """Refuse names of engines and trackers that nobody has registered. Imports none of their packages."""
     if engine not in ENGINES:
         alike = get_close_matches(engine, ENGINES, 1)
         advice = f", did you mean {alike[0]}?" if alike else ";"
@@ -44,12 +36,7 @@ def check_names(engine: str, trackers: Iterable[str]) -> None:
 
 
 def import_plugins(modules: Sequence[str]) -> None:
-    """Import ``modules`` in their order. Every rank does so before anything that they register is named.
-
-    Raises:
-        ConfigError: one cannot be imported; the message names it, and the error it ended with.
-        MegascendError: what it registers is refused.
-    """
+    """Import ``modules`` in their order. Every rank does so before anything that they register is named."""
     for module in modules:
         try:
             import_module(module)

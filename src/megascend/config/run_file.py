@@ -1,4 +1,4 @@
-"""Run files: YAML, and ``a.b=value`` on top of it. What the settings mean is not looked at here."""
+"""Run files: YAML, and ``a.b=value`` on top of it, without a look at what the settings mean."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ ALTERNATIVES = (
     ("validation.path", "validation.fraction"),
     ("validation.split", "validation.fraction"),
 )
-"""Settings of which a run has one: one that is given on the command line takes the place of the file's other one."""
+"""Settings of which a run has one: one on the command line replaces the file's other one."""
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file.
+def read_settings(path: str | Path | None, overrides: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the settings of a YAML file, or none, with ``a.b=value`` overrides applied, not checked."""
+    values = {} if path is None else _read_yaml(Path(path))
+    _apply_overrides(values, overrides or [])
+    return values
 
-    Raises:
-        ConfigError: it cannot be read, is not UTF-8 (a byte order mark may be there) or not YAML, or holds no mapping; or a key
-            appears twice, or is not a string.
-    """
+
+def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a run file in YAML")
     if not os.path.lexists(path):
@@ -44,12 +45,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set each ``a.b.c=value`` in nested ``values`` (in place).
-
-    Raises:
-        ConfigError: one is malformed.
-    """
+def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set each ``a.b.c=value`` in nested ``values`` (in place)."""
     split = [_split(override) for override in overrides]
     given = {key for key, _ in split}
     for pair in ALTERNATIVES:
@@ -88,11 +85,7 @@ def _remove(values: dict[str, Any], key: str) -> None:
 
 
 def _parse(text: str, where: str, *, in_file: bool = False) -> Any:
-    """What YAML says.
-
-    Raises:
-        ConfigError: it is not valid; the message begins with ``where``, and in a file with line and column.
-    """
+    """What YAML says."""
     import yaml
 
     try:

@@ -17,8 +17,8 @@ from megascend.config import (
     Seed,
     Size,
     parsed,
+    read_settings,
 )
-from megascend.config.run import read_settings
 
 
 class Limits(Section):
@@ -115,21 +115,14 @@ class ServeConfig(Section):
 
 
 def load_serve_config(path: Path | None, values: dict[str, Any], overrides: list[str] | None = None) -> ServeConfig:
-    """Settings from a YAML file, if there is one, under ``a.b=value`` overrides and options of the command.
-
-    Args:
-        values: of the options that were given, by key; ``parallel`` may be among them as a mapping.
+    """Read settings from a YAML file, if any, under ``a.b=value`` overrides and ``values`` of the command's options.
 
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
     """
-    from megascend.config.run_file import apply_overrides
-
-    found: dict[str, Any] = read_settings(path, overrides) if path is not None else {}
-    if path is None:
-        apply_overrides(found, overrides or [])
-    parallel = {**(found.get("parallel") or {}), **values.get("parallel", {})}
-    found |= {name: value for name, value in values.items() if name != "parallel"}
+    settings = read_settings(path, overrides)
+    parallel = {**(settings.get("parallel") or {}), **values.get("parallel", {})}
+    settings |= values
     if parallel:
-        found["parallel"] = parallel
-    return parsed(ServeConfig, found, path or "megascend serve")
+        settings["parallel"] = parallel
+    return parsed(ServeConfig, settings, path or "megascend serve")

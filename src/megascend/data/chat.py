@@ -1,4 +1,4 @@
-"""Conversations as a tokenizer's chat template writes them, and which characters of that the assistant has written."""
+"""Conversations as a tokenizer's chat template writes them, and the characters that the assistant writes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ PROBE = ("firstpartofaprobe", "secondpartofaprobe")
 
 
 def check_template(text: str, path: Path) -> None:
-    """Find out that a chat template cannot be compiled.
-
-    Raises:
-        DataError: the message names the line.
-    """
+    """Raise DataError, with the line, if a chat template cannot be compiled."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -48,23 +44,15 @@ def check_template(text: str, path: Path) -> None:
             raise DataError(f"data.chat_template: {path}:{line}: not a template: {error}") from error
 
 
-def template_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """All chat templates of a tokenizer; some have several, by name."""
-    templates = tokenizer.chat_template
-    return [str(text) for text in templates.values()] if isinstance(templates, dict) else [str(templates or "")]
-
-
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a chat template may ask for the date. In transformers' sandbox this function is all that knows it."""
-    return any(CLOCK in text for text in template_texts(tokenizer))
+    """Check whether a chat template may ask for the date. In transformers' sandbox only this function knows it."""
+    templates = tokenizer.chat_template
+    return CLOCK in str(list(templates.values()) if isinstance(templates, dict) else templates)
 
 
 @contextlib.contextmanager
 def fixed_date(template: str, day: date) -> Iterator[None]:
-    """Give a template midnight of ``day`` as the present time, whatever the clock says, until the block ends.
-
-    Compiled templates are shared by all of the process, so that only one thread at a time may render one with a date.
-    """
+    """Give a template midnight of ``day`` as the present time. Compiled templates are process-wide: one thread at a time."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     with DATED:
@@ -78,7 +66,7 @@ def fixed_date(template: str, day: date) -> Iterator[None]:
 
 
 def syntax_error_line(error: Exception) -> int | None:
-    """The line of a template that cannot be compiled; None for other errors."""
+    """Return the line of a template's syntax error; None for other errors."""
     from jinja2 import TemplateSyntaxError
 
     return error.lineno if isinstance(error, TemplateSyntaxError) else None
@@ -97,11 +85,7 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         day: date | None = None,
     ) -> None:
-        """
-        Args:
-            options: further variables of the template, for all conversations.
-            day: what the template is given as the date, at midnight; default: today.
-        """
+        """``options``: further variables of the template; ``day``: its date, at midnight, by default today."""
         self._day = day or date.today()
         self._tokenizer = tokenizer
         self._options = dict(options or {})
@@ -111,11 +95,7 @@ class ChatTemplate:
         self._takes_parts: bool | None = None
 
     def source(self, tools: Tools = None) -> str:
-        """The template's own text; a tokenizer may have one for conversations with tools.
-
-        Raises:
-            DataError: there is none, or what it writes is not the same every time.
-        """
+        """Return the template's text; a tokenizer may have one for conversations with tools."""
         if not self._tokenizer.chat_template:
             raise DataError(
                 "'messages' need a chat template, and the model's tokenizer has none; add chat_template.jinja to the model "
@@ -133,21 +113,6 @@ class ChatTemplate:
         """True if the template has ``{% generation %}`` blocks."""
         return bool(GENERATION.search(self.source(tools)))
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        prompt: bool = False,
-    ) -> str:
-        """The conversation as text; with ``prompt``, up to where the assistant would continue.
-
-        Raises:
-            DataError: the template refuses it.
-        """
-        return self._render(messages, tools, options, prompt=prompt)[0]
-
     def rendering(
         self,
         messages: Sequence[Message],
@@ -156,17 +121,13 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> Rendering:
-        """As :meth:`render`, with the positions of what the messages say.
-
-        Raises:
-            DataError: the template refuses it.
-        """
+        """Render a conversation; with ``prompt``, up to where the assistant would continue."""
         return Rendering(messages, lambda marked: self._render(marked, tools, options, prompt=prompt))
 
     def _render(
         self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The text, and where the template's generation blocks lie in it."""
+        """Return the text, and the spans of the template's generation blocks in it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.source(tools)
@@ -202,9 +163,8 @@ class ChatTemplate:
         return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
 
     def _with_role(self, message: Message, template: str) -> Message:
-        """Return a tool's answer under the role ``tool``, unless the template knows it by the one that the data have.
-
-        It does if it names the role, or if it names neither and the role has a token of its own (GLM-4's ``<|observation|>``).
+        """Rename a tool's answer to role ``tool``, unless the template names its role, or has a token for it (GLM-4) and no
+        ``tool``.
         """
         role = message["role"]
         if role not in RESULTS or _names(template, role):
@@ -213,7 +173,7 @@ class ChatTemplate:
         return message if has_token and not _names(template, "tool") else message | {"role": "tool"}
 
     def _with_content(self, message: Message) -> Message:
-        """A message whose text parts are joined by line breaks, unless the template takes parts."""
+        """Join a message's text parts by line breaks, unless the template takes parts."""
         content = message.get("content")
         if not isinstance(content, list):
             return message
@@ -225,7 +185,7 @@ class ChatTemplate:
         return message | {"content": "\n".join(part["text"] for part in content)}
 
     def _writes_parts(self) -> bool:
-        """Whether the template writes the texts of a list of parts, and nothing else of it."""
+        """Check whether the template writes the texts of a list of parts, and nothing else of it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         parts = [{"type": "text", "text": text} for text in PROBE]
@@ -249,7 +209,7 @@ class ChatTemplate:
         *,
         apart: bool = True,
     ) -> list[tuple[int, list[Span]]]:
-        """For each of the assistant's messages (by index) the characters that the assistant writes.
+        """Return, by the index of each of the assistant's messages, the spans of characters that the assistant writes.
 
         By the template's generation blocks, or else from the end of the generation prompt to the end of the turn, by comparison
         with the conversation cut before and after it. What follows the special token that ends a turn (a line break in ChatML)
@@ -258,9 +218,6 @@ class ChatTemplate:
         Args:
             conversation: as :meth:`rendering` returns it for the same tools and options.
             apart: False: which characters are whose does not matter; those of generation blocks all go with the first message.
-
-        Raises:
-            DataError: neither way is exact.
         """
         messages = conversation.messages
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -268,7 +225,7 @@ class ChatTemplate:
             spans = (
                 [(turns[0], conversation.blocks)]
                 if turns and not apart
-                else self._turns_apart(conversation.blocks, messages, turns, tools, options)
+                else self._turn_blocks(conversation.blocks, messages, turns, tools, options)
             )
             self._check_words(conversation, turns, spans)
         else:
@@ -296,20 +253,6 @@ class ChatTemplate:
                         f"words of message {other}, which is the {role}'s; use another template (data.chat_template), or set "
                         "data.train_on_prompt: true"
                     )
-
-    def _turns_apart(
-        self,
-        marked: list[Span],
-        messages: Sequence[Message],
-        turns: list[int],
-        tools: Tools,
-        options: Mapping[str, Any] | None,
-    ) -> list[tuple[int, list[Span]]]:
-        """The template's generation blocks, by message."""
-        # A turn without words may have no block, and another one two.
-        if len(marked) == len(turns) and all(tail(messages[index]) for index in turns):
-            return [(index, [span]) for index, span in zip(turns, marked, strict=True)]
-        return self._counted_turns(marked, messages, turns, tools, options)
 
     @staticmethod
     def _check_words(conversation: Rendering, turns: Sequence[int], found: Sequence[tuple[int, list[Span]]]) -> None:
@@ -340,26 +283,29 @@ class ChatTemplate:
                 "them are within; does the template use them inside a macro?"
             )
 
-    def _counted_turns(
+    def _turn_blocks(
         self,
-        marked: list[Span],
+        blocks: list[Span],
         messages: Sequence[Message],
         turns: list[int],
         tools: Tools,
         options: Mapping[str, Any] | None,
     ) -> list[tuple[int, list[Span]]]:
-        """Blocks by message where a message has several or none: as many as the conversation gains with it."""
-        found, before = [], 0
+        """Assign the template's generation blocks to messages."""
+        # A turn without words may have no block, and another one two: then as many as the conversation gains with it.
+        if len(blocks) == len(turns) and all(tail(messages[index]) for index in turns):
+            return [(index, [span]) for index, span in zip(turns, blocks, strict=True)]
+        assigned, before = [], 0
         for index in turns:
-            upto = len(marked) if index == turns[-1] else len(self._render(messages[: index + 1], tools, options)[1])
-            if upto < before or upto > len(marked):
+            upto = len(blocks) if index == turns[-1] else len(self._render(messages[: index + 1], tools, options)[1])
+            if upto < before or upto > len(blocks):
                 raise DataError(
                     f"cannot tell which generation blocks of the chat template are those of message {index}: it has other "
                     "blocks when later messages follow"
                 )
-            found.append((index, marked[before:upto]))
+            assigned.append((index, blocks[before:upto]))
             before = upto
-        return found
+        return assigned
 
     # --- what the template leaves out ---
 
@@ -373,23 +319,15 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> None:
-        """Report what of a conversation the template does not write.
-
-        Args:
-            prompt: the conversation was rendered up to where the assistant would continue.
-
-        Raises:
-            DataError: words of the system, the user or the assistant, tools, some calls of them, or every thought of a template
-                that knows none, are left out.
-        """
+        """Report what the template leaves out; ``prompt``: it was rendered up to the assistant's continuation."""
         messages, rendered = conversation.messages, conversation.text
         self._check_words_written(conversation, source, findings)
-        if tools and rendered == self.render(messages, None, options, prompt=prompt):
+        if tools and rendered == self._render(messages, None, options, prompt=prompt)[0]:
             raise DataError(f"'tools': {UNWRITTEN}")
 
         def changes_nothing(other: Sequence[Message]) -> bool:
             with contextlib.suppress(DataError):  # a template may need what is left out
-                return rendered == self.render(other, tools, options, prompt=prompt)
+                return rendered == self._render(other, tools, options, prompt=prompt)[0]
             return False
 
         if any("tool_calls" in message for message in messages):

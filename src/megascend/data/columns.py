@@ -47,14 +47,8 @@ KNOWN = "'messages', 'conversations', 'prompt' and 'completion', 'instruction' a
 def parse_record(
     record: Any, source: str, columns: Mapping[str, str] | None = None, findings: Findings | None = None
 ) -> Document:
-    """One record as a document.
-
-    Args:
-        columns: what the data call a column, by the name it has here; those that are not named are not read.
-        findings: is told of columns that are not read.
-
-    Raises:
-        DataError: it is not an object, it has the columns of no form or of several, or a value is of the wrong kind.
+    """Parse one record. ``columns``: the data's names by ours (others are not read); ``findings`` gets columns that are not
+    read.
     """
     if not isinstance(record, dict):
         raise DataError(f"{source}: expected a JSON object with {KNOWN}, found {type(record).__name__}")
@@ -172,11 +166,7 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
 
 
 def _side(side: list[Any], prompt: Any, where: str) -> Messages:
-    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself.
-
-    Raises:
-        DataError: it is no conversation that ends with the assistant, has no beginning, or has another one than ``prompt``.
-    """
+    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself."""
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
     whole = role not in ("assistant", "tool", *CALLS, *RESULTS)

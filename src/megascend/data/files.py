@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megascend.config import Data
 from megascend.data.columns import parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
@@ -48,15 +49,7 @@ def iterate_documents(
     findings: Findings,
     config_name: str | None = None,
 ) -> Iterator[Document]:
-    """Yield documents one after the other; what is wrong with the others becomes a problem in ``findings``.
-
-    Args:
-        split, config_name: which part of a folder to read, as for :func:`megascend.data.splits.split_files`.
-        columns: as for :func:`megascend.data.columns.parse_record`.
-
-    Raises:
-        DataError: there is nothing at ``path``, or nothing that is read.
-    """
+    """Yield documents; problems with others go to ``findings``. Arguments as of ``split_files`` and ``parse_record``."""
     empty = True
     for source, value in iterate_records(path, split, findings, config_name):
         empty = False
@@ -122,11 +115,7 @@ def _json_records(path: Path, findings: Findings) -> Iterator[Record]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """What a line of JSONL says.
-
-    Raises:
-        DataError: it is not JSON.
-    """
+    """What a line of JSONL says."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -236,3 +225,41 @@ def _saved_records(path: Path, split: str | None, findings: Findings) -> Iterato
         rows = datasets.concatenate_datasets([rows[name] for name in chosen])
     for number, record in enumerate(rows):
         yield f"{path}[{number}]", without_nulls(record)
+
+
+LARGE = 32 * 2**20
+"""Bytes from which on data are read by the ranks alone."""
+
+
+def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
+    """Return problems of files and records. Folders that datasets saved, and data above :data:`LARGE`, are left to the ranks."""
+    read_template(data.chat_template)
+    findings = Findings(setting)
+    if is_saved(path):
+        files_of(path, data.split, data.config_name, findings)
+        return findings
+    try:
+        size = 0
+        for file in split_files(path, data.split, data.config_name, findings):
+            size += file.stat().st_size
+            file.open("rb").close()
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+    if size < LARGE and not findings.problems:
+        findings = Findings(setting)  # reading looks at the folder once more
+        for _ in iterate_documents(path, data.split, data.columns, findings, data.config_name):
+            pass
+    return findings
+
+
+def read_template(path: Path | None) -> str | None:
+    """The chat template at ``data.chat_template``."""
+    if path is None:
+        return None
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"data.chat_template: {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.chat_template: {path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as transformers reads the template of a model

@@ -58,11 +58,7 @@ class Findings:
     more_remarks: int = 0
 
     def problem(self, message: str) -> None:
-        """Keep a problem; of the same kind as earlier ones, it is counted.
-
-        Args:
-            message: begins with its source, as ``file:line: ``.
-        """
+        """Record a problem, whose message begins with its source (``file:line: ``); of a known kind, it is counted."""
         match = SOURCE.fullmatch(message)
         source, text = (match[1], match[2]) if match else ("", message)
         self.more += not _count(self.problems, VARIES.sub("#", text), text, source)
@@ -83,11 +79,7 @@ class Findings:
                 self.problem(each)
 
     def raise_problems(self, of: str | None = None) -> None:
-        """Raise DataError with all problems, if there are any.
-
-        Args:
-            of: what has them; by default the data that the setting names.
-        """
+        """Raise DataError with all problems, if any; ``of``: what has them, by default the data that the setting names."""
         if not self.problems:
             return
         count = sum(kind.count for kind in self.problems.values()) + self.more

@@ -36,14 +36,9 @@ MISTAKEN = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "a
 
 
 def parse_messages(found: Any, where: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
-    """Return messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any says so.
+    """Return messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any has one.
 
-    Args:
-        where: begins every message of an error, ``file:line: messages``.
-        learned: the assistant's messages are learned, so none of them may be empty.
-
-    Raises:
-        DataError: some are not of the right form; a line for each.
+    ``where`` begins every error, ``file:line: messages``; with ``learned`` none of the assistant's messages may be empty.
     """
     found = decoded(found)
     if not isinstance(found, list) or not found:
@@ -120,11 +115,7 @@ def _continues_calls(
 
 
 def parse_message(found: Any, where: str) -> Message:
-    """One message, without its loss weight and without keys whose value is null.
-
-    Raises:
-        DataError: it is not of the right form.
-    """
+    """One message, without its loss weight and without keys whose value is null."""
     if not isinstance(found, dict):
         raise DataError(f"{where} must be an object with 'role' and 'content', got {found!r:.60}")
     message = {key: value for key, value in found.items() if value is not None and key not in LOSS}
@@ -156,11 +147,7 @@ def parse_message(found: Any, where: str) -> Message:
 
 
 def _role(role: str, where: str) -> str:
-    """Return a role as it is.
-
-    Raises:
-        DataError: it is a known one misspelt, or that of another format; no template would write it as what it means.
-    """
+    """Return a role as it is."""
     known = (*ROLES, *CALLS, *RESULTS)
     if role in known:
         return role
@@ -241,11 +228,7 @@ def _loss_weight(message: Message, where: str) -> float | None:
 
 
 def parse_tools(found: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    """Return the functions that a conversation may call, in OpenAI's form; None where there are none.
-
-    Raises:
-        DataError: they are not a list of objects.
-    """
+    """Return the functions that a conversation may call, in OpenAI's form; None where there are none."""
     found = decoded(found)
     if found is None or found in ([], ""):
         return None
@@ -264,11 +247,7 @@ def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def tool_remarks(found: Any, document: Document) -> list[str]:
-    """Return what is odd about a document's tools and calls, and is trained on all the same.
-
-    Args:
-        found: the tools as the data have them.
-    """
+    """Return remarks on a document's tools and calls that are trained on all the same; ``found``: the tools as in the data."""
     remarks = []
     tools, raw = document.tools or (), decoded(found)
     if isinstance(raw, list) and [decoded(tool) for tool in raw] != list(tools):
@@ -311,11 +290,7 @@ TYPED = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
 
 
 def from_sharegpt(found: Any, where: str) -> Any:
-    """``{"from": "human", "value": ...}`` as ``{"role": "user", "content": ...}``; messages of another form as they are.
-
-    Raises:
-        DataError: roles are unknown; a line for each.
-    """
+    """``{"from": "human", "value": ...}`` as ``{"role": "user", "content": ...}``; messages of another form as they are."""
     found = conversation_or_text(found)
     if not isinstance(found, list) or not any(isinstance(message, dict) and "from" in message for message in found):
         return found

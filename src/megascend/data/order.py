@@ -41,9 +41,6 @@ class Batches(Generic[T]):
             sources: what the samples were made of, for the message that they have changed.
             on_changed: ``continue``: go on with samples that have changed; None: there is no such choice, and the sources must be
                 the same, too.
-
-        Raises:
-            DataError: there are no samples.
         """
         if not samples:
             raise DataError("no training samples: the data holds nothing to train on (data.path)")
@@ -77,15 +74,11 @@ class Batches(Generic[T]):
         return self._epoch + self._position / len(self._samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterator stands; JSON."""
+        """Return the position and what it depends on, as JSON."""
         return {"epoch": self._epoch, "position": self._position, **self._kind(), "sources": self._sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where ``state`` was taken; :attr:`changes` says in which way the samples are others, where that is allowed.
-
-        Raises:
-            DataError: it was taken with another seed or other samples, so the order would not be the same.
-        """
+        """Resume from ``state``; :attr:`changes` says how the samples differ, where that is allowed."""
         changed = [key for key, value in self._kind().items() if state[key] != value]
         epoch, position = state["epoch"], state["position"]
         for key in changed:
@@ -111,7 +104,7 @@ class Batches(Generic[T]):
         self._position = position
 
     def _advice(self, state: dict[str, Any]) -> str:
-        """How to go on although samples have changed."""
+        """Return a hint how to resume although samples have changed."""
         if self._on_changed is None:
             return ""
         day, saved = "date in the chat template", state.get("sources") or {}
@@ -122,7 +115,7 @@ class Batches(Generic[T]):
         )
 
     def _kind(self) -> dict[str, Any]:
-        """What must be the same for a position to mean the same."""
+        """Return what must be equal for a position to mean the same."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -143,11 +136,11 @@ class Batches(Generic[T]):
 def changed_samples(
     before: Mapping[str, Any], now: Mapping[str, Any], saved: Mapping[str, str], sources: Mapping[str, str]
 ) -> str:
-    """In which way samples are not those of a checkpoint: their data, or what else they are made of. Pure.
+    """Describe how samples differ from a checkpoint's: by their data, or by what else they are made of.
 
     Args:
-        before, now: ``samples``, their number, and ``fingerprint``.
-        saved, sources: what they were made of, and are; empty where that is not known.
+        before, now: number of ``samples`` and ``fingerprint``.
+        saved, sources: what they were, and are, made of; empty if unknown.
     """
     difference = " and ".join(
         f"{key} was {before[key]} when it was saved and is {now[key]} now"
@@ -166,18 +159,8 @@ def changed_samples(
     return f"{difference}. The samples changed and the data did not, by: {causes}"
 
 
-def batches(
-    samples: Sequence[T],
-    global_batch_size: int,
-    seed: int,
-    shuffle: bool,
-    fingerprint: str = "",
-    *,
-    sources: Mapping[str, str] | None = None,
-    on_changed: Literal["error", "continue"] | None = None,
-) -> Batches[T]:
-    """An infinite iterator over global batches of ``samples``; see :class:`Batches`."""
-    return Batches(samples, global_batch_size, seed, shuffle, fingerprint, sources=sources, on_changed=on_changed)
+batches = Batches
+"""The class under the name that programs call: ``for batch in batches(samples, 8, seed=0, shuffle=True)``."""
 
 
 def fingerprint_of(samples: Sequence[Sample]) -> str:

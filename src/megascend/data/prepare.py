@@ -17,8 +17,7 @@ import xxhash
 from megascend.batch.sample import Sample
 from megascend.config import Data
 from megascend.data.chat import check_template, writes_date
-from megascend.data.check import read_template
-from megascend.data.files import iterate_documents
+from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, Limits
 from megascend.data.splits import files_of, is_saved
@@ -44,11 +43,7 @@ PATIENCE_S = 7 * 24 * 3600.0
 
 
 def set_template(data: Data, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Give the tokenizer the chat template that the settings name; return its text, or None where they name none.
-
-    Raises:
-        DataError: it cannot be read or compiled.
-    """
+    """Give the tokenizer the chat template that the settings name; return its text, or None where they name none."""
     template = read_template(data.chat_template)
     if template is not None and data.chat_template is not None:
         check_template(template, data.chat_template)
@@ -65,19 +60,10 @@ def prepare_samples(
     setting: str = "data.path",
     template_date: date | None = None,
 ) -> SampleStore:
-    """The samples of the data at ``path``, tokenised once on this machine and kept in the cache folder.
+    """Return the samples of the data at ``path``, tokenised once on this machine and kept in the cache folder.
 
-    Ranks need no process group for it: one of a machine writes, the others wait for it.
-
-    Args:
-        path: ``data.path`` or that of a validation set.
-        data: how to read it.
-        model: the directory that the tokenizer is from.
-        setting: the one that ``path`` is of.
-        template_date: what the chat template is given as the date; default: today.
-
-    Raises:
-        DataError: some of it cannot be trained on; the message lists all problems, with file and line.
+    One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
+    ``setting``: the one that ``path`` is of; ``template_date``: date for the chat template, by default today.
     """
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
@@ -148,11 +134,7 @@ def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> It
 
 
 def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
-    """Return what tells these data from others: digests of what is read, and the names of all files, which remarks list.
-
-    Args:
-        files: those that are read, as :func:`files_of` returns them; of folders that datasets has saved all files are.
-    """
+    """Return what identifies data: digests of the files read (of a folder that datasets saved: all), and all files' names."""
     read = [each for file in files for each in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     every = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     if is_saved(path):

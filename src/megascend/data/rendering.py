@@ -106,9 +106,8 @@ class WordPositions:
         }
 
     def without_texts(self, rendered: str, messages: int) -> str | None:
-        """What the template itself has written, without white space: ``rendered`` without the texts of the first messages.
-
-        None where the beginning of one is not known.
+        """Return ``rendered`` without white space and the texts of the first messages; None where the beginning of one is
+        unknown.
         """
         spans = []
         for text in self.texts:
@@ -134,11 +133,7 @@ class Rendering:
     """
 
     def __init__(self, messages: Sequence[Message], render: Render) -> None:
-        """Render a conversation.
-
-        Raises:
-            DataError: the template refuses it.
-        """
+        """Render a conversation."""
         self.messages, self._render = messages, render
         self.text, self.blocks = render(messages)
 

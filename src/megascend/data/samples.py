@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,12 @@ from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
-from megascend.data.offsets import with_whole_offsets
 from megascend.data.rendering import Span
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 TooLong = Literal["error", "truncate", "skip"]
 WeightedSpan = tuple[int, int, float]
@@ -73,25 +75,14 @@ class Encoder:
         template_options: Mapping[str, Any] | None = None,
         template_date: date | None = None,
     ) -> None:
-        """
-        Args:
-            findings: is told what was left out or cut.
-            on_too_long: what becomes of a conversation, a completion or a pair above the limit; texts are cut into pieces.
-            template_options: further variables of the chat template.
-            template_date: what the chat template is given as the date; default: today.
-        """
+        """``findings`` gets what is left out or cut; ``on_too_long`` is for all but texts, which are cut into pieces."""
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
 
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
-        """The samples of a document: one of a conversation, two of a pair, as many of a text as it needs.
-
-        Args:
-            number: of the document; tells its pair from others.
-
-        Raises:
-            DataError: it cannot be written, there is nothing to learn in it, or it is too long.
+        """Return the samples of a document: one of a conversation, two of a pair (told apart by ``number``), any number of a
+        text.
         """
         try:
             if document.text is not None:
@@ -158,11 +149,7 @@ class Encoder:
     def _conversation(
         self, document: Document, messages: Messages, loss_weights: Sequence[float] | None, *, whole: bool | None = None
     ) -> tuple[list[int], list[float]]:
-        """Token ids, and what each counts as a target.
-
-        Args:
-            whole: learn every message; default: the setting ``train_on_prompt``.
-        """
+        """Return token ids and their weights as targets; ``whole``: learn every message, by default ``train_on_prompt``."""
         whole = self._train_on_prompt if whole is None else whole
         tools, options = document.tools, document.template_options
         spans: list[WeightedSpan] = []
@@ -202,11 +189,7 @@ class Encoder:
         return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, int(eos)]  # type: ignore[arg-type]
 
     def _ids(self, text: str, *, special: bool = True, offsets: bool = False) -> tuple[list[int], list[Span]]:
-        """Token ids, and the characters that each stands for.
-
-        Raises:
-            DataError: the text is no text that can be encoded, or the tokenizer tells no characters.
-        """
+        """Token ids, and the characters that each stands for."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -224,11 +207,7 @@ class Encoder:
     # --- limits ---
 
     def _within_limit(self, tokens: list[int], weights: list[float], what: str, source: str) -> Sample | None:
-        """A sample, cut to the limit if it may be; None if it is to be skipped.
-
-        Raises:
-            DataError: it is too long, or nothing in it is learned.
-        """
+        """A sample, cut to the limit if it may be; None if it is to be skipped."""
         self._check_vocabulary(tokens)
         if not any(weights[1:]):
             raise DataError(
@@ -310,10 +289,7 @@ def begins_twice(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> b
 
 
 def opening_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a plain text that the model is to continue, with the special tokens that a training sample begins with.
-
-    Those that the tokenizer puts at the end are left out.
-    """
+    """Return a plain text's token ids with the special tokens that a training sample begins with, without those at the end."""
     plain: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     closed: Any = tokenizer(text, verbose=False)["input_ids"]
     first = next((at for at in range(len(closed) - len(plain) + 1) if closed[at : at + len(plain)] == plain), None)
@@ -329,3 +305,38 @@ def common_messages(one: Any, other: Any) -> int:
             break
         count += 1
     return count
+
+
+def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, or a copy of one that trims spaces from its offsets (``trim_offsets``), which does not.
+
+    With trimmed offsets a token of spaces lies at its end, as if it belonged to what follows. Token ids are the same.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    processor = getattr(backend, "post_processor", None)
+    if processor is None:
+        return tokenizer
+    state = json.loads(processor.__getstate__())
+    if not _trims(state):
+        return tokenizer
+    from tokenizers.processors import ByteLevel
+
+    changed = ByteLevel()
+    changed.__setstate__(json.dumps(_untrimmed(state)).encode())  # of any kind
+    own: Any = copy.deepcopy(tokenizer)
+    own.backend_tokenizer.post_processor = changed
+    return own
+
+
+def _trims(state: Any) -> bool:
+    if isinstance(state, list):
+        return any(map(_trims, state))
+    return isinstance(state, dict) and (bool(state.get("trim_offsets")) or any(map(_trims, state.values())))
+
+
+def _untrimmed(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_untrimmed(entry) for entry in state]
+    if not isinstance(state, dict):
+        return state
+    return {name: False if name == "trim_offsets" else _untrimmed(entry) for name, entry in state.items()}

@@ -48,13 +48,8 @@ def is_saved(path: Path) -> bool:
 def split_files(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
     """Return the files of a split of the file or folder ``path``, in the order in which datasets reads them.
 
-    Args:
-        split: None: the one named ``validation``, or the only one; ``all``: every readable file of a folder, or of its config.
-        config_name: one of those that the folder's card lists.
-        findings: is told which other files the folder has, and which of the split cannot be read.
-
-    Raises:
-        DataError: there is nothing to read at ``path``, no such split or config, or the choice between several is open.
+    ``split``: None: ``validation``, or the only one; ``all``: every readable file of a folder or config. ``findings`` gets the
+    folder's other files, and those of the split that cannot be read.
     """
     if path.is_symlink() and not path.exists():
         raise DataError(
@@ -106,11 +101,7 @@ def _check_config_name(path: Path, config_name: str | None, setting: str) -> Non
 
 
 def files_of(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
-    """Return the files that a split is read from: as :func:`split_files`, and of a saved folder its splits' folders.
-
-    Raises:
-        DataError: as :func:`split_files`.
-    """
+    """Return the files that a split is read from: as :func:`split_files`, and of a saved folder its splits' folders."""
     if not is_saved(path):
         return split_files(path, split, config_name, findings)
     _check_config_name(path, config_name, findings.setting)
@@ -129,11 +120,7 @@ def files_of(path: Path, split: str | None, config_name: str | None, findings: F
 
 
 def choose_split(path: Path, split: str | None, splits: Collection[str], setting: str) -> str:
-    """Return the name of the split to read.
-
-    Raises:
-        DataError: it is not among ``splits``, or none is named and the choice is open.
-    """
+    """Return the name of the split to read."""
     option = _split_setting(setting)
     if split is None and (HELD_OUT in splits or len(splits) == 1):
         return HELD_OUT if HELD_OUT in splits else next(iter(splits))
@@ -149,15 +136,7 @@ def _split_setting(setting: str) -> str:
 
 
 def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, as datasets resolves them.
-
-    Args:
-        config_name: of those that the folder's card lists; None: the only one, or the card's default.
-        text: the folder holds texts alone, some of which have endings that datasets knows no format for.
-
-    Raises:
-        DataError: datasets cannot resolve the folder, or its card asks for what is not read here.
-    """
+    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds texts alone."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -281,11 +260,7 @@ def _compare(
     names: Collection[str],
     findings: Findings,
 ) -> None:
-    """Say which readable files of a folder the splits leave out, and why.
-
-    Raises:
-        DataError: the split is made of text files, and files of records beside them are in no split.
-    """
+    """Say which readable files of a folder the splits leave out, and why."""
     others = {file: split for split, each in splits.items() if split not in names for file in each}
     no_split = [file for file in readable if file not in set(files) and file not in others]
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES]

@@ -1,8 +1,9 @@
-"""Samples in files, mapped into memory when they are used: all ranks of a machine share them, and none holds them all."""
+"""Samples in files, mapped into memory on use: all ranks of a machine share them; and the parts held out or learned."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -14,6 +15,7 @@ import xxhash
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
 from megascend.data.order import add_to_fingerprint
+from megascend.errors import DataError
 
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
 NO_PAIR = -1
@@ -103,13 +105,7 @@ def write_store(
     findings: Findings,
     sources: Mapping[str, str] | None = None,
 ) -> None:
-    """Write samples to a new directory, as they come.
-
-    Args:
-        documents: number and samples of each document.
-        findings: its remarks are kept; read after the last document.
-        sources: kept, see :class:`SampleStore`.
-    """
+    """Write (number, samples) of documents to a new directory as they come; remarks of ``findings`` and ``sources`` are kept."""
     path.mkdir()
     state, start = xxhash.xxh3_64(), 0
     with (
@@ -137,3 +133,63 @@ def write_store(
 def _mapped(path: Path, dtype: Any) -> np.ndarray:
     """A file's numbers, read when they are used; an empty file cannot be mapped."""
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
+
+
+class Part(Sequence[Sample]):
+    """Some samples of a store, in its order.
+
+    Attributes:
+        fingerprint: tells them from others.
+        sources: what they were made of, see :class:`SampleStore`.
+    """
+
+    def __init__(self, store: SampleStore, chosen: np.ndarray, fingerprint: str) -> None:
+        """``chosen``: bool [samples of the store]."""
+        self._store, self._indices = store, np.flatnonzero(chosen)
+        self.fingerprint = fingerprint
+        self.has_pairs = store.has_pairs
+        self.sources = store.sources
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, int64 [samples]."""
+        return self._store.lengths[self._indices]
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """How many tokens of each sample have a weight in the loss, int64 [samples]."""
+        return self._store.supervised[self._indices]
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self._store[int(number)] for number in self._indices[index]]
+        return self._store[int(self._indices[index])]
+
+
+def whole(store: SampleStore) -> Part:
+    """All samples of a store."""
+    return Part(store, np.ones(len(store), dtype=bool), store.fingerprint)
+
+
+def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[Part, Part]:
+    """Samples to learn, and those of the documents that are held out: at least one, drawn by the seed."""
+    documents = np.unique(store.documents)
+    count = max(1, round(fraction * len(documents)))
+    if count >= len(documents):
+        raise DataError(
+            f"validation.fraction: {fraction:g} of {len(documents)} document{'s' if len(documents) != 1 else ''} leaves nothing "
+            "to learn; set validation.path, or add data"
+        )
+    drawn = random.Random(f"{seed}/validation").sample(documents.tolist(), count)
+    held = np.isin(store.documents, drawn)
+    name = f"{store.fingerprint} without {count} documents by seed {seed}"
+    return Part(store, ~held, name), Part(store, held, f"{store.fingerprint}, {count} documents by seed {seed}")

@@ -33,11 +33,8 @@ class AppendedTurns:
         bos: str,
         eos: str,
     ) -> None:
-        """
-        Args:
-            render: renders a conversation; with True, up to where the assistant would continue.
-            special: tokens that may end a turn.
-            bos, eos: the tokens that begin and end a sequence; empty where there are none.
+        """``render``: with True, up to the assistant's continuation; ``special``: tokens that may end a turn; ``bos``, ``eos``:
+        or "".
         """
         self._conversation, self._render, self._bos, self._eos = conversation, render, bos, eos
         self._special = tuple(sorted(special, key=len, reverse=True))
@@ -45,11 +42,7 @@ class AppendedTurns:
         self._token, self._closing = re.compile(rf"{ordered}|{TAGS.pattern}"), re.compile(rf"(?:\s*(?:{ordered}))+")
 
     def span(self, index: int) -> Span:
-        """Return the first character of a turn, and the one behind its last.
-
-        Raises:
-            DataError: the turn is not exact.
-        """
+        """Return the first character of a turn, and the one behind its last."""
         text, messages = self._conversation.text, self._conversation.messages
         head = self._render(messages[:index], True) if index else self._first_head()
         upto = self._conversation if index == len(messages) - 1 else self._render(messages[: index + 1], False)
@@ -78,7 +71,7 @@ class AppendedTurns:
             ) from None
 
     def _start_by_words(self, index: int, head: Rendering) -> int | None:
-        """Where a turn starts whose generation prompt is not in history as it is; None if that is not exact.
+        """Return the start of a turn whose generation prompt history does not have as it is; None if that is not exact.
 
         History may lack the end of a generation prompt (``<think>``), and have words of earlier messages elsewhere (Mistral's
         system message). What the template itself writes before the turn must be the same in both.
@@ -107,10 +100,9 @@ class AppendedTurns:
         return in_text + len(written) if opening.startswith(written) and text.startswith(written, in_text) else None
 
     def _end_by_words(self, index: int, start: int, head: Rendering, upto: Rendering) -> int | None:
-        """Where a turn ends that is written differently when others follow; None if that is not exact.
+        """Return the end of a turn that is written differently when others follow; None if that is not exact.
 
-        What follows its words belongs to it as far as the conversation cut after it has the same, or the one that the assistant
-        continues, up to the generation prompt.
+        What follows its words is its own as far as the conversation cut after it agrees, or the one that the assistant continues.
         """
         words = self._conversation.positions.end_of(index, start)
         if words is None:
@@ -173,10 +165,7 @@ class AppendedTurns:
         return len(stripped) if token and len(stripped) > start else max(start, len(text))
 
     def _openers(self, index: int, head: Rendering) -> set[str]:
-        """Special tokens that open turns.
-
-        Of the assistant, those behind the one that ends the message before it; of others, the last before their words.
-        """
+        """Return tokens that open turns: the assistant's behind the last message's end, others' last before their words."""
         words = max((head.positions.of(number, "words")[-1:] for number in range(index)), default=[])
         own = [match[0] for match in self._token.finditer(head.text, *words)][1:]
         text, messages = self._conversation.text, self._conversation.messages

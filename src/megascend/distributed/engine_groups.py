@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from megascend.topology.groups import GROUP_AXES, rank_lists
-from megascend.topology.topology import Topology
+from megascend.topology.topology import GROUP_AXES, Topology, rank_lists
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineGroups:
-    """The groups of one rank, by the names of :data:`megascend.topology.groups.GROUP_AXES`.
+    """The groups of one rank, by the names of :data:`megascend.topology.topology.GROUP_AXES`.
 
     Attributes:
         device: on the device backend, a group for every name.

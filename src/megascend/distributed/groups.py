@@ -15,8 +15,7 @@ from megascend.distributed.channels import Channel
 from megascend.distributed.engine_groups import GroupFactory
 from megascend.distributed.launch import Launch
 from megascend.errors import ProcessGroupError
-from megascend.topology.groups import axes_of
-from megascend.topology.topology import Coordinates, Topology
+from megascend.topology.topology import Coordinates, Topology, axes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

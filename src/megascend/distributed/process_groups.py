@@ -30,8 +30,7 @@ from megascend.distributed.rendezvous import (
     wait_for_all,
 )
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
-from megascend.topology.groups import rank_lists
-from megascend.topology.topology import Topology
+from megascend.topology.topology import Topology, rank_lists
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megascend.batch.results import StepResult
 from megascend.config import Adam, Precision, Schedule
-from megascend.config.learning_rate import learning_rate
-from megascend.kernels.norm import global_norm
+from megascend.config.training import learning_rate
+from megascend.kernels.reductions import global_norm
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000

@@ -37,11 +37,7 @@ class Architecture:
         return [name for name in (self.transformers, self.megatron) if name is not None]
 
     def code(self) -> str:
-        """Digest of the files of the packages that hold its modules, none of which is imported.
-
-        Raises:
-            ConfigError: one is not there.
-        """
+        """Digest of the files of the packages that hold its modules, none of which is imported."""
         digest = hashlib.sha256()
         for package in sorted({name.partition(".")[0] for name in self.modules}):
             spec = find_spec(package)
@@ -87,32 +83,19 @@ def registered(model_type: str | None) -> Architecture | None:
 
 
 def registered_for(model_dir: Path) -> Architecture | None:
-    """What is registered for the model in a directory; None if nothing is.
-
-    Raises:
-        CheckpointError: it has no ``config.json`` that can be read.
-    """
+    """What is registered for the model in a directory; None if nothing is."""
     return registered(read_config(model_dir).get("model_type"))
 
 
 def make_known_to_transformers(model_dir: Path) -> None:
-    """Import what transformers needs to read the model in a directory, if a package from outside has registered it.
-
-    Raises:
-        CheckpointError: it has no ``config.json`` that can be read.
-        ConfigError: the module cannot be imported.
-    """
+    """Import what transformers needs to read the model in a directory, if a package from outside has registered it."""
     architecture = registered_for(model_dir)
     if architecture is not None and architecture.transformers is not None:
         import_part(architecture.model_type, architecture.transformers)
 
 
 def import_part(model_type: str, module: str) -> None:
-    """Import a module that an architecture is registered with.
-
-    Raises:
-        ConfigError: that fails; the message names the architecture and the module.
-    """
+    """Import a module that an architecture is registered with."""
     try:
         import_module(module)
     except Exception as error:

@@ -16,7 +16,7 @@ OUTPUT = "lm_head.weight"
 
 
 def extra_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Tensors that belong to no layer which is built here: heads for multi-token prediction, and what the config implies.
+    """Return tensors of layers that are not built: multi-token prediction heads, and what the configuration implies.
 
     Such heads are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like the ``num_nextn_predict_layers`` layers after the last.
     """
@@ -63,12 +63,9 @@ def fused_part(name: str, wanted: Collection[str]) -> FusedPart | None:
 
 
 def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, TensorHeader], dtype: str) -> list[str]:
-    """In what an export is not the checkpoint that it comes from; empty if transformers will find what it looks for.
+    """List how an export differs from its source; empty if transformers will find what it looks for.
 
-    Args:
-        source: the model's weights (:attr:`megascend.huggingface.info.ModelInfo.tensors`).
-        dtype: of the export, as safetensors calls it (``BF16``). What is fp32 in the source may also stay that: correction
-            biases of routers do.
+    ``dtype``: of the export, as safetensors spells it. What is fp32 in the source may stay so, as routers' biases do.
     """
     found = []
     missing = [name for name in source if name not in exported]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
-from megascend.huggingface.model_shape import ModelShape
 from megascend.io.atomic import replacing
 
 # Files beside the weights that make a directory loadable by transformers.
@@ -34,11 +33,7 @@ DERIVED = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint directory.
-
-    Raises:
-        CheckpointError: the directory or the file is missing, or not JSON.
-    """
+    """``config.json`` of a checkpoint directory."""
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
         name = str(model_dir)
@@ -84,20 +79,11 @@ class TensorHeader:
 
 
 def tensor_headers(model_dir: Path) -> dict[str, TensorHeader]:
-    """Every tensor of a safetensors checkpoint, from the files' headers alone.
-
-    Raises:
-        CheckpointError: a file is missing or truncated, or is not safetensors.
-    """
+    """Every tensor of a safetensors checkpoint, from the files' headers alone."""
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(Path(model_dir)):
         headers.update(_headers(path))
     return headers
-
-
-def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor; otherwise as :func:`tensor_headers`."""
-    return {name: header.shape for name, header in tensor_headers(model_dir).items()}
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -105,10 +91,6 @@ def weight_files(model_dir: Path) -> list[Path]:
 
     These are ``model.safetensors`` or what the index names. transformers passes over all others (shards of an earlier save,
     variants, ``pytorch_model.bin``, ``consolidated.safetensors``). Where several files hold a tensor, the last one counts.
-
-    Raises:
-        CheckpointError: there are none, or an index and ``model.safetensors`` that it does not name, of which readers choose
-            differently; or transformers would load something else from this directory.
     """
     _refuse_other_readings(model_dir)
     whole, index = model_dir / WEIGHT_FILE, model_dir / WEIGHT_INDEX
@@ -209,16 +191,6 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
     return found
 
 
-def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> None:
-    """mcore-bridge pads a short embedding with zeros, silently: hold it against the configuration first."""
-    expected = (sizes.vocab_size, sizes.hidden_size)
-    for name, shape in shapes.items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2 and shape != expected:
-            raise CheckpointError(
-                f"{name} has shape {shape}, config.json says {expected}: they are of different models"
-            )
-
-
 def companions(source: Path) -> list[Path]:
     """Return the files beside a checkpoint's weights that belong to its model, without indexes of weights."""
     return [
@@ -248,13 +220,8 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path, template: str | None) -> None:
-    """Copy a model's tokenizer beside an adapter, so that ``AutoTokenizer`` loads it from there.
-
-    Args:
-        template: the chat template that it has been trained with, where that is not the model's.
-
-    Raises:
-        CheckpointError: a file cannot be read or written.
+    """Copy a model's tokenizer beside an adapter for ``AutoTokenizer``, with ``template`` in place of its chat template, if
+    given.
     """
     try:
         for path in sorted(Path(source).iterdir()):
@@ -274,11 +241,7 @@ def copy_additional_templates(source: Path, target: Path) -> None:
 
 
 def write_chat_template(folder: Path, template: str) -> None:
-    """Make ``template`` the only chat template of the tokenizer in a directory, wherever readers look for one.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Make ``template`` the only chat template of the tokenizer in a directory, wherever readers look for one."""
     try:
         with replacing(folder / "chat_template.jinja") as fresh:
             fresh.write_text(template, encoding="utf-8", newline="")

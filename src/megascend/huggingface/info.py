@@ -1,4 +1,4 @@
-"""What a checkpoint directory tells about its model before anything is built. Imports neither torch nor Megatron."""
+"""Shape and weights of the model in a checkpoint directory, before anything is built. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -13,9 +13,108 @@ from typing import Any
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head as scalar_heads
 from megascend.huggingface.exported import LAYER, OUTPUT, extra_tensors
-from megascend.huggingface.files import TensorHeader, check_vocabulary, read_config, tensor_headers
-from megascend.huggingface.model_shape import ModelShape, optional_size
+from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer.
+
+    Attributes:
+        num_query_groups: key/value heads; equal to ``num_heads`` without grouped-query attention (and with MLA).
+        ffn_hidden_size: width of the dense MLPs, or None if every layer is a mixture of experts.
+        num_experts: routed experts of an MoE layer, or None for a dense model.
+        moe_ffn_hidden_size: width of one routed expert, or None for a dense model.
+        shared_expert_ffn_hidden_size: width of all shared experts together, or None if there are none.
+        max_position: longest sequence the model was made for, or None if the config does not say.
+        tied: True if the output layer is the embedding.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_query_groups: int
+    vocab_size: int
+    ffn_hidden_size: int | None
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    shared_expert_ffn_hidden_size: int | None = None
+    max_position: int | None = None
+    tied: bool = False
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts is not None
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read a ``config.json``, or its ``text_config`` (names of Qwen2/3, Llama, Mixtral, Qwen3-MoE, DeepSeek and GPT-2)."""
+        text = config.get("text_config")
+        if text is not None and not isinstance(text, Mapping):
+            raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
+        if text is not None:
+            config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
+        num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
+        has_latent_attention = config.get("kv_lora_rank") is not None  # MLA: K and V are made per head
+        num_experts = optional_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        ffn = optional_size(config, "intermediate_size", "ffn_hidden_size", "n_inner")
+        hidden_size = required_size(config, "hidden_size", "n_embd", "d_model")
+        moe_ffn = optional_size(config, "moe_intermediate_size", "expert_intermediate_size") or ffn
+        shared = optional_size(config, "shared_expert_intermediate_size")
+        shared_count = optional_size(config, "n_shared_experts", "num_shared_experts")
+        if shared is None and shared_count and moe_ffn:
+            shared = shared_count * moe_ffn
+        if num_experts is None and ffn is None:
+            if "n_embd" not in config:
+                raise ConfigError("the model config has no intermediate_size")
+            ffn = 4 * hidden_size  # GPT-2's default
+        return cls(
+            hidden_size=hidden_size,
+            num_layers=required_size(config, "num_hidden_layers", "n_layer", "num_layers"),
+            num_heads=num_heads,
+            num_query_groups=num_heads
+            if has_latent_attention
+            else optional_size(config, "num_key_value_heads", "num_query_groups", "multi_query_group_num") or num_heads,
+            vocab_size=required_size(config, "vocab_size", "padded_vocab_size"),
+            ffn_hidden_size=ffn if num_experts is None or _has_dense_layers(config) else None,
+            num_experts=num_experts,
+            moe_ffn_hidden_size=moe_ffn if num_experts is not None else None,
+            shared_expert_ffn_hidden_size=shared if num_experts is not None else None,
+            max_position=optional_size(config, "max_position_embeddings", "n_positions", "seq_length"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+
+def _has_dense_layers(config: Mapping[str, Any]) -> bool:
+    """True if some layers of an MoE model have a dense MLP: DeepSeek's first layers, or Qwen's every other one."""
+    return bool(
+        config.get("first_k_dense_replace")
+        or config.get("mlp_only_layers")
+        or (config.get("decoder_sparse_step") or 1) > 1
+        or (config.get("moe_layer_freq") or 1) not in (1, [1])
+    )
+
+
+def optional_size(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these keys that is set; zero counts as not set (configs write ``num_experts: 0``)."""
+    for name in names:
+        value = config.get(name)
+        if value is None or value == 0:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"the model config's {name} must be a positive whole number, found {value!r:.60}")
+        return value
+    return None
+
+
+def required_size(config: Mapping[str, Any], *names: str) -> int:
+    """Like :func:`optional_size`, but an error where none is set."""
+    value = optional_size(config, *names)
+    if value is None:
+        kind = config.get("model_type", "unknown type")
+        raise ConfigError(f"the model config ({kind}) has none of {', '.join(names)}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -47,25 +146,20 @@ class ModelInfo:
         return list(self.tensors)
 
     def flops_per_token(self, length: int, frozen: bool = False) -> float:
-        """Model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
+        """Return the model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
 
-        6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its
-        own. For attention, which has no weights, 12 * layers * heads * head dim * length / 2, the half because of the
-        causal mask (PaLM, appendix B). Recomputation is not counted.
-
-        Args:
-            frozen: the weights have no gradients, so 4 per matmul parameter; attention as before. What adapters compute
-                is not counted: with low ranks it is little.
+        6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its own, which
+        ``frozen`` weights lack. For attention 12 * layers * heads * head dim * length / 2, the half because of the causal mask
+        (PaLM, appendix B). Recomputation and adapters are not counted.
         """
         of_weights = (4 if frozen else 6) * self.active_matmul_parameters
         return of_weights + 6 * self.shape.num_layers * self.attention_width * length
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Names of the layers that a LoRA adapter may target, from the names and shapes of a checkpoint's weights. Pure.
+    """Return names of the layers that a LoRA adapter may target, from the names and shapes of a checkpoint's weights.
 
-    Experts' layers have the names under which transformers fuses them; routers are left out. Embedding and output layer
-    are among them unless they share a weight.
+    Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
     """
     untied = "lm_head.weight" in shapes
     found: dict[str, None] = {}
@@ -79,15 +173,7 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
-    """Read ``config.json`` and the headers of the weight files. Every engine trains what this function describes.
-
-    Args:
-        head: what the model shall end with.
-
-    Raises:
-        CheckpointError: something is missing, truncated, or of another model.
-        ConfigError: there is no such ``head``.
-    """
+    """Read ``config.json`` and the headers of the weight files: what every engine trains, with ``head`` at its end."""
     config = read_config(model_dir)
     text = config.get("text_config") or config
     try:
@@ -123,17 +209,21 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
     )
 
 
+def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> None:
+    """mcore-bridge pads a short embedding with zeros, silently: hold it against the configuration first."""
+    expected = (sizes.vocab_size, sizes.hidden_size)
+    for name, shape in shapes.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2 and shape != expected:
+            raise CheckpointError(
+                f"{name} has shape {shape}, config.json says {expected}: they are of different models"
+            )
+
+
 def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, TensorHeader], model_dir: Path) -> bool:
     """Decide whether a causal language model's output layer is its embedding, as transformers 5 decides it.
 
     An output layer in the files that differs from the embedding is a layer of its own, even where ``config.json`` says
     ``tie_word_embeddings: true``; one that is equal is tied if the configuration says so.
-
-    Args:
-        tensors: of the checkpoint.
-
-    Raises:
-        CheckpointError: the files lack the output layer or the embedding that the configuration needs.
     """
     tables = [
         name
@@ -177,11 +267,7 @@ def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
 
 
 def equal_tensors(one: TensorHeader, other: TensorHeader, one_name: str, other_name: str) -> bool:
-    """Compare two tensors of a checkpoint by their values; bytes are compared where dtypes are the same.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Compare two tensors of a checkpoint by their values; bytes are compared where dtypes are the same."""
     assert one.file is not None
     assert other.file is not None
     try:

@@ -13,18 +13,11 @@ from megascend.huggingface.files import TensorHeader
 
 
 def restore_padding_rows(model: Any, headers: Mapping[str, TensorHeader]) -> None:
-    """Copy the row of ``pad_token_id`` of every embedding from the files, in place.
+    """Copy the row of ``pad_token_id`` of every embedding of a loaded transformers model from the files, in place.
 
-    After ``from_pretrained`` has read the files, transformers has ``_init_weights`` run once more and keeps it from writing to
-    parameters that were read by a flag on each of them. A row taken from ``weight.data`` has no such flag: architectures
-    that clear it so (youtu) lose what the files hold, which is a token like any other to training.
-
-    Args:
-        model: of transformers, loaded, its parameters whole.
-        headers: of the directory's tensors.
-
-    Raises:
-        CheckpointError: a row is zero and it cannot be told which tensor of the files it should have come from.
+    After ``from_pretrained`` has read the files, transformers runs ``_init_weights`` once more, and skips parameters that were
+    read by a flag on each. A row taken from ``weight.data`` has no such flag: architectures that clear it so (youtu) lose what
+    the files hold, which is a token like any other to training.
     """
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Embedding) or module.padding_idx is None:

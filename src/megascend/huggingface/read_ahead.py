@@ -25,10 +25,9 @@ Chunk = tuple[Path, int, int]
 
 @contextlib.contextmanager
 def read_ahead(files: Sequence[Path], index: int = 0, count: int = 1) -> Iterator[None]:
-    """Read ``files`` into the page cache until the block ends. What fails is left to whoever reads the files in earnest.
+    """Read ``files`` into the page cache within the context; errors are left to the real reader.
 
-    Args:
-        index, count: this process among those of the host that do the same; each reads its share.
+    ``index``, ``count``: this process among those of the host that do the same; each reads its share.
     """
     sizes = {file: _size(file) for file in files}
     if sum(sizes.values()) > SHARE_OF_MEMORY * available_memory():

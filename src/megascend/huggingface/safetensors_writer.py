@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import struct
 from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import WEIGHT_INDEX
-from megascend.huggingface.pipelined_writer import PipelinedWriter
+from megascend.io.hashing import begin_writing_back
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 FILE_BYTES = 5 * 10**9
 """Bytes of tensors in one file, as transformers splits its own."""
@@ -46,11 +49,7 @@ class SafetensorsWriter:
     """``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index, in a directory that exists."""
 
     def __init__(self, folder: Path, names: Collection[str], file_bytes: int = FILE_BYTES) -> None:
-        """
-        Args:
-            names: of all tensors that will come, in any order; they bound the size of a header.
-            file_bytes: after which a further file is begun.
-        """
+        """``names``: of all tensors, which bound the size of a header; a further file is begun after ``file_bytes``."""
         self._folder, self._file_bytes = folder, file_bytes
         self._room = sum(len(json.dumps(name)) + _ENTRY for name in names) + 64
         self._room += -(self._room + 8) % 16
@@ -63,12 +62,7 @@ class SafetensorsWriter:
         self._end = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append ``tensor``, from whichever device. Its memory is free afterwards.
-
-        Raises:
-            CheckpointError: it was not announced, came before, or has a dtype that the format does not know.
-            OSError: of the file system; maybe of a tensor before.
-        """
+        """Append ``tensor``, from whichever device. Its memory is free afterwards."""
         import torch
 
         if name not in self._names or name in self._written:
@@ -96,11 +90,7 @@ class SafetensorsWriter:
         self._total += size
 
     def finish(self) -> None:
-        """Complete the last file, and give all of them the names that readers look for.
-
-        Raises:
-            OSError: of the file system.
-        """
+        """Complete the last file, and give all of them the names that readers look for."""
         self._close()
         self._pipeline.close()
         if len(self._files) == 1:
@@ -142,3 +132,69 @@ class SafetensorsWriter:
             front = front[os.pwrite(self._file, front, 8 + self._room - len(front)) :]
         os.close(self._file)
         self._file = None
+
+
+PIECE = 32 * 2**20
+"""Bytes that are copied and written in one go."""
+PIECES = 6
+"""In memory at one time."""
+THREADS = 2
+"""A file is written by one thread at a time: its file system locks it. A second one sends pieces to the disk meanwhile."""
+
+
+class PipelinedWriter:
+    """Writes tensors to places in files, from a few pieces of host memory that are used again and again.
+
+    Memory of a tensor is free as soon as :meth:`write` returns. What fails is raised by a later call, at the latest by
+    :meth:`wait`. One thread calls.
+
+    Memory that is taken anew for each tensor costs a page fault every 4 KiB, of a Qwen3-4B two million; and a file that is
+    sent to the disk only at its end takes as long again as it took to write.
+    """
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._made = 0
+        self._running: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="megascend-write")
+
+    def write(self, descriptor: int, offset: int, data: Tensor) -> None:
+        """Write ``data``, uint8 [bytes], contiguous on any device, at ``offset`` of an open file."""
+        for start in range(0, data.numel(), PIECE):
+            self._raise_what_failed()
+            part = data[start : start + PIECE]
+            piece = self._piece(page_locked=part.is_cuda)
+            piece[: part.numel()].copy_(part)
+            self._running.append(self._pool.submit(self._put, descriptor, offset + start, piece, part.numel()))
+
+    def wait(self) -> None:
+        """Return when everything is written."""
+        running, self._running = self._running, []
+        for future in running:
+            future.result()
+
+    def close(self) -> None:
+        """Wait for what is being written, whatever becomes of it; the writer is of no use afterwards."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _raise_what_failed(self) -> None:
+        while self._running and self._running[0].done():
+            self._running.pop(0).result()
+
+    def _piece(self, *, page_locked: bool) -> Tensor:
+        import torch
+
+        if self._made < PIECES and self._free.empty():
+            self._made += 1
+            return torch.empty(PIECE, dtype=torch.uint8, pin_memory=page_locked)
+        return self._free.get()
+
+    def _put(self, descriptor: int, offset: int, piece: Tensor, count: int) -> None:
+        try:
+            view = piece.numpy().data[:count]
+            written = 0
+            while written < count:
+                written += os.pwrite(descriptor, view[written:], offset + written)
+        finally:
+            self._free.put(piece)
+        begin_writing_back(descriptor, offset, count)

@@ -59,15 +59,7 @@ class ScalarHead:
 def find(
     head: HeadKind, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path
 ) -> ScalarHead | None:
-    """The scalar head that a backend's model shall have; None for a causal language model.
-
-    Args:
-        tensors: of the checkpoint.
-
-    Raises:
-        ConfigError: there is no such ``head``.
-        CheckpointError: the checkpoint is another one's.
-    """
+    """Return the scalar head of a backend's model; None for a causal language model. ``tensors``: of the checkpoint."""
     if head not in get_args(HeadKind):
         raise ConfigError(f"head must be one of {', '.join(get_args(HeadKind))}, got {head!r}")
     there = next((name for name in tensors if name.split(".")[-2:] == ["score", "weight"]), None)
@@ -138,11 +130,7 @@ def with_head(
 
 
 def exported_config(config: Mapping[str, Any], head: ScalarHead | None) -> dict[str, Any]:
-    """``config.json`` of an export: of a fresh head, as transformers writes that of a classifier with one label.
-
-    Raises:
-        CheckpointError: the class of the model with such a head cannot be told.
-    """
+    """``config.json`` of an export: of a fresh head, as transformers writes that of a classifier with one label."""
     if head is None or not head.fresh:
         return dict(config)
     classes: Collection[Any] = config.get("architectures") or []

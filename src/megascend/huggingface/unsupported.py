@@ -21,10 +21,8 @@ OTHER_MODEL = "train another checkpoint, or keep to transformers for this one"
 
 
 def unsupported_settings(config: Mapping[str, Any]) -> list[str]:
-    """Why a model cannot be trained here; empty if nothing is known to stand in the way.
-
-    Args:
-        config: a Hugging Face configuration with its defaults filled in (``PretrainedConfig.to_dict()``).
+    """Return why a model cannot be trained here, by its full configuration (``to_dict()``); empty if nothing is known against
+    it.
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config

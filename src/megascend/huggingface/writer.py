@@ -46,23 +46,16 @@ class CheckpointWriter:
         *,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        """
-        Args:
-            source: the checkpoint that the weights come from; may be ``target`` itself.
-            dtype: ``float32``, ``float16`` or ``bfloat16``: of what is added, for the configuration.
-            info: of the model as it was built from ``source``.
-            file_bytes: see :class:`~megascend.huggingface.safetensors_writer.SafetensorsWriter`.
-
-        Raises:
-            CheckpointError: ``target`` exists and is no Hugging Face directory (it would be replaced), or cannot be
-                written; ``source`` is no checkpoint.
+        """``dtype``: of what is added, for the configuration; ``info``: of the model built from ``source``, which may be
+        ``target``.
         """
         self._source, self._target, self._dtype, self._info = source, target, dtype, info
         with self._told():
             self._place = followed(target)  # a link stays one
             self._temporary = staging(self._place)
             self._config = exported_config(source, info, dtype)
-            self._make_room()
+            check_target(target)
+            stage(self._place, self._temporary)
             self._tensors = SafetensorsWriter(self._temporary, [*info.tensors, *info.extra], file_bytes)
         self._unknown: dict[str, TensorHeader] = {}
 
@@ -76,11 +69,7 @@ class CheckpointWriter:
         remove(self._temporary)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. Its memory is free afterwards.
-
-        Raises:
-            CheckpointError: the disk is full, or the tensor came before.
-        """
+        """Write one tensor. Its memory is free afterwards."""
         if name not in self._info.tensors:
             self._unknown[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
             return  # told by finish(), with what is missing instead
@@ -88,21 +77,13 @@ class CheckpointWriter:
             self._tensors.add(name, tensor)
 
     def finish(self) -> None:
-        """Copy what is not trained here and the files beside the weights, hold all against the source, and move it into place.
-
-        Raises:
-            CheckpointError: it would have other tensors than the source, by name, shape or dtype, or cannot be written.
-        """
+        """Copy what is not trained here and the files beside the weights, hold all against the source, and move it into place."""
         with self._told():
             self._copy_extra()
             self._tensors.finish()
             self._hold_against_source()
             copy_companions(self._source, self._temporary, self._config)
             replace_directory(self._temporary, self._place)
-
-    def _make_room(self) -> None:
-        check_target(self._target)
-        stage(self._place, self._temporary)
 
     def _copy_extra(self) -> None:
         """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""
@@ -141,11 +122,7 @@ def check_target(target: Path) -> None:
 
 
 def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]:
-    """Return the ``config.json`` of an export: what its files hold, which the source's may not say.
-
-    Raises:
-        CheckpointError: the source's cannot be read, or does not tell the class of a model with such a head.
-    """
+    """Return the ``config.json`` of an export: what its files hold, which the source's may not say."""
     config = scalar_head.exported_config(read_config(source), info.scalar_head)
     if info.scalar_head is None and not info.shape.tied and OUTPUT in info.tensors:
         # Readers other than transformers 5 believe this setting and would drop the output layer.

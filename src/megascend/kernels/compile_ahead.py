@@ -85,11 +85,7 @@ class Job:
 
 
 def capability(device: int) -> int:
-    """Compute capability of a device, 90 for 9.0, as CUDA's driver tells it without a context.
-
-    Raises:
-        OSError: there is no such driver or device.
-    """
+    """Compute capability of a device, 90 for 9.0, as CUDA's driver tells it without a context."""
     cuda = ctypes.CDLL(DRIVER)
     handle, found = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
     failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device)
@@ -101,12 +97,9 @@ def capability(device: int) -> int:
 
 
 def compile_all(job: Job, target: int, launchers: bool = True) -> int:
-    """Compile what ``job`` needs for compute capability ``target``; returns how many kernels.
+    """Compile what ``job`` needs for compute capability ``target``; return the number of kernels. Changes torch and Triton.
 
-    For a process of its own: it changes torch and Triton.
-
-    Args:
-        launchers: also the stubs in C; these need CUDA's driver to be installed.
+    ``launchers``: also the stubs in C, which need CUDA's driver to be installed.
     """
     import torch
     from triton.backends.compiler import GPUTarget
@@ -152,12 +145,11 @@ def calls(job: Job) -> list[Callable[[], object]]:
     import torch
 
     from megascend.kernels import gated_silu, qkv_rope, qkv_rope_plain, softmax_triton
-    from megascend.kernels.softmax_statistics import Statistics
 
     dtype, cpu = getattr(torch, job.dtype), torch.device("cpu")
 
     def attention(of: Attention, packed: bool) -> None:
-        kind = qkv_rope_plain.Kind(
+        kind = qkv_rope_plain.QkvRopeCase(
             dtype, of.groups, of.heads, of.width, of.rotary, packed, of.norms, of.norms and of.trained
         )
         qkv_rope_plain.trial(qkv_rope.qkv_rope, kind, cpu)
@@ -168,9 +160,9 @@ def calls(job: Job) -> list[Callable[[], object]]:
 
     def softmax() -> None:
         logits, targets = torch.empty(ROWS, job.vocabulary, dtype=dtype), torch.zeros(ROWS, dtype=torch.int64)
-        softmax_triton.Kernels.shard_statistics(logits, targets, False)
+        softmax_triton.shard_statistics(logits, targets, False)
         number = torch.empty(ROWS)
-        softmax_triton.Kernels.gradient_(logits, targets, Statistics(number, number, None), number, None)
+        softmax_triton.gradient_(logits, targets, number, number, None, None)
 
     found: list[Callable[[], object]] = []
     if job.attention is not None:

@@ -7,13 +7,9 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """``values`` on ``device``; neither the host nor the device waits for the other.
+    """Copy CPU ``values`` to ``device``; neither waits for the other.
 
-    Of pageable memory a copy waits until all that was queued on the device is done: once a micro batch, that is the end
-    of running ahead of it.
-
-    Args:
-        values: on the CPU.
+    From pageable memory a copy waits for all queued work of the device: once a micro batch, the host could not run ahead.
     """
     if device.type == "cpu":
         return values

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.kernels.low_rank import LowRank, add_product_
-from megascend.kernels.softmax import VocabShard, gradient_, statistics
-from megascend.kernels.softmax_statistics import Statistics
+from megascend.kernels.softmax import Statistics, VocabShard, gradient_, statistics
 
 __all__ = ["LowRank", "VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
 
@@ -245,9 +244,6 @@ def linear_cross_entropy(
 
     Returns:
         The fp32 sum, and the log-probabilities fp32 [n] without a gradient.
-
-    Raises:
-        RuntimeError: in the backward pass on the CPU, if the sum receives another gradient than ``loss_grad``.
     """
     return _LinearCrossEntropy.apply(
         hidden, weight, down, targets, coefficients, loss_grad, shard, direct_weight_gradient, lora_delta
@@ -263,10 +259,8 @@ def gather_logits(
     lora_delta: LowRank | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Logits over the whole vocabulary, for those who ask for them: fp32 [n, padded vocabulary] on the CPU.
-
-    Args:
-        rows: int64, ascending, the same on all ranks of ``shard.group``: those of the n that are wanted; default: all.
+    """Return logits over the whole vocabulary, fp32 [n, padded vocabulary] on the CPU; ``rows``: int64, ascending, by default
+    all.
     """
     ranks = 1 if shard.group is None else dist.get_world_size(shard.group)
     parts = [torch.empty(0, ranks * len(weight))]

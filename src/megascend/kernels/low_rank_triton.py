@@ -116,15 +116,10 @@ def _gradient_kernel(
 
 
 def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = None) -> Tensor:
-    """``rows[segment s] @ weights[s]``, plus ``base``, added in fp32 and rounded once.
+    """Return ``rows[segment s] @ weights[s]``, plus ``base``, added in fp32 and rounded once: [n, k] to [n, m].
 
-    Args:
-        rows: [n, k], bf16 or fp16, like all others; ``base`` [n, m].
-        weights: see the module; k or m is :data:`MAX_RANK` at most.
-        ends: int32 [segments], where each ends; rows behind the last are not written.
-
-    Returns:
-        [n, m].
+    ``weights``: see the module; k or m is :data:`MAX_RANK` at most. ``ends``: int32 [segments]; rows behind the last are not
+    written. bf16 or fp16.
     """
     (n, k), m = rows.shape, weights.shape[-1]
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -151,12 +146,7 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = N
 
 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """``into[s] += left[segment s].T @ right[segment s]``, in fp32 throughout.
-
-    Args:
-        into: float32, see the module; one of its two last sizes is :data:`MAX_RANK` at most.
-        left, right: [n, k] and [n, m].
-    """
+    """Add ``left[segment s].T @ right[segment s]``, [n, k] and [n, m], to float32 ``into[s]``; k or m is MAX_RANK at most."""
     if into.shape[-2] > into.shape[-1]:
         accumulate(into.mT, right, left, ends)
         return

@@ -51,7 +51,7 @@ def plain_qkv_rope(
     return rotated(query), rotated(key), value.contiguous()
 
 
-class Kind(NamedTuple):
+class QkvRopeCase(NamedTuple):
     """What decides which kernels a call takes."""
 
     dtype: torch.dtype
@@ -73,20 +73,22 @@ class Trusted:
 
     def __init__(self, kernel: QkvRope) -> None:
         self._kernel = kernel
-        self._agrees: dict[Kind, bool] = {}
+        self._agrees: dict[QkvRopeCase, bool] = {}
 
     def __call__(
         self, mixed: Tensor, angles: Tensor, starts: Tensor | None, norms: Norms | None, groups: int, width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         trained = norms is not None and norms[0].requires_grad
         heads = mixed.shape[-1] // (groups * width) - 2
-        kind = Kind(mixed.dtype, groups, heads, width, angles.shape[-1], starts is not None, norms is not None, trained)
+        kind = QkvRopeCase(
+            mixed.dtype, groups, heads, width, angles.shape[-1], starts is not None, norms is not None, trained
+        )
         if kind not in self._agrees:
             self._agrees[kind] = self._try(kind, mixed.device)
         compute = self._kernel if self._agrees[kind] else plain_qkv_rope
         return compute(mixed, angles, starts, norms, groups, width)
 
-    def _try(self, kind: Kind, device: torch.device) -> bool:
+    def _try(self, kind: QkvRopeCase, device: torch.device) -> bool:
         mine, right = (trial(compute, kind, device) for compute in (self._kernel, plain_qkv_rope))
         apart = [
             float((one.double() - other.double()).norm() / other.double().norm())
@@ -103,7 +105,7 @@ class Trusted:
         return agrees
 
 
-def trial(compute: QkvRope, kind: Kind, device: torch.device) -> list[Tensor]:
+def trial(compute: QkvRope, kind: QkvRopeCase, device: torch.device) -> list[Tensor]:
     """q, k, v, and the gradients of the projection and, if they are trained, of the norms."""
     generator = torch.Generator().manual_seed(0)
 

@@ -1,19 +1,39 @@
 """The softmax of one chunk of logits, split in what a vocabulary shard can know alone and what follows from the whole.
 
-Both functions have a plain implementation here and one in Triton (:mod:`megascend.kernels.softmax_triton`) for CUDA, which
-reads the logits once each and needs no fp32 copy of them.
+On CUDA Triton computes both parts (:mod:`megascend.kernels.softmax_triton`): it reads the logits once each and needs no fp32
+copy of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.kernels.softmax_statistics import Statistics
+ShardStatistics = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of one shard."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of the softmax of n rows; everything fp32 [n].
+
+    Attributes:
+        log_sum: log of the sum of exponentials over the whole vocabulary.
+        target: logit of the target.
+        entropy: in nats, or None if it was not asked for.
+    """
+
+    log_sum: Tensor
+    target: Tensor
+    entropy: Tensor | None
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probability of the target."""
+        return self.target - self.log_sum
 
 
 @dataclass(frozen=True)
@@ -43,12 +63,17 @@ class VocabShard:
 
 
 def statistics(logits: Tensor, local_targets: Tensor, shard: VocabShard, entropy: bool) -> Statistics:
-    """Statistics over the whole vocabulary from this shard's ``logits`` [n, rows], which are left as they are.
+    """Compute statistics over the whole vocabulary from this shard's ``logits`` [n, rows], which are left as they are.
 
     The shards' maxima and sums are put together as in Megatron-LM's vocab-parallel cross entropy (Shoeybi et al. 2019,
     section 3): two small all-reduces over the tensor parallel group.
     """
-    maximum, total, target, weighted = _implementation(logits).shard_statistics(logits, local_targets, entropy)
+    compute = _shard_statistics
+    if _has_kernels(logits):
+        from megascend.kernels import softmax_triton
+
+        compute = softmax_triton.shard_statistics
+    maximum, total, target, weighted = compute(logits, local_targets, entropy)
     if shard.group is not None:
         overall = maximum.clone()
         dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
@@ -66,70 +91,53 @@ def statistics(logits: Tensor, local_targets: Tensor, shard: VocabShard, entropy
 
 
 def gradient_(
-    logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
+    logits: Tensor, local_targets: Tensor, softmax: Statistics, scale: Tensor, entropy_scale: Tensor | None
 ) -> None:
     """Replace ``logits`` [n, rows] by the gradient of ``sum(-scale * logprob + entropy_scale * entropy)``.
 
     With p the probabilities, d logprob / d logit = onehot - p and d entropy / d logit = -p (log p + entropy).
     """
-    _implementation(logits).gradient_(logits, local_targets, found, scale, entropy_scale)
+    compute = _gradient_
+    if _has_kernels(logits):
+        from megascend.kernels import softmax_triton
+
+        compute = softmax_triton.gradient_
+    if logits.shape[1]:
+        compute(logits, local_targets, softmax.log_sum, scale, softmax.entropy, entropy_scale)
 
 
-class Implementation(Protocol):
-    """The two operations that a platform can have kernels for."""
-
-    @staticmethod
-    def shard_statistics(
-        logits: Tensor, local_targets: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of this shard alone."""
-        ...
-
-    @staticmethod
-    def gradient_(
-        logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
-    ) -> None:
-        """See :func:`gradient_`."""
-        ...
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.device.type == "cuda" and logits.shape[1] > 0
 
 
-class _Plain:
-    @staticmethod
-    def shard_statistics(
-        logits: Tensor, local_targets: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        count, rows = logits.shape
-        if rows == 0:
-            nothing = torch.zeros(count, dtype=torch.float32, device=logits.device)
-            return nothing - torch.inf, nothing, nothing, nothing if entropy else None
-        x = logits.float()
-        maximum = x.amax(-1)
-        picked = x.gather(1, local_targets.clamp_min(0)[:, None])[:, 0]
-        target = torch.where(local_targets >= 0, picked, 0.0)
-        shifted = x - maximum[:, None]
-        exponentials = shifted.exp()
-        weighted = (exponentials * shifted).sum(-1) if entropy else None
-        return maximum, exponentials.sum(-1), target, weighted
-
-    @staticmethod
-    def gradient_(
-        logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
-    ) -> None:
-        if logits.shape[1] == 0:
-            return
-        log_p = logits.float() - found.log_sum[:, None]
-        factor = scale[:, None]
-        if entropy_scale is not None and found.entropy is not None:
-            factor = factor - entropy_scale[:, None] * (log_p + found.entropy[:, None])
-        gradient = log_p.exp_().mul_(factor)
-        amount = torch.where(local_targets >= 0, -scale, 0.0)
-        gradient.scatter_add_(1, local_targets.clamp_min(0)[:, None], amount[:, None])
-        logits.copy_(gradient)
+def _shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool) -> ShardStatistics:
+    count, rows = logits.shape
+    if rows == 0:
+        nothing = torch.zeros(count, dtype=torch.float32, device=logits.device)
+        return nothing - torch.inf, nothing, nothing, nothing if entropy else None
+    x = logits.float()
+    maximum = x.amax(-1)
+    picked = x.gather(1, local_targets.clamp_min(0)[:, None])[:, 0]
+    target = torch.where(local_targets >= 0, picked, 0.0)
+    shifted = x - maximum[:, None]
+    exponentials = shifted.exp()
+    weighted = (exponentials * shifted).sum(-1) if entropy else None
+    return maximum, exponentials.sum(-1), target, weighted
 
 
-def _implementation(logits: Tensor) -> type[Implementation]:
-    if logits.device.type != "cuda" or logits.shape[1] == 0:
-        return _Plain
-    from megascend.kernels.softmax_triton import Kernels
-
-    return Kernels
+def _gradient_(
+    logits: Tensor,
+    local_targets: Tensor,
+    log_sum: Tensor,
+    scale: Tensor,
+    entropy: Tensor | None,
+    entropy_scale: Tensor | None,
+) -> None:
+    log_p = logits.float() - log_sum[:, None]
+    factor = scale[:, None]
+    if entropy_scale is not None and entropy is not None:
+        factor = factor - entropy_scale[:, None] * (log_p + entropy[:, None])
+    gradient = log_p.exp_().mul_(factor)
+    amount = torch.where(local_targets >= 0, -scale, 0.0)
+    gradient.scatter_add_(1, local_targets.clamp_min(0)[:, None], amount[:, None])
+    logits.copy_(gradient)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megascend.kernels.softmax_statistics import Statistics
 
 BLOCK = 8192
 WARPS = 8
@@ -49,17 +44,8 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits,
-    targets,
-    log_sums,
-    scales,
-    entropies,
-    entropy_scales,
-    stride,
-    columns,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, targets, log_sums, scales, entropies, entropy_scales, stride, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -79,48 +65,32 @@ def _gradient_kernel(
         tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-class Kernels:
-    """Both operations of ``softmax.Implementation``."""
+def shard_statistics(
+    logits: Tensor, local_targets: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return ``ShardStatistics`` of :mod:`megascend.kernels.softmax`."""
+    count, columns = logits.shape
+    maxima, totals, picked, weighted = torch.empty(4, count, dtype=torch.float32, device=logits.device).unbind(0)
+    _statistics_kernel[(count,)](  # type: ignore[reportIndexIssue]
+        logits, local_targets, maxima, totals, picked, weighted, logits.stride(0), columns,
+        ENTROPY=entropy, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return maxima, totals, picked, weighted if entropy else None
 
-    @staticmethod
-    def shard_statistics(
-        logits: Tensor, local_targets: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        count, columns = logits.shape
-        maxima, totals, picked, weighted = torch.empty(4, count, dtype=torch.float32, device=logits.device).unbind(0)
-        _statistics_kernel[(count,)](  # type: ignore[reportIndexIssue]
-            logits,
-            local_targets,
-            maxima,
-            totals,
-            picked,
-            weighted,
-            logits.stride(0),
-            columns,
-            ENTROPY=entropy,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
-        return maxima, totals, picked, weighted if entropy else None
 
-    @staticmethod
-    def gradient_(
-        logits: Tensor, local_targets: Tensor, found: Statistics, scale: Tensor, entropy_scale: Tensor | None
-    ) -> None:
-        if entropy_scale is None or found.entropy is None:
-            entropies, entropy_scales, with_entropy = scale, scale, False  # pointers that the kernel will not follow
-        else:
-            entropies, entropy_scales, with_entropy = found.entropy, entropy_scale.contiguous(), True
-        _gradient_kernel[(len(logits),)](  # type: ignore[reportIndexIssue]
-            logits,
-            local_targets,
-            found.log_sum,
-            scale.contiguous(),
-            entropies,
-            entropy_scales,
-            logits.stride(0),
-            logits.shape[1],
-            ENTROPY=with_entropy,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+def gradient_(
+    logits: Tensor,
+    local_targets: Tensor,
+    log_sum: Tensor,
+    scale: Tensor,
+    entropy: Tensor | None,
+    entropy_scale: Tensor | None,
+) -> None:
+    """Replace ``logits`` by the gradient of :func:`megascend.kernels.softmax.gradient_`."""
+    with_entropy = entropy is not None and entropy_scale is not None
+    entropies = entropy if with_entropy else scale  # pointers that the kernel does not follow otherwise
+    entropy_scales = entropy_scale.contiguous() if with_entropy else scale
+    _gradient_kernel[(len(logits),)](  # type: ignore[reportIndexIssue]
+        logits, local_targets, log_sum, scale.contiguous(), entropies, entropy_scales, logits.stride(0), logits.shape[1],
+        ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip

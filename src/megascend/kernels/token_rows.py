@@ -28,11 +28,8 @@ class TokenRows:
 
 
 def token_rows(routing_map: Tensor, k: int) -> TokenRows:
-    """The rows of a routing map.
-
-    Args:
-        routing_map: bool [tokens, experts], ``k`` of every row set. Another number of them is an assertion that fails on the
-            device.
+    """Return the rows of a routing map, bool [tokens, experts] with ``k`` set in each row; else an assertion fails on the
+    device.
     """
     tokens, experts = routing_map.shape
     by_expert = routing_map.T.reshape(-1)
@@ -47,14 +44,9 @@ def token_rows(routing_map: Tensor, k: int) -> TokenRows:
 
 
 def chunk_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """How rows that lie by (source, expert) come to lie by (expert, source).
+    """Return the order, and its inverse, int64 [rows], from rows by (source, expert) to rows by (expert, source).
 
-    Args:
-        counts: int [sources, experts], rows of each chunk.
-        rows: their sum.
-
-    Returns:
-        int64 [rows], which row comes to each place; and its inverse.
+    ``counts``: int [sources, experts], rows of each chunk; ``rows``: their sum.
     """
     counts = counts.long()
     start = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(counts.shape).T.reshape(-1)

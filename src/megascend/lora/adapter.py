@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megascend.batch.results import StepResult
 from megascend.config import Adam, Lora, Schedule
-from megascend.config.learning_rate import learning_rate
+from megascend.config.training import learning_rate
 from megascend.lora.layout import FlatLayout, Span
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class Adapter:
     def make_room(self) -> None:
         """Allocate what a step needs, which must not run out of memory half way.
 
-        What it needs for a moment goes back to the allocator, where the step will find it: AdamW that is not fused has two
-        vectors as large as the adapter at a time, and both it and the norm a few numbers.
+        AdamW that is not fused takes two vectors of the adapter's size at a time, it and the norm a few numbers: these go back to
+        the allocator at once, where the step will find them.
         """
         self.moments()
         for_a_moment = [torch.empty_like(self.grads) for _ in range(2)]
@@ -118,12 +118,7 @@ class Adapter:
             self.loss_scale, self.good_steps = saved.loss_scale, saved.good_steps
 
     def next_step(self, grad_norm: float, adam: Adam | None = None) -> NextStep:
-        """What a step with these gradients does; changes nothing.
-
-        Args:
-            grad_norm: L2 norm of the reduced gradients over all ranks, loss scale included.
-            adam: settings for this step alone, in place of the adapter's own and of its schedule.
-        """
+        """Return what a step with gradients of this norm (over all ranks, loss scale included) does; changes nothing."""
         if adam is None:
             lr = learning_rate(self.schedule, self.adam.lr, self.step_count)
             adam = self.adam.model_copy(update={"lr": lr})

@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.files import weight_files
 from megascend.io.atomic import is_replaceable, replacing_directory
 from megascend.io.hashing import digest
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
-from megascend.lora.peft_settings import CONFIG
-from megascend.lora.peft_tensors import WEIGHTS
+from megascend.lora.peft_format import CONFIG
+from megascend.lora.peft_tensors import WEIGHTS, base_layer
 
 STATE, OPTIMIZER = "megascend_adapter.json", "optimizer.safetensors"
 FORMAT = 1
@@ -57,11 +59,7 @@ COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps
 
 
 def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) -> None:
-    """Write ``saved`` beside ``path`` and move it into place; what was there before stays until then. Links are followed.
-
-    Raises:
-        CheckpointError: ``path`` holds something that is no adapter, or cannot be written.
-    """
+    """Write ``saved`` beside ``path`` and move it into place; what was there before stays until then. Links are followed."""
     try:
         check_target(path)
         with replacing_directory(path) as temporary:
@@ -88,14 +86,7 @@ def check_target(path: Path) -> None:
 
 
 def read(path: Path, *, optimizer: bool) -> SavedAdapter:
-    """Read an adapter that megascend or peft has saved.
-
-    Args:
-        optimizer: also read the optimizer's state, where there is one.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or more than plain LoRA.
-    """
+    """Read an adapter that megascend or peft saved; ``optimizer``: with the optimizer's state, where there is one."""
     lora, values = peft_format.read(path)
     if not (path / STATE).is_file():
         if optimizer and (path / OPTIMIZER).exists():
@@ -140,3 +131,39 @@ def unflatten(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Fac
     """The inverse of :func:`flatten`, for the tensors with that prefix."""
     names = sorted({key[len(prefix) : -2] for key in tensors if key.startswith(prefix)})
     return {name: Factors(tensors[f"{prefix}{name}.a"], tensors[f"{prefix}{name}.b"]) for name in names}
+
+
+def check_base_weights(adapter: Path, model_dir: Path) -> None:
+    """Compare the base model's weights that peft saved with an adapter to the model's, in the less precise dtype of the two.
+
+    peft would load them into the model. They are frozen, so they equal the base model's unless the adapter belongs to another
+    model, or to one that was resized or trained beside it; its factors alone would then mean something else.
+    """
+    try:
+        with safe_open(adapter / WEIGHTS, "pt") as file:
+            for key in file.keys():  # noqa: SIM118, it is no dict
+                module = base_layer(key)
+                if module is not None and not equal(file.get_tensor(key), read_tensor(model_dir, f"{module}.weight")):
+                    raise CheckpointError(
+                        f"{adapter}: {WEIGHTS} holds {key}, which is not the weight of {module} in {model_dir}; the adapter "
+                        "was trained on another model, or that weight was trained or resized beside it"
+                    )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{adapter}: {WEIGHTS} or the weights of {model_dir} cannot be read: {error}") from None
+
+
+def equal(one: Tensor, other: Tensor | None) -> bool:
+    """Check whether two weights are the same but for a dtype that they were rounded to."""
+    if other is None or one.shape != other.shape:
+        return False
+    dtype = one.dtype if one.dtype.itemsize <= other.dtype.itemsize else other.dtype
+    return torch.equal(one.to(dtype), other.to(dtype))
+
+
+def read_tensor(model_dir: Path, name: str) -> Tensor | None:
+    """A tensor of a Hugging Face checkpoint, or None if it has none of that name."""
+    for path in weight_files(model_dir):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                return file.get_tensor(name)
+    return None

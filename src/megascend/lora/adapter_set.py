@@ -1,13 +1,16 @@
-"""Adapters on a frozen model, whatever applies them: what is the same for every engine."""
+"""Adapters on a frozen model, for every engine: their optimizer, saving and loading; and many of them in one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
@@ -15,22 +18,25 @@ from megascend.distributed.memory import with_room, with_room_everywhere
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDeviceMemoryError
+from megascend.kernels.host_copy import to_device
 from megascend.lora import peft_format
 from megascend.lora.adapter import Adapter
-from megascend.lora.adapter_io import COUNTERS, STATE, SavedAdapter, read, write
-from megascend.lora.base_weights import check_base_weights
+from megascend.lora.adapter_io import COUNTERS, STATE, SavedAdapter, check_base_weights, read, write
+from megascend.lora.applied_adapters import AppliedAdapters, token_keys
 from megascend.lora.factors import Factors
 from megascend.lora.optimizer import AdapterOptimizer, loss_scales
-from megascend.lora.peft_settings import to_config
+from megascend.lora.peft_format import to_config
 from megascend.lora.peft_tensors import to_tensors
 from megascend.lora.registry import AdapterRegistry
+from megascend.lora.segments import token_segments, tokens_per_adapter
+from megascend.lora.stacked_adapters import StackedAdapters, StackPool, places
 from megascend.lora.target_modules import matches
 from megascend.lora.transfer import gather, scatter
 from megascend.topology.topology import Topology
 
 
 class AdapterSet:
-    """The adapters of a model, their optimizer, and how they are saved and loaded. Applying them is the subclass's business.
+    """The adapters of a model, their optimizer, saving and loading. Subclasses apply them.
 
     Attributes:
         registry: the adapters.
@@ -83,7 +89,7 @@ class AdapterSet:
         chosen = (
             [adapter for adapter in self.registry.values() if adapter.accumulated]
             if names is None
-            else self.named(names)
+            else self.require(names)
         )
         idle = [adapter.name for adapter in chosen if not adapter.accumulated]
         if idle or not chosen:
@@ -94,7 +100,7 @@ class AdapterSet:
     def step(
         self, names: Sequence[str], adam: Mapping[str, Adam] | None = None, *, lr: float | None = None
     ) -> StepResult:
-        chosen = self.named(names)
+        chosen = self.require(names)
         if lr is not None:
             adam = {adapter.name: adapter.adam.model_copy(update={"lr": lr}) for adapter in chosen}
         result = StepResult.of(self.optimizer.step(chosen, adam or {}))
@@ -132,11 +138,12 @@ class AdapterSet:
     def check(self, name: str, lora: Lora) -> None:
         self.registry.check(name, lora)
 
-    def require(self, names: str | Sequence[str]) -> None:
-        self.named(names)
+    def require(self, names: str | Sequence[str]) -> list[Adapter]:
+        """Return the adapters of one name or several, each once; ConfigError for an unknown name."""
+        return [self.registry[name] for name in dict.fromkeys([names] if isinstance(names, str) else names)]
 
     def make_room(self, names: Sequence[str]) -> None:
-        chosen = self.named(names)
+        chosen = self.require(names)
 
         def make() -> None:
             for adapter in chosen:
@@ -146,15 +153,11 @@ class AdapterSet:
         with_room(make, self._groups.rank)
 
     def discard(self, names: str | Sequence[str]) -> None:
-        for adapter in self.named(names):
+        for adapter in self.require(names):
             adapter.clear()
 
-    def named(self, names: str | Sequence[str]) -> list[Adapter]:
-        """The adapters of one name or several, each once."""
-        return [self.registry[name] for name in dict.fromkeys([names] if isinstance(names, str) else names)]
-
     def add(self, name: str, lora: Lora) -> None:
-        """A new adapter, as :meth:`AdapterRegistry.create` makes it, with all that it needs to train. Collective."""
+        """Add a new adapter and allocate what a step of it needs. Collective."""
 
         def make() -> Adapter:
             adapter = self.registry.create(name, lora)
@@ -164,11 +167,7 @@ class AdapterSet:
         self.registry.add(with_room_everywhere(make, self._groups, f"adapter {name!r}"))
 
     def collect_whole(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
-        """An adapter, whole and on the CPU, on rank 0; None on the others. Collective.
-
-        Args:
-            optimizer: with its optimizer's state and counters.
-        """
+        """Return an adapter, whole and on the CPU, on rank 0; None on the others. ``optimizer``: with its state. Collective."""
         adapter = self.registry[name]
         vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
         whole = gather(vectors, adapter, self._shape_groups, self._groups)
@@ -233,7 +232,7 @@ class AdapterSet:
         return adapter
 
     def _restored(self, name: str, settings: Lora, saved: SavedAdapter) -> Adapter:
-        """A new adapter as it was saved. Without an optimizer's state, its moments wait for a step: a sampler's need none."""
+        """Build an adapter from a saved one. Moments that were not saved are allocated by its first step."""
         adapter = self.registry.create(name, settings)
         scatter(saved.values, adapter, adapter.values, self._shape_groups)
         if saved.moments is not None:
@@ -244,25 +243,22 @@ class AdapterSet:
         return adapter
 
     def factors(self, name: str, *, everywhere: bool = False) -> tuple[Lora, dict[str, Factors]] | None:
-        """An adapter's settings and whole factors on rank 0 (or ``everywhere``), None on the others. Collective."""
+        """Return an adapter's settings and whole factors on rank 0 (or ``everywhere``), None on the others. Collective."""
         adapter = self.registry[name]
         whole = gather([adapter.values.detach()], adapter, self._shape_groups, self._groups, everywhere=everywhere)
         return None if whole is None else (adapter.lora, whole[0])
 
     def named_weights(self, name: str, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """An adapter alone, under peft's names, in float32 on the CPU: what :meth:`save` writes. Collective.
-
-        On rank 0 (or ``everywhere``); the other ranks get no tensors.
-        """
-        found = self.factors(name, everywhere=everywhere)
-        return {} if found is None else to_tensors(found[1], found[0].rank)
+        """Return an adapter's tensors as :meth:`save` writes them, on rank 0 (or ``everywhere``), else none. Collective."""
+        whole = self.factors(name, everywhere=everywhere)
+        return {} if whole is None else to_tensors(whole[1], whole[0].rank)
 
     def as_peft(self, name: str, base_model: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """(``adapter_config.json``, its tensors in float32 on the CPU) of an adapter on rank 0, None on others. Collective."""
-        found = self.factors(name)
-        if found is None:
+        whole = self.factors(name)
+        if whole is None:
             return None
-        lora, factors = found
+        lora, factors = whole
         return to_config(lora, factors, base_model, list(self.registry.adaptable)), to_tensors(factors, lora.rank)
 
     def forget(self, name: str) -> None:
@@ -271,11 +267,7 @@ class AdapterSet:
 
 
 def settings_of(saved: SavedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
-    """The settings to go on with: ``lora``, or by default the saved ones. They target exactly what was saved. Pure.
-
-    Raises:
-        ConfigError: ``lora`` differs in what the factors depend on.
-    """
+    """Return the settings of a loaded adapter: ``lora``, or the saved ones; they target exactly what was saved."""
     settings = lora or saved.lora
     if settings.rank != saved.lora.rank or settings.scaling != saved.lora.scaling:
         raise ConfigError(
@@ -288,3 +280,102 @@ def settings_of(saved: SavedAdapter, lora: Lora | None, projections: Sequence[st
         raise ConfigError(f"{path} {has} {different[0]}, unlike the targets given, {lora.targets}")
     # A layer that gets no factors would start with A = 0 and B = 0, and never learn.
     return settings.model_copy(update={"targets": tuple(sorted(saved.values))}) if different else settings
+
+
+class MixedAdapters(AdapterSet):
+    """Adapters in the layers of a frozen model, many in one batch.
+
+    Args:
+        layers: applies them.
+        dtype: of the model.
+        sequence_first: layers see the tokens of a plain batch as [sequence, batch], not [batch, sequence].
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        topology: Topology,
+        groups: ProcessGroups,
+        model_dir: Path,
+        *,
+        layers: AppliedAdapters,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequence_first: bool,
+    ) -> None:
+        super().__init__(registry, topology, groups, model_dir)
+        self._applied, self._dtype, self._device, self._sequence_first = layers, dtype, device, sequence_first
+        self._stacked: StackedAdapters | None = None
+        self._pool: StackPool | None = None
+
+    def keep_stacks(self, limit: int, on_drop: Callable[[StackedAdapters], None]) -> StackPool:
+        """From now on take stacks from a pool, whose memory stays where it is; see :class:`StackPool`."""
+        self._pool = StackPool(self._shape_groups, self._dtype, self._device, limit, on_drop)
+        return self._pool
+
+    def abandon(self) -> None:
+        """Gradients of a call are added to the adapters' own by :meth:`collect` alone."""
+
+    @contextlib.contextmanager
+    def applying(self, names: Sequence[str]) -> Iterator[None]:
+        """Apply adapters (``""``: the model alone) by their indices in ``names`` within the context."""
+        self._applied.stacked = self._filled_stack(names) if any(names) else None
+        try:
+            yield
+        finally:
+            self._applied.stacked = self._applied.segments = None
+
+    def _filled_stack(self, names: Sequence[str]) -> StackedAdapters:
+        """Return the stack that holds the present factors of these adapters."""
+        adapters = tuple(self.registry[name] if name else None for name in names)
+        if self._pool is not None:
+            self._stacked = self._pool.take(adapters)
+        elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
+            self._stacked = None  # frees the old one first
+            self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
+        self._stacked.fill()
+        return self._stacked
+
+    def collect(self) -> None:
+        """Add the gradients of the last call to its adapters' own."""
+        assert self._stacked is not None
+        self._stacked.collect()
+
+    def forget(self, name: str) -> None:
+        """Remove an adapter, and whatever copies of it there are."""
+        if self._pool is not None:
+            self._pool.forget(self.registry[name])
+        if self._stacked is not None and self.registry[name] in self._stacked.adapters:
+            self._stacked = None
+        self.registry.remove(name)
+
+    def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
+        """Set the batch's segments: the adapter of each token, by its index in ``names``."""
+        lengths = [length // self._topology.context for length in batch.padded_lengths]
+        count = len(names) if self._pool is None else places(len(names))
+        counts = tokens_per_adapter(batch.adapter_index, lengths, count)
+        ranks = self._topology.tensor if self._topology.sequence_parallel else 1
+        batch.segments = token_segments(
+            batch.token_adapter_index,
+            counts,
+            self._keys(batch, samples, names),
+            (self._groups.coordinates.tensor if ranks > 1 else 0, ranks),
+            self._device,
+        )
+
+    def _keys(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> Tensor | None:
+        """Dropout keys of the tokens, in the order in which layers see them."""
+        adapters = [self.registry[name] if name else None for name in names]
+        if not any(adapter is not None and adapter.lora.dropout for adapter in adapters):
+            return None
+        parts = []
+        for member, index, positions in zip(batch.members, batch.adapter_index, batch.positions, strict=True):
+            adapter, sample = adapters[index], samples[member].input_ids
+            parts.append(
+                torch.zeros_like(positions)
+                if adapter is None
+                else token_keys(adapter.seed, adapter.step_count, sample, positions)
+            )
+        interleaved = self._sequence_first and batch.packed is None
+        keys = torch.stack(parts, dim=1).flatten() if interleaved else torch.cat(parts)
+        return to_device(keys, self._device)

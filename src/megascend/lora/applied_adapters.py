@@ -1,29 +1,23 @@
-"""``W x`` becomes ``W x + scaling * B A x``, every token with its own adapter: what hooks in a model's layers call.
-
-What ranks exchange in between, where they share a layer, is the subclass's business. Where one rank has the whole layer it is
-nothing.
-"""
+"""``W x`` becomes ``W x + scaling * B A x``, every token with its own adapter, called by hooks in a model's layers."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascend.kernels.low_rank import LowRank
 from megascend.kernels.token_rows import Moved
-from megascend.lora.dropout import drop
-from megascend.lora.embedding_and_head import LookUp, adapted_segments
 from megascend.lora.grouped import GroupedLinear
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments
 from megascend.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
-from megascend.lora.target_modules import TargetModule
+from megascend.lora.target_modules import TargetModule, matches
 
 
 class AppliedAdapters:
-    """Which adapters a model's layers apply at the moment, and how.
+    """The adapters that a model's layers apply at present, and the arithmetic of each kind of layer.
 
     A layer is named by the number of its shape group, its own number in that, and the target module.
 
@@ -42,22 +36,9 @@ class AppliedAdapters:
         self._output: tuple[int, TargetModule] | None = None
         self._root = torch.empty(0, requires_grad=True)
 
-    @contextlib.contextmanager
-    def applying(self, stacked: StackedAdapters | None) -> Iterator[None]:
-        """Apply ``stacked`` (None: the base model alone) until the block ends."""
-        self.stacked = stacked
-        try:
-            yield
-        finally:
-            self.stacked = self.segments = None
-
-    def enter(self, segments: TokenSegments | None) -> None:
-        """Say which micro batch comes next."""
-        self.segments = segments
-
     @property
     def mixed(self) -> TokenSegments | None:
-        """Whose the tokens of the micro batch are, if several adapters are in force."""
+        """The micro batch's segments, if several adapters are active."""
         return self.segments if self.stacked is not None and len(self.stacked.adapters) > 1 else None
 
     def exchange(self, down: Tensor, target: TargetModule) -> Tensor:
@@ -77,12 +58,7 @@ class AppliedAdapters:
         return total.view(out.shape)
 
     def to_experts(self, shape_group: int, layer: int, rows: ExpertAdapterRows, x: Tensor, out: Tensor) -> Tensor:
-        """``out`` with the adapters' part of a product of experts.
-
-        Args:
-            rows: how the rows are grouped; of one adapter by expert alone.
-            x, out: [rows, features].
-        """
+        """Add the adapters' part of a product of experts, x [rows, features], to ``out``."""
         assert self.stacked is not None
         a, a_grads, b, b_grads = self.stacked.factors_of_experts(shape_group, layer)
         if rows.order is None:
@@ -93,10 +69,9 @@ class AppliedAdapters:
         return out + Moved.apply(delta, rows.place, rows.order)
 
     def to_embedding(self, shape_group: int, target: TargetModule, ids: Tensor, out: Tensor) -> Tensor:
-        """``out`` with the adapters' part of the embedding of ``ids`` [batch, sequence].
+        """Add the adapters' part of the embedding of ``ids`` [batch, sequence] to ``out``: [batch, sequence, h], or this rank's
 
-        Args:
-            out: [batch, sequence, h], or under sequence parallelism this rank's slice, [sequence, batch, h].
+        slice [sequence, batch, h] under sequence parallelism.
         """
         stacked, segments = self._present()
         if not adapted_segments(stacked, segments, target):
@@ -144,3 +119,99 @@ def start_graph(module: object, inputs: object, output: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output
+
+
+def adapted_segments(
+    stacked: StackedAdapters, segments: TokenSegments, target: TargetModule
+) -> tuple[tuple[int, slice], ...]:
+    """Return (index of the adapter in the stack, its tokens) of the micro batch's adapters that act on ``target``.
+
+    The tokens are all of a tensor parallel group, so that its ranks agree on what they exchange.
+    """
+    name = target.slices[0].name
+    acts = [adapter is not None and matches(name, adapter.lora.targets) for adapter in stacked.adapters]
+    if segments.single is not None:
+        return ((0, slice(0, len(segments.adapter_index))),) if acts[segments.single] else ()
+    assert segments.whole is not None
+    found, start = [], 0
+    for index, count in enumerate(segments.whole.sizes()):
+        if count and acts[index]:
+            found.append((index, slice(start, start + count)))
+        start += count
+    return tuple(found)
+
+
+class LookUp(torch.autograd.Function):
+    """This rank's part of ``A x`` for one-hot x: each token's row of its adapter's table, zero if another rank has it.
+
+    The gradient goes straight into a float32 buffer, as in :class:`megascend.lora.grouped.GroupedLinear`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, root: Tensor, ids: Tensor, adapter_index: Tensor | None, start: int, tables: Tensor, grads: Tensor
+    ) -> Tensor:
+        """Return [..., r] in the precision of ``tables``. Waits for no device.
+
+        Args:
+            root: any tensor that requires a gradient, since token ids cannot.
+            ids: int64 [...], token ids of the whole vocabulary.
+            adapter_index: int64 [n], every token's table; None if there is one.
+            start: first token id of this rank.
+            tables, grads: [tables, tokens of this rank, r], contiguous; ``grads`` in float32.
+        """
+        count, size, rank = tables.shape
+        local = ids.flatten() - start
+        mine = ((local >= 0) & (local < size))[:, None]
+        rows = torch.where(mine[:, 0], local, 0)
+        if adapter_index is not None:
+            rows = rows + adapter_index * size
+        ctx.save_for_backward(rows, mine)
+        ctx.grads = grads.view(count * size, rank)
+        if not size:  # all of this rank's vocabulary is padding
+            return tables.new_zeros(*ids.shape, rank)
+        # where, not a product: a row that is not meant may be anything.
+        return torch.where(mine, tables.view(count * size, rank)[rows], 0).view(*ids.shape, rank)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[None, ...]:
+        (grad,) = outputs
+        rows, mine = ctx.saved_tensors
+        if len(ctx.grads):
+            values = torch.where(mine, grad.reshape(len(rows), -1), 0).float()
+            ctx.grads.index_put_((rows,), values, accumulate=True)
+        return None, None, None, None, None, None
+
+
+def token_keys(seed: int, step: int, input_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the dropout keys of the tokens at ``positions`` int64 [n] of a sample, in [0, 2^31).
+
+    ``seed`` and ``step`` are the adapter's, ``input_ids`` the whole sample: equal samples of one step share masks.
+    """
+    sample = zlib.crc32(input_ids.numpy().tobytes(), zlib.crc32(f"{seed}/{step}".encode()))
+    return mix(positions + sample)
+
+
+def mix(values: Tensor) -> Tensor:
+    """Hash int64 values to [0, 2^31): the finaliser of MurmurHash3 (Appleby), on 31 bits."""
+    bits = values & 0x7FFFFFFF
+    bits = ((bits ^ (bits >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
+    bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
+    return bits ^ (bits >> 16)
+
+
+def drop(x: Tensor, stacked: StackedAdapters, segments: TokenSegments, target: TargetModule, *, local: bool) -> Tensor:
+    """Apply each token's adapter's dropout to ``x`` [..., in] in training mode; ``local``: x is this rank's slice of the tokens.
+
+    Each element's mask is a hash of (token key, layer, feature), so that a tenant's masks are the same alone or in a mixed batch,
+    in every layout, and when a layer is recomputed.
+    """
+    if segments.keys is None or not target.module.training:
+        return x
+    which = segments.mine if local else slice(None)
+    rate = stacked.dropouts[segments.adapter_index[which]][:, None]
+    layer = zlib.crc32((target.drawn_as or target.slices[0].name).encode())
+    columns = mix(torch.arange(target.in_start, target.in_start + x.shape[-1], device=x.device) + layer)
+    drawn = mix(segments.keys[which][:, None] ^ columns)
+    keep = (drawn >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
+    return x * keep.view(x.shape)

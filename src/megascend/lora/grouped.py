@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascend.kernels.host_copy import to_device
 from megascend.kernels.low_rank import MAX_RANK
-from megascend.kernels.npu_grouped import grouped_product
+from megascend.kernels.npu import grouped_product
 
 TORCH_GROUPS = 1023
 """Most segments that ``torch._grouped_mm`` takes on a GPU (its check is ``< 1024``); eight adapters of 128 experts are more."""
@@ -43,7 +43,7 @@ class Segments:
 
 @cache
 def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
-    """Who multiplies all segments at once on a device: torch on GPUs of compute capability 9.0, torch_npu on NPUs.
+    """Return what multiplies all segments at once on a device: torch on compute capability 9.0, torch_npu on NPUs.
 
     Not torch on 10.0: the weight gradient of a segment without rows is not zero there (pytorch/pytorch#172439).
     """
@@ -53,10 +53,7 @@ def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
 
 
 def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu", "triton"] | None:
-    """The kernel for these operands: 16 bits, and, but for Triton's, sizes in multiples of 8, which are 16 bytes; or None.
-
-    Triton's are for low ranks, and measured where torch's are.
-    """
+    """Return the kernel for these operands, or None: 16 bits; sizes in multiples of 8, but for Triton's of low rank."""
     k, m = weights.shape[-2:]
     if rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
         return None
@@ -124,10 +121,7 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
 
 
 def _parts(segments: int) -> list[tuple[int, int]]:
-    """From and to which segment one call computes: each but the first begins one earlier, with all rows before its own.
-
-    Where the rows of a segment begin is known on the device alone, so that a call always has the rows from the first one on.
-    """
+    """Return each call's first and last segment. Segments' begins are known on the device alone, so all calls start at row 0."""
     starts = [0, *range(TORCH_GROUPS, segments, TORCH_GROUPS - 1)]
     return list(zip(starts, [*starts[1:], segments], strict=True))
 

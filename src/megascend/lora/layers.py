@@ -7,26 +7,90 @@ whose ranks share the input, the output layer one whose ranks share the output, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import (
+    all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.errors import PlatformError
+from megascend.config import Adam, Adapters, Schedule
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.errors import ConfigError, PlatformError
+from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.applied_adapters import AppliedAdapters, start_graph
-from megascend.lora.dispatch import ExpertRows, follow
+from megascend.lora.grouped import Segments
 from megascend.lora.layout import ShapeGroup
-from megascend.lora.target_modules import TargetModule
+from megascend.lora.registry import AdapterRegistry
+from megascend.lora.segments import ExpertAdapterRows, TokenSegments, by_expert_and_adapter
+from megascend.lora.target_maps import find_target_modules
+from megascend.lora.target_modules import ModelLayout, TargetModule, check_untied
+from megascend.topology.topology import Topology
+
+
+class AdapterManager(MixedAdapters):
+    """Adapters in the layers of a frozen Megatron model, many in one batch.
+
+    Attributes:
+        layers: applies them.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        config: Any,
+        topology: Topology,
+        groups: ProcessGroups,
+        tensor_names: Collection[str],
+        limits: Adapters,
+        *,
+        adam: Adam,
+        schedule: Schedule,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab_size: int,
+        model_dir: Path,
+    ) -> None:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
+        check_untied(limits.targets, layout.prefix, tied=not config.untie_embeddings_and_output_weights)
+        found = find_target_modules(chunks, layout)
+        mine = sorted({fused_slice.name for target in found for fused_slice in target.slices})
+        everything = sorted({name for rank in gather_objects(mine, "world", groups, "layers") for name in rank})
+        registry = AdapterRegistry.of_model(
+            found, everything, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
+        )
+        self.layers = AdapterLayers(
+            chunks,
+            registry.shape_groups,
+            tensor_size=topology.tensor,
+            sequence_parallel=topology.sequence_parallel and topology.tensor > 1,
+        )
+        super().__init__(
+            registry,
+            topology,
+            groups,
+            model_dir,
+            layers=self.layers,
+            dtype=dtype,
+            device=device,
+            sequence_first=True,
+        )
 
 
 class AdapterLayers(AppliedAdapters):
@@ -59,7 +123,7 @@ class AdapterLayers(AppliedAdapters):
         """Return to this micro batch when its backward pass begins: recomputed layers must find its segments."""
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
-            output.register_hook(lambda _: self.enter(segments))
+            output.register_hook(lambda _: setattr(self, "segments", segments))
 
     def _after(
         self, shape_group: int, layer: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], output: Any
@@ -125,3 +189,93 @@ def split_output(module: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Ten
         raise PlatformError(f"{type(module).__name__} does not tell its norm's output, which adapters need")
     out, bias = output
     return out, bias, norm(inputs[0])
+
+
+class ExpertRows:
+    """The adapters of the rows that one layer's experts of this rank compute at the moment.
+
+    Args:
+        in_order: rows of an expert lie as their tokens do, which lie by adapter.
+    """
+
+    def __init__(self, *, in_order: bool) -> None:
+        self.adapter_index: Tensor | None = None
+        self._in_order = in_order
+        self._grouped: ExpertAdapterRows | None = None
+
+    def take(self, adapter_index: Tensor | None) -> None:
+        """Remember the rows' adapters (None: all have the same)."""
+        self.adapter_index, self._grouped = adapter_index, None
+
+    def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
+        """Return the rows by expert and adapter; ``counts``: rows of each expert, or segments of sizes unknown to the CPU."""
+        if self._grouped is None:
+            self._grouped = self._group(counts, adapters, experts, device)
+        return self._grouped
+
+    def _group(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
+        segments = counts if isinstance(counts, Segments) else Segments.of([int(count) for count in counts], device)
+        if self.adapter_index is None:
+            return ExpertAdapterRows(segments)
+        row = torch.arange(len(self.adapter_index), device=segments.ends.device)
+        expert = torch.searchsorted(segments.ends, row.int(), right=True)
+        # On NPUs rows are sorted: the assertion that they need not be has not been tried there, and MindSpeed dispatches itself.
+        in_order = self._in_order and device.type != "npu"
+        return by_expert_and_adapter(expert, self.adapter_index, experts, adapters, in_order=in_order)
+
+
+def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
+    """Have the token dispatcher of a mixture-of-experts layer send tokens' adapter indices beside them.
+
+    It permutes tokens by expert and exchanges them over expert parallel ranks.
+
+    Args:
+        mixed: returns the micro batch's segments, or None if its tokens are all of one adapter, or of none.
+    """
+    dispatcher = moe.token_dispatcher
+    if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.config.moe_permute_fusion:
+        raise ConfigError(
+            f"adapters on experts need Megatron's all-to-all token dispatcher, unfused; this model has "
+            f"{type(dispatcher).__name__}"
+        )
+    rows = ExpertRows(in_order=dispatcher.ep_size == dispatcher.tp_size == 1)
+    preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
+    permuted: list[Tensor | None] = [None]
+
+    def dispatch_preprocess(*args: Any, **options: Any) -> Any:
+        result = preprocess(*args, **options)
+        permuted[0], segments = None, mixed()
+        if segments is not None:
+            mine = segments.adapter_index[segments.mine]
+            permuted[0] = mine[dispatcher.reversed_local_input_permutation_mapping]
+        return result
+
+    def dispatch_postprocess(*args: Any, **options: Any) -> Any:
+        result = postprocess(*args, **options)
+        adapter_index, permuted[0] = permuted[0], None
+        rows.take(None if adapter_index is None else exchange(dispatcher, adapter_index))
+        return result
+
+    why = "tells which adapter each token that is sent to an expert belongs to"
+    patch(dispatcher, "dispatch_preprocess", dispatch_preprocess, why)
+    patch(dispatcher, "dispatch_postprocess", dispatch_postprocess, why)
+    return rows
+
+
+def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> Tensor:
+    """Send adapter indices [rows] the way that the dispatcher has just sent the permuted tokens."""
+    column = adapter_index[:, None].float()  # small enough to be exact
+    if dispatcher.ep_size > 1:
+        column = all_to_all(dispatcher.ep_group, column, dispatcher.output_splits, dispatcher.input_splits)
+    if dispatcher.tp_size > 1:
+        splits = dispatcher.output_splits_tp
+        column = gather_from_sequence_parallel_region(
+            column, group=dispatcher.tp_group, output_split_sizes=None if splits is None else splits.tolist()
+        )
+    if (sort_received := getattr(dispatcher, "sort_received", None)) is not None:  # of moe.experts: grouped
+        column = sort_received(column)
+    elif dispatcher.num_local_experts > 1:
+        column, _ = sort_chunks_by_idxs(
+            column, dispatcher.num_global_tokens_per_local_expert.ravel(), dispatcher.sort_input_by_local_experts
+        )
+    return column[:, 0].long()

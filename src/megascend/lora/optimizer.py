@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from megascend.batch.results import StepResult
 from megascend.config import Adam
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.kernels.norm import square_sum
+from megascend.kernels.reductions import square_sum
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import SHARDINGS, Sharding
 from megascend.lora.transfer import is_main_replica
@@ -26,12 +26,9 @@ class AdapterOptimizer:
         self._topology, self._groups = topology, groups
 
     def step(self, adapters: Sequence[Adapter], adam: Mapping[str, Adam]) -> dict[str, StepResult]:
-        """Reduce, clip and step each adapter by its own gradients; one whose gradients are not finite is skipped.
+        """Reduce, clip and step each adapter by its own gradients; skip one whose gradients are not finite.
 
-        Args:
-            adam: settings of this step alone, by adapter.
-
-        Collective over the world, whose ranks pass the same adapters. Waits for the device once.
+        Collective over the world, whose ranks pass the same adapters. Waits for the device once. ``adam``: of this step alone.
         """
         self._groups.monitor.call("grad reduce", self._reduce_all, adapters)
         with self._groups.monitor.phase("update"):
@@ -62,11 +59,7 @@ class AdapterOptimizer:
 
 
 def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
-    """This rank's part of the squared L2 norm of an adapter's gradients, a float32 scalar.
-
-    Args:
-        counted: in the layout's order, those of which this rank's copy counts.
-    """
+    """Return this rank's part, by the ``counted`` shardings, of the squared L2 norm of an adapter's gradients."""
     ranges = merged(adapter.layout.ranges[sharding] for sharding in counted)
     parts = [square_sum(adapter.grads[start:stop]) for start, stop in ranges]
     return torch.stack(parts).sum() if parts else adapter.grads.new_zeros(())
@@ -76,12 +69,8 @@ def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
 def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[str, Adam]) -> dict[str, StepResult]:
     """Clip and step each adapter, or skip it if its norm is not finite; then clear its gradients.
 
-    Adapters of equal settings go through AdamW in one call: each number is computed as in a call of its adapter alone.
-
-    Args:
-        adapters: each once, with reduced gradients.
-        norms: L2 norms of the gradients over all ranks, loss scale included.
-        adam: settings of this step alone, by adapter.
+    Adapters of equal settings go through AdamW in one call: each number is computed as in a call of its adapter alone. ``norms``:
+    of the reduced gradients over all ranks, loss scale included.
     """
     steps = [adapter.next_step(norm, adam.get(adapter.name)) for adapter, norm in zip(adapters, norms, strict=True)]
     taken = [(adapter, step) for adapter, step in zip(adapters, steps, strict=True) if not step.skipped]
@@ -117,7 +106,7 @@ def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[st
 
 
 def reductions(sharding: Sharding, topology: Topology) -> list[str]:
-    """The groups over which gradients of a factor are summed. Pure.
+    """Return the groups over which gradients of a factor are summed.
 
     Outside experts, a factor that tensor parallel ranks have in common gets equal gradients on all of them, but under
     sequence parallelism each has seen its slice of the tokens only. Inside experts that are divided over tensor parallel

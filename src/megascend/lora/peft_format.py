@@ -1,13 +1,15 @@
 """Adapters on disk as Hugging Face PEFT keeps them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
 
-PEFT knows no dropout for parameters, so an adapter of experts carries ``lora_dropout`` 0.0 in its PEFT files. Who needs
-the value that it was trained with must keep it elsewhere, as ``megascend_adapter.json`` does.
+PEFT knows no dropout for parameters, so an adapter of experts carries ``lora_dropout`` 0.0 in its PEFT files; the value that it
+was trained with is in ``megascend_adapter.json``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from megascend.config import Lora
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import some
 from megascend.lora.factors import Factors
-from megascend.lora.peft_settings import CONFIG, check_plain, targeted, to_config, to_lora
-from megascend.lora.peft_tensors import WEIGHTS, to_factors, to_tensors
+from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, WEIGHTS, is_expert_parameter, to_factors, to_tensors
+from megascend.lora.target_modules import matches
 
 
 def write(
@@ -40,9 +42,6 @@ def write(
         known: every projection of the base model that PEFT could adapt. With it the configuration names layers by their
             ends (``q_proj``) where all that end so are adapted; without it, by their whole names. A model that has fused
             experts and other MLPs beside them is recognised by it as well, should ``factors`` be of the latter only.
-
-    Raises:
-        CheckpointError: the factors do not fit ``lora`` or each other, hold non-finite values, or cannot be written.
     """
     try:
         tensors = to_tensors(factors, lora.rank)
@@ -59,10 +58,6 @@ def read(folder: Path) -> tuple[Lora, dict[str, Factors]]:
     Returns:
         The settings (``targets`` as the configuration lists them if that says the same, else the adapted layers' whole
         names; no seed, optimizer or schedule) and the factors by Hugging Face name, in float32.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or holds what plain LoRA of one rank cannot express; the message
-            names the file, the field or tensor, and its value.
     """
     try:
         config = _load_config(folder / CONFIG)
@@ -74,15 +69,7 @@ def read(folder: Path) -> tuple[Lora, dict[str, Factors]]:
 
 
 def check_complete(folder: Path, names: Collection[str], adaptable: Collection[str]) -> None:
-    """Refuse an adapter whose file lacks a layer that its configuration targets; peft would fill it with random factors.
-
-    Args:
-        names: the projections that the file adapts.
-        adaptable: those of the base model that an adapter could adapt.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Raise CheckpointError if the file lacks factors (``names``) of a targeted layer, which peft would fill with random ones."""
     targets = targeted(_load_config(folder / CONFIG), adaptable)
     missing = [name for name in adaptable if name in targets and name not in names]
     if missing:
@@ -121,3 +108,187 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     if not tensors:
         raise CheckpointError(f"{WEIGHTS} holds no tensor")
     return tensors
+
+
+_RENAMED_BY_PEFT = ("gate_proj", "up_proj", "down_proj", "gate")
+"""Modules that PEFT takes for experts of an old checkpoint, wherever they are, if the model has fused experts."""
+
+_PLAIN_INIT = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "target_modules": (list, str),
+    "target_parameters": list,
+    "rank_pattern": dict,
+    "alpha_pattern": dict,
+    "use_rslora": bool,
+}
+_NOT_PLAIN = {
+    "use_dora": "DoRA also learns the length of every row",
+    "lora_bias": "its B has a bias",
+    "fan_in_fan_out": "it adapts layers that store their weight transposed",
+    "modules_to_save": "it carries whole layers beside the factors",
+    "trainable_token_indices": "it carries rows of the embedding beside the factors",
+    "layer_replication": "it repeats layers of the base model",
+    "megatron_config": "it adapts PEFT's own Megatron layers",
+    "alora_invocation_tokens": "Activated LoRA adapts only part of a sequence",
+    "use_qalora": "QALoRA pools the input of A",
+    "use_bdlora": "BD-LoRA's factors are block-diagonal",
+    "monteclora_config": "MonteCLoRA samples around the factors",
+    "arrow_config": "Arrow routes tokens between adapters",
+}
+
+
+def to_config(
+    lora: Lora, names: Collection[str], base_model: str, known: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The content of ``adapter_config.json`` for an adapter of the projections ``names``; see :func:`write`."""
+    if not names:
+        raise CheckpointError("an adapter of no layer cannot be saved")
+    universe = {*names, *(known or ())}
+    fused = any(is_expert_parameter(name) for name in universe)
+    parameters = [name for name in names if is_expert_parameter(name)]
+    weights = [name for name in names if fused and name.split(".")[-1] in _RENAMED_BY_PEFT]
+    weights = [name for name in weights if name not in parameters]
+    modules = [name for name in names if name not in parameters and name not in weights]
+    shorten = universe if known is not None else set()
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0 if parameters or weights else lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": _ends_of(modules, 1, shorten),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": False,
+    }
+    if parameters or weights:  # a PEFT that does not know the field yet reads the others
+        config["target_parameters"] = _ends_of(parameters, 2, shorten)
+        config["target_parameters"] += [f"{name}.weight" for name in _ends_of(weights, 2, shorten)]
+    return config
+
+
+def check_plain(config: Mapping[str, Any]) -> None:
+    """Refuse settings of PEFT that say more than ``W + scaling * B A`` with one rank and one scaling everywhere.
+
+    ``velora_config`` and the settings of initialisations say how factors came about, not what they mean.
+    """
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA can be read")
+    for field, types in _TYPES.items():
+        value = config.get(field)
+        if value is not None and not isinstance(value, types):
+            raise CheckpointError(f"{CONFIG}: {field} is {value!r}, which peft does not write there")
+        if isinstance(value, list) and not all(isinstance(entry, str) for entry in value):
+            raise CheckpointError(f"{CONFIG}: {field} is {value!r}; expected names")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise CheckpointError(f"{CONFIG}: r is {rank!r}; expected a rank of at least 1")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+        raise CheckpointError(f"{CONFIG}: lora_alpha is {alpha!r}; expected a number above 0")
+    dropout = config.get("lora_dropout") or 0.0
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise CheckpointError(f"{CONFIG}: lora_dropout is {dropout!r}; expected a number from 0 to below 1")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{CONFIG}: bias is {config['bias']!r}; it must be 'none': biases are not adapted")
+    for field, reason in _NOT_PLAIN.items():
+        if config.get(field):
+            raise CheckpointError(f"{CONFIG}: {field} is {config[field]!r}; this is not plain LoRA: {reason}")
+    for field, default, value in (("rank_pattern", "r", rank), ("alpha_pattern", "lora_alpha", alpha)):
+        for pattern, other in (config.get(field) or {}).items():
+            if other != value:
+                raise CheckpointError(
+                    f"{CONFIG}: {field} sets {other!r} for {pattern!r}, but {default} is {value}; one adapter has one "
+                    "rank and one alpha"
+                )
+    start = config.get("init_lora_weights", True)
+    if str(start).lower() not in _PLAIN_INIT:
+        raise CheckpointError(
+            f"{CONFIG}: init_lora_weights is {start!r}, which changes the base model's weights too, so this adapter does "
+            f"not fit {config.get('base_model_name_or_path')!r} itself. PEFT saves it as plain LoRA with "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+
+
+def to_lora(config: Mapping[str, Any], names: Collection[str]) -> Lora:
+    """The settings of an adapter of the projections ``names``, of a configuration that :func:`check_plain` passed."""
+    return Lora(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        rslora=bool(config.get("use_rslora")),
+        dropout=config.get("lora_dropout") or 0.0,
+        targets=_targets(config, names),
+    )
+
+
+def targeted(config: Mapping[str, Any], adaptable: Iterable[str]) -> set[str]:
+    """Return those of a base model's projections that peft would adapt by a configuration that :func:`check_plain` passed."""
+    modules, excluded = config.get("target_modules"), config.get("exclude_modules")
+    layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or r"[^.]+"
+    numbers = {layers} if isinstance(layers, int) else set(layers or ())
+    at = re.compile(rf"\.(?:{'|'.join([pattern] if isinstance(pattern, str) else pattern)})\.(\d+)\.")
+    parameters = _parameters(config)
+    found = set()
+    for name in adaptable:
+        layer = at.search(f".{name}")
+        elsewhere = layers is not None and (layer is None or int(layer[1]) not in numbers)
+        if is_expert_parameter(name):
+            chosen = matches(name, parameters)
+        else:
+            chosen = _names(modules, name) and not elsewhere and not _names(excluded, name)
+            chosen = chosen or matches(name, parameters)
+        if chosen:
+            found.add(name)
+    return found
+
+
+def _names(targets: Any, name: str) -> bool:
+    """Check whether ``target_modules`` or ``exclude_modules`` mean a module: a list of ends, a pattern, or ``all-linear``."""
+    if isinstance(targets, str):
+        return matches(name, "all-linear") if targets == "all-linear" else re.fullmatch(targets, name) is not None
+    return matches(name, targets or ())
+
+
+def _parameters(config: Mapping[str, Any]) -> list[str]:
+    """Return ``target_parameters`` in our names."""
+    return [
+        f"experts.{target}" if target in EXPERT_PARAMETERS else target.removesuffix(".weight")
+        for target in config.get("target_parameters") or []
+    ]
+
+
+def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
+    """As listed in the configuration, if that means exactly ``names`` to us too; else ``names``."""
+    modules = config.get("target_modules") or []
+    parameters = _parameters(config)
+    narrowed = any(config.get(f) is not None for f in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    if isinstance(modules, str) or narrowed:
+        return tuple(sorted(names))
+    listed = sorted({*modules, *parameters})
+    siblings = {
+        f"{name.rpartition('.')[0]}.{parameter}"
+        for name in names
+        if is_expert_parameter(name)
+        for parameter in EXPERT_PARAMETERS
+    }
+    selected = {name for name in {*names, *siblings} if matches(name, listed)}
+    used = [target for target in listed if any(matches(name, [target]) for name in names)]
+    return tuple(listed if selected == set(names) and used == listed else sorted(names))
+
+
+def _ends_of(names: Iterable[str], parts: int, universe: Collection[str]) -> list[str]:
+    """``names`` by their last ``parts`` components where all names of ``universe`` that end so are among them."""
+    names = set(names)
+
+    def end(name: str) -> str:
+        return ".".join(name.split(".")[-parts:])
+
+    complete = {end(name) for name in universe if name in names}
+    complete -= {end(name) for name in universe if name not in names}
+    return sorted({end(name) if end(name) in complete else name for name in names})

@@ -37,11 +37,7 @@ def is_expert_parameter(name: str) -> bool:
 
 
 def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
-    """``factors`` under PEFT's names and in PEFT's shapes.
-
-    Raises:
-        CheckpointError: factors that are no pair of this rank, or not finite.
-    """
+    """``factors`` under PEFT's names and in PEFT's shapes."""
     tensors = {}
     for name, pair in factors.items():
         _check_factors(name, pair, rank)
@@ -63,16 +59,9 @@ def base_layer(key: str) -> str | None:
 
 
 def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iterable[str]) -> dict[str, Factors]:
-    """The inverse of :func:`to_tensors`.
+    """Invert :func:`to_tensors`. Weights of the base model among ``tensors`` are passed over (see ``check_base_weights``).
 
-    Args:
-        tensors: as in ``adapter_model.safetensors``, or by ``peft.get_peft_model_state_dict``. Weights of the base model
-            among them are passed over; see :func:`megascend.lora.base_weights.check_base_weights`.
-        rank: PEFT's ``r``.
-        target_parameters: of the configuration; a single pair of an ``experts`` module is named by nothing else.
-
-    Raises:
-        CheckpointError: a tensor that is no LoRA factor, has no partner, or does not have the shape it should.
+    ``target_parameters``: of the configuration; a single pair of an ``experts`` module is named by nothing else.
     """
     target_parameters = list(target_parameters)
     factors: dict[str, Factors] = {}

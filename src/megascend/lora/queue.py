@@ -342,11 +342,7 @@ class AdapterQueue:
 
 
 def stamp(adapter: str, samples: Sequence[Sample]) -> list[Sample]:
-    """Copies that belong to ``adapter``. Pairs are renamed, so that those of two tenants never become one.
-
-    Raises:
-        DataError: there are none, or one belongs to another adapter.
-    """
+    """Copies that belong to ``adapter``. Pairs are renamed, so that those of two tenants never become one."""
     if not samples:
         raise DataError(f"the request of adapter {adapter!r} has no samples")
     for index, sample in enumerate(samples):

@@ -61,15 +61,8 @@ class AdapterRegistry(Mapping[str, Adapter]):
         dtype: torch.dtype,
         device: torch.device,
     ) -> AdapterRegistry:
-        """The registry of a model's adapters, none yet.
-
-        Args:
-            found: all layers of this rank that adapters could act on.
-            everything: the Hugging Face weights in those of all ranks.
-            dtype: of the model.
-
-        Raises:
-            ConfigError: ``limits.targets`` names what is not there.
+        """Build the registry of a model's adapters; ``found``: this rank's possible targets, ``everything``: all ranks' weights
+        in them.
         """
         check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
         return cls(
@@ -141,11 +134,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Forget an adapter and free its memory.
-
-        Raises:
-            ConfigError: there is none of that name.
-        """
+        """Forget an adapter and free its memory."""
         del self._adapters[self[name].name]
 
 

@@ -33,13 +33,7 @@ class TokenSegments:
 
 
 def tokens_per_adapter(adapter_index: Sequence[int], lengths: Sequence[int], count: int) -> list[int]:
-    """Tokens of each adapter. Pure.
-
-    Args:
-        adapter_index: every sample's adapter, ascending.
-        lengths: tokens of every sample on this rank.
-        count: adapters of the call.
-    """
+    """Return the tokens of each of ``count`` adapters, by every sample's adapter and length."""
     totals = [0] * count
     for index, length in zip(adapter_index, lengths, strict=True):
         totals[index] += length
@@ -58,13 +52,9 @@ def cut(counts: Sequence[int], start: int, stop: int) -> list[int]:
 def token_segments(
     adapter_index: Tensor, counts: list[int], keys: Tensor | None, part: tuple[int, int], device: torch.device
 ) -> TokenSegments:
-    """The :class:`TokenSegments` of tokens that lie in segments of ``counts``.
+    """Build the segments of tokens that lie by adapter, ``counts`` of each.
 
-    Args:
-        adapter_index: int64 [n], every token's adapter.
-        counts: tokens of every adapter of the call.
-        keys: dropout keys [n], or None.
-        part: (rank, ranks) of the sequence parallel slice; (0, 1) without.
+    ``keys``: dropout keys [n], or None; ``part``: (rank, ranks) of the sequence parallel slice, (0, 1) without.
     """
     rank, ranks = part
     size = len(adapter_index) // ranks
@@ -95,11 +85,9 @@ class ExpertAdapterRows:
 def by_expert_and_adapter(
     expert: Tensor, adapter_index: Tensor, experts: int, adapters: int, *, in_order: bool
 ) -> ExpertAdapterRows:
-    """Waits for no device.
+    """Group rows by their expert and adapter, int64 [rows] each. Waits for no device.
 
-    Args:
-        expert, adapter_index: int64 [rows], of every row.
-        in_order: they lie by expert and adapter already. Where that is not so, an assertion fails on the device.
+    ``in_order``: they lie so already; where that is not true, an assertion fails on the device.
     """
     key = expert * adapters + adapter_index
     if in_order:

@@ -1,17 +1,18 @@
-"""The adapters of one call, side by side in the model's precision: what the layers compute with."""
+"""The adapters of one call, side by side in the model's precision, with views for their fused layers; and a pool of stacks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megascend.batch.step_shapes import next_power_of_two
 from megascend.kernels.host_copy import to_device
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup
-from megascend.lora.row_blocks import row_blocks
 
 FactorsAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -211,3 +212,100 @@ def common_rank(adapters: Sequence[Adapter | None]) -> int:
     """The rank that all are padded to: the largest; with several, a multiple that grouped kernels take."""
     largest = max((adapter.lora.rank for adapter in adapters if adapter is not None), default=1)
     return largest if len(adapters) == 1 else -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """``count`` blocks of ``length`` rows that follow each other, ``step`` rows from one's first to the next one's."""
+
+    start: int
+    length: int
+    step: int
+    count: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These of the last dimension of ``tensor``: [..., count, length], a view."""
+        stop = self.start + (self.count - 1) * self.step + self.length
+        return tensor[..., self.start : stop].unfold(-1, self.length, self.step)
+
+
+def row_blocks(rows: Tensor) -> list[RowBlocks]:
+    """Ascending rows, int64 [n], as few blocks: those of q in Megatron's fused layer are one, whatever the number of groups."""
+    if not len(rows):
+        return []
+    gaps = rows.diff()
+    if (gaps < 1).any():
+        raise ValueError("rows of a slice have to ascend")
+    ends = [*(gaps > 1).nonzero().flatten().tolist(), len(rows) - 1]
+    firsts = [0, *(end + 1 for end in ends[:-1])]
+    found: list[RowBlocks] = []
+    for first, end in zip(firsts, ends, strict=True):
+        start, length = int(rows[first]), end - first + 1
+        last = found[-1] if found else None
+        if last is not None and length == last.length and last.count == 1:
+            found[-1] = RowBlocks(last.start, length, start - last.start, 2)
+        elif last is not None and length == last.length and start == last.start + last.count * last.step:
+            found[-1] = RowBlocks(last.start, length, last.step, last.count + 1)
+        else:
+            found.append(RowBlocks(start, length, length, 1))
+    return found
+
+
+class StackPool:
+    """A stack for each of a few sizes: numbers and ranks of adapters, rounded up to powers of two.
+
+    Captured steps read factors and add gradients by address, so a stack keeps its memory while adapters come and go as its
+    contents; places that a call does not need are empty.
+
+    Args:
+        limit: stacks kept; the one used longest ago makes room.
+        on_drop: called with a stack that is given up, before its memory is free.
+    """
+
+    def __init__(
+        self,
+        shape_groups: Sequence[ShapeGroup],
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: int,
+        on_drop: Callable[[StackedAdapters], None],
+    ) -> None:
+        self._shape_groups, self._dtype, self._device = shape_groups, dtype, device
+        self._limit, self._on_drop = limit, on_drop
+        self._stacks: OrderedDict[tuple[int, int], StackedAdapters] = OrderedDict()
+
+    def take(self, adapters: Sequence[Adapter | None]) -> StackedAdapters:
+        """The stack for a call of ``adapters``, which come first in it, in their order."""
+        adapters = (*adapters, *[None] * (places(len(adapters)) - len(adapters)))
+        key = len(adapters), padded_rank(adapters)
+        stack = self._stacks.get(key)
+        if stack is None:
+            while len(self._stacks) >= self._limit:
+                self._on_drop(self._stacks.popitem(last=False)[1])
+            stack = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device, rank=key[1])
+            self._stacks[key] = stack
+        self._stacks.move_to_end(key)
+        if stack.adapters != adapters:
+            stack.serve(adapters)
+        return stack
+
+    def forget(self, adapter: Adapter) -> None:
+        """Remove every copy of an adapter."""
+        for stack in self._stacks.values():
+            if adapter in stack.adapters:
+                stack.serve([None] * len(stack.adapters))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all stacks."""
+        return sum(stack.bytes for stack in self._stacks.values())
+
+
+def places(adapters: int) -> int:
+    """Adapters that the stack for a call of so many has room for."""
+    return next_power_of_two(adapters)
+
+
+def padded_rank(adapters: Sequence[Adapter | None]) -> int:
+    """The rank of their stack: a power of two that grouped kernels take."""
+    return max(RANK_MULTIPLE, next_power_of_two(common_rank(adapters)))

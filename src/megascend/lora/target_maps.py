@@ -1,32 +1,31 @@
-"""Which layers of a model adapters can act on: a map of one transformer layer for every architecture, in a registry.
+"""Adapter targets of Megatron's layers: a map of one transformer layer for every architecture, in a registry.
 
-Architectures whose modules are named as in Llama share :func:`megascend.lora.llama_targets.layer_targets`, which is what a
-``model_type`` that nobody has registered gets. :func:`register_lora_targets` adds others, from anywhere.
+Architectures that name their modules as Llama does (Qwen, Mistral, Mixtral, GLM-4 and many others) share
+:func:`layer_targets`, the default; :func:`register_lora_targets` adds others, whose maps may use the functions below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from megascend.errors import ConfigError
-from megascend.lora import llama_targets
-from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, ModelLayout, TargetModule
+from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, ModelLayout, TargetModule, weight_shape
 
 TargetMap = Callable[[Any, int, ModelLayout], Iterable[TargetModule]]
-"""(a transformer layer of Megatron's, its number from 0, the layout) -> the target modules in it, in the model's order.
+"""(Megatron's transformer layer, its number from 0, the layout) -> its target modules, in the model's order.
 
-It raises ConfigError for a layer of a kind that it does not know. Factors live under the names in ``FusedSlice.name``, which
-are those of peft, so a map decides what a saved adapter of its architecture looks like.
+A map raises ConfigError for a kind of layer that it does not know. Factors are saved under ``FusedSlice.name``, so a map decides
+what an adapter of its architecture looks like to peft.
 """
 
 _by_model_type: dict[str, TargetMap] = {}
 
 
 def register_lora_targets(model_type: str, target_map: TargetMap) -> None:
-    """Say where adapters of an architecture can go. Every rank does so before it constructs a backend.
+    """Register the adapter targets of an architecture, on every rank, before a backend is constructed.
 
     Args:
         model_type: as in the model's ``config.json``.
@@ -39,26 +38,22 @@ def register_lora_targets(model_type: str, target_map: TargetMap) -> None:
 
 
 def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[TargetModule]:
-    """Every layer of this rank's chunks that an adapter could act on, in the model's order.
-
-    Raises:
-        ConfigError: the architecture has attention or MLP layers of a kind that its map does not know.
-    """
-    layer_targets = _by_model_type.get(layout.config.hf_model_type, llama_targets.layer_targets)
-    found: list[TargetModule] = []
+    """Return every layer of this rank's chunks that an adapter could act on, in the model's order."""
+    targets_of_layer = _by_model_type.get(layout.config.hf_model_type, layer_targets)
+    targets: list[TargetModule] = []
     for chunk in chunks:
         tied = chunk.share_embeddings_and_output_weights
         if chunk.pre_process and not tied:
-            found += _embedding(chunk.embedding, layout)
+            targets += _embedding(chunk.embedding, layout)
         for layer in chunk.decoder.layers:
-            found += layer_targets(layer, layer.layer_number - 1, layout)
+            targets += targets_of_layer(layer, layer.layer_number - 1, layout)
         if chunk.post_process and not tied:
-            found += _output(chunk.output_layer, layout)
-    return found
+            targets += _output(chunk.output_layer, layout)
+    return targets
 
 
 def _embedding(embedding: Any, layout: ModelLayout) -> Iterator[TargetModule]:
-    """Its A looks columns of the vocabulary up, where B is whole on every rank: a row parallel layer of one-hot inputs."""
+    """Yield the embedding as a row parallel layer of one-hot inputs: A is split by vocabulary, B is whole on every rank."""
     name, module = f"{layout.prefix}{EMBEDDING}", embedding.word_embeddings
     sliced = layout.topology.sequence_parallel and layout.topology.tensor > 1
     # With learned positions Megatron slices the sequence after adding them, so that B would see all of it on every rank.
@@ -76,3 +71,101 @@ def _output(module: Any, layout: ModelLayout) -> Iterator[TargetModule]:
     rows = torch.arange(shard.rows)
     own = FusedSlice(OUTPUT, layout.vocab_size, rows, shard.start + rows)
     yield TargetModule(module, "column", (own,), columns, shard.rows, 0, columns)
+
+
+def layer_targets(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """Yield the target modules of a layer with Llama's names: attention, then a dense MLP or experts."""
+    yield from attention(layer, number, layout)
+    mlp = layer.mlp
+    if hasattr(mlp, "experts"):
+        yield from experts(mlp, number, layout)
+        shared = getattr(mlp, "shared_experts", None)
+        if shared is not None:
+            yield from feed_forward(shared, number, layout, ("shared_expert", "shared_experts"))
+    elif hasattr(mlp, "linear_fc1"):
+        yield from feed_forward(mlp, number, layout)
+    elif list(mlp.parameters()):
+        raise ConfigError(f"adapters: layer {number} has {type(mlp).__name__}, {_unknown(layout)}")
+
+
+def attention(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """q, k and v, which Megatron fuses, and the output projection."""
+    module: Any = getattr(layer, "self_attention", None)
+    gated = getattr(layout.config, "attention_output_gate", False)  # the gate is inside q_proj
+    if hasattr(module, "linear_qkv") and not gated:
+        yield query_key_value(module.linear_qkv, number, layout)
+        yield linear(module.linear_proj, "row", layout, [layout.name(number, "self_attn", "o_proj")])
+    elif module is not None and list(module.parameters()):
+        with_gate = " with an output gate" if gated else ""
+        raise ConfigError(f"adapters: layer {number} has {type(module).__name__}{with_gate}, {_unknown(layout)}")
+
+
+def _unknown(layout: ModelLayout) -> str:
+    return (
+        f"which the map of adapters' targets for model_type {layout.config.hf_model_type!r} does not know "
+        "(megascend.register_lora_targets takes another)"
+    )
+
+
+def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str = "self_attn") -> TargetModule:
+    """Build the fused projection: for every query group its query heads, its key, its value; ``folder``: attention's name."""
+    config, (rank, size) = layout.config, layout.tensor_rank(expert=False)
+    width = config.kv_channels
+    groups = (config.num_query_groups or config.num_attention_heads) // size
+    heads = config.num_attention_heads // (groups * size)
+    rows = torch.arange(groups * (heads + 2) * width).view(groups, heads + 2, width)
+    slices = []
+    for name, chosen in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
+        local = chosen.flatten()
+        whole = rank * len(local) + torch.arange(len(local))
+        slices.append(FusedSlice(layout.name(number, folder, name), len(local) * size, local, whole))
+    return TargetModule.of(module, "column", layout, slices)
+
+
+def feed_forward(mlp: Any, number: int, layout: ModelLayout, folders: Sequence[str] = ()) -> Iterator[TargetModule]:
+    """Yield a dense MLP, or shared experts, whose module may be called one of ``folders`` inside ``mlp``."""
+    folder = next((f for f in folders if layout.has(layout.name(number, "mlp", f, "down_proj"))), None)
+    path = ("mlp",) if folder is None else ("mlp", folder)
+    names = [layout.name(number, *path, "gate_proj"), layout.name(number, *path, "up_proj")]
+    if layout.has(layout.name(number, *path, "gate_up_proj")):
+        names = [layout.name(number, *path, "gate_up_proj")]
+    elif not layout.config.gated_linear_unit:
+        names = [layout.name(number, *path, "up_proj")]
+    yield linear(mlp.linear_fc1, "column", layout, names)
+    yield linear(mlp.linear_fc2, "row", layout, [layout.name(number, *path, "down_proj")])
+
+
+def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """transformers fuses the experts' weights, gate above up, into one parameter, and peft adapts that."""
+    grouped = moe.experts
+    if not hasattr(grouped.linear_fc1, "weight0") or not layout.config.gated_linear_unit:
+        raise ConfigError(f"adapters: layer {number} has experts ({type(grouped).__name__}), {_unknown(layout)}")
+    yield linear(grouped.linear_fc1, "column", layout, [layout.name(number, "mlp", "experts", "gate_up_proj")], moe)
+    yield linear(grouped.linear_fc2, "row", layout, [layout.name(number, "mlp", "experts", "down_proj")], moe)
+
+
+def linear(
+    module: Any, split: Literal["column", "row"], layout: ModelLayout, names: Sequence[str], moe: Any = None
+) -> TargetModule:
+    """Build a layer whose output is that of one Hugging Face weight, or of gate and up, half each on every rank.
+
+    ``names``: of the weight, or of gate and up. Under one name, a column parallel layer of a gated MLP is gate above up.
+    """
+    out, _ = weight_shape(module)
+    rank, size = layout.tensor_rank(expert=moe is not None)
+    gated = split == "column" and layout.config.gated_linear_unit
+    half = out // 2 if gated else out
+    everything = torch.arange(out)
+    if split == "row":
+        slices = [FusedSlice(names[0], out, everything, everything)]
+    elif len(names) == 2:
+        local = torch.arange(half)
+        whole = rank * half + local
+        slices = [FusedSlice(name, half * size, local + which * half, whole) for which, name in enumerate(names)]
+    elif gated:
+        rows = torch.arange(half)
+        whole = torch.cat([rank * half + rows, half * size + rank * half + rows])
+        slices = [FusedSlice(names[0], out * size, everything, whole)]
+    else:
+        slices = [FusedSlice(names[0], out * size, everything, rank * out + everything)]
+    return TargetModule.of(module, split, layout, slices, moe)

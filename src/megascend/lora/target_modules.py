@@ -79,13 +79,8 @@ class TargetModule:
         slices: Sequence[FusedSlice],
         moe: Any = None,
     ) -> TargetModule:
-        """A linear layer of Megatron's, whose sizes follow from its weight on this rank.
-
-        Args:
-            moe: the mixture-of-experts layer whose experts' weights ``module`` holds, or None.
-
-        Raises:
-            ConfigError: the checkpoint lacks a weight that the layer is made of. Not asked of experts, whose names there vary.
+        """Build a linear layer of Megatron's by its weight on this rank; ``moe``: the layer whose experts' weights it holds, or
+        None.
         """
         missing = [fused_slice.name for fused_slice in slices if moe is None and not layout.has(fused_slice.name)]
         if missing:
@@ -170,13 +165,9 @@ def matches(name: str, targets: Literal["all-linear"] | Sequence[str]) -> bool:
 
 
 def check_untied(targets: Literal["all-linear"] | Sequence[str], prefix: str, *, tied: bool) -> None:
-    """Raise ConfigError if ``targets`` name a weight that embedding and output layer have in common.
+    """Raise ConfigError if ``targets`` name a weight that embedding and output layer share.
 
-    peft warns of such adapters: each acts on one use of the weight, so that merging either changes both.
-
-    Args:
-        prefix: of the embedding's name.
-        tied: they have one.
+    Merging such an adapter would change both uses, of which peft warns. ``prefix``: of the embedding's name.
     """
     for name in (f"{prefix}{EMBEDDING}", OUTPUT):
         if tied and matches(name, targets):

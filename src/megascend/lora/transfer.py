@@ -51,13 +51,7 @@ def gather(
     *,
     everywhere: bool = False,
 ) -> list[dict[str, Factors]] | None:
-    """Whole factors, by projection, of each of ``vectors`` (values or moments), on rank 0; None on the others.
-
-    Collective over the world.
-
-    Args:
-        everywhere: on all ranks instead.
-    """
+    """Return whole factors of each of ``vectors`` (values or moments) on rank 0, or ``everywhere``; else None. Collective."""
     mine = [factor_shards(adapter, vector, shape_groups, groups.coordinates) for vector in vectors]
     bring = gather_objects if everywhere else collect_objects
     everyone = bring(mine, "world", groups, f"factors of adapter {adapter.name!r}")
@@ -122,11 +116,7 @@ def assemble(found: Sequence[FactorShard]) -> dict[str, Factors]:
 def scatter(
     factors: Mapping[str, Factors], adapter: Adapter, vector: Tensor, shape_groups: Sequence[ShapeGroup]
 ) -> None:
-    """Write this rank's parts of whole factors into ``vector``; projections without factors become zero. Local.
-
-    Raises:
-        CheckpointError: a factor does not fit its layer.
-    """
+    """Write this rank's parts of whole factors into ``vector``; projections without factors become zero. Local."""
     for span, values in adapter.views(vector.detach()):
         values.zero_()
         for layer, target in enumerate(shape_groups[span.shape_group].target_modules):
@@ -145,11 +135,7 @@ def scatter(
 def local_factors(
     target: TargetModule, fused_slice: FusedSlice, expert: int, factors: Factors
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of whole factors: A [rank, in] and B transposed [rank, rows of the slice].
-
-    Raises:
-        CheckpointError: they are of a layer of another shape.
-    """
+    """This rank's part of whole factors: A [rank, in] and B transposed [rank, rows of the slice]."""
     a, b = factors.a, factors.b
     lead = (target.expert_total,) if target.is_expert else ()
     shapes = (*lead, factors.rank, target.in_total), (*lead, fused_slice.out_features, factors.rank)

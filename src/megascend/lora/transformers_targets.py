@@ -16,10 +16,7 @@ FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def layer_targets(model: Any) -> list[TargetModule]:
-    """Linear layers of a model's layers, and its fused experts, as what adapters may target.
-
-    Embedding and output layer are not among them, and neither are routers and experts without a gate.
-    """
+    """Return linear layers and fused experts of a model's layers, without routers and experts that have no gate."""
     found = []
     for name, module in model.named_modules():
         if ".layers." not in f".{name}":
@@ -61,11 +58,7 @@ def experts_without_gate(model: nn.Module) -> Iterator[str]:
 
 
 def drawn_as(name: str, allowed: Sequence[str]) -> str | None:
-    """The projection by whose name the dropout of projection ``name`` is drawn, so that all engines draw alike. Pure.
-
-    Args:
-        allowed: projections that adapters may target.
-    """
+    """Return the projection, among ``allowed``, that names the dropout of ``name``, so that all engines draw alike."""
     parent, _, last = name.rpartition(".")
     for together in FUSED_BY_MEGATRON:
         if last in together:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascend.memory.sizes import ModelSizes
+from megascend.config import TrainerConfig
+from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, Workload
 from megascend.topology.topology import Topology
 
 FP32 = 4
@@ -42,6 +43,18 @@ class LayerKind:
     frozen: bool
     rank: int
     longest: int
+
+    @classmethod
+    def of(cls, config: TrainerConfig, workload: Workload, kernels: Kernels) -> LayerKind:
+        """Derive it from a run's settings and largest micro batch."""
+        return cls(
+            fused=kernels == "fused",
+            bytes=ELEMENT_BYTES[config.precision],
+            packed=workload.packed,
+            frozen=config.lora is not None,
+            rank=0 if config.lora is None else config.lora.rank,
+            longest=workload.tokens if workload.longest is None else workload.longest,
+        )
 
     @property
     def keeps_probabilities(self) -> bool:
@@ -153,3 +166,20 @@ def _experts(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
 def _adapted(kind: LayerKind, slices: int) -> float:
     """What adapters keep: ``A x`` of each of a layer's slices."""
     return kind.bytes * kind.rank * slices
+
+
+CHUNK_BYTES = 5 * 2**28
+"""As in :mod:`megascend.kernels.linear_logprobs`, which needs torch; a test holds the two together."""
+
+
+def head_bytes(hidden: int, rows: int, tokens: float, kind: LayerKind, *, trained: bool) -> float:
+    """Return bytes of a chunk's logits, of what is computed from them, and of the gradient of the hidden states."""
+    chunk = min(tokens, max(128, CHUNK_BYTES // (kind.bytes * max(rows, 1)) // 128 * 128))
+    logits = kind.bytes * chunk * rows
+    if not kind.fused:
+        # Plain softmax: an fp32 copy unless they are fp32, the difference to the maximum and its exponential; later, the
+        # product of the weight's gradient before it is added.
+        softmax = (3 if kind.wide else 2) * FP32 * chunk * rows
+        product = kind.bytes * rows * hidden if trained and kind.wide else 0
+        logits += max(softmax, product)
+    return logits + kind.bytes * hidden * tokens

@@ -13,8 +13,7 @@ from typing import Any
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory import megatron, transformers_engines
-from megascend.memory.sizes import ModelSizes
-from megascend.memory.workload import Items, Kernels, Workload
+from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
 from megascend.topology.topology import Topology
 
 MIB = 2**20
@@ -62,12 +61,8 @@ def estimate(
     workload: Workload,
     kernels: Kernels,
 ) -> Estimate | None:
-    """What a run's largest step needs; None for an engine from outside.
-
-    Args:
-        hf_config: the model's ``config.json``.
-        workload: its largest micro batch.
-        kernels: what computes on the run's platform.
+    """Return what a run's largest micro batch needs; None for an engine from outside. ``hf_config``: the model's
+    ``config.json``.
     """
     if config.engine not in ENGINES:
         return None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import LayerBytes, LayerKind, layer_bytes, norm_bytes, probability_bytes
-from megascend.memory.adapters import adapter_bytes
-from megascend.memory.head import head_bytes
-from megascend.memory.parameters import StageParameters, stages
-from megascend.memory.sizes import ModelSizes
-from megascend.memory.workload import ELEMENT_BYTES, Items, Kernels, Workload
+from megascend.memory.activations import LayerBytes, LayerKind, head_bytes, layer_bytes, norm_bytes, probability_bytes
+from megascend.memory.parameters import StageParameters, adapter_bytes, stages
+from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
 from megascend.topology.topology import Topology
 
 WORKSPACES = 96 * 2**20
@@ -25,14 +22,7 @@ def stage_items(
     kernels: Kernels,
 ) -> list[Items]:
     """Bytes of each item of a rank of each stage."""
-    kind = LayerKind(
-        fused=kernels == "fused",
-        bytes=ELEMENT_BYTES[config.precision],
-        packed=workload.packed,
-        frozen=config.lora is not None,
-        rank=0 if config.lora is None else config.lora.rank,
-        longest=workload.tokens if workload.longest is None else workload.longest,
-    )
+    kind = LayerKind.of(config, workload, kernels)
     layers = len(sizes.with_experts)
     return [
         _of_stage(config, sizes, topology, workload, kind, held, stage, info)

@@ -1,14 +1,41 @@
-"""The sizes of a model that decide how much memory a step takes."""
+"""Sizes of a model and of a step's workload that decide how much memory the step takes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.unsupported import expert_layers
+
+Items = dict[str, int]
+"""Bytes by what they are for."""
+
+Kernels = Literal["fused", "plain"]
+"""``fused``: Transformer Engine's and Triton's, on CUDA; also taken for NPUs, where nothing was measured. ``plain``: PyTorch's on
+a CPU."""
+
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest micro batch of a run.
+
+    Attributes:
+        tokens: padding included, over all context parallel ranks.
+        micro_batches: most that a rank has in a step.
+        packed: samples of different length lie one after the other; False: a padded batch, which samples of one length are, too.
+        longest: tokens of the longest sample; None: one sample may fill the micro batch.
+    """
+
+    tokens: int
+    micro_batches: int = 1
+    packed: bool = True
+    longest: int | None = None
+
 
 LAYER = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 

@@ -10,12 +10,9 @@ from collections import defaultdict
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import FP32, LayerBytes, LayerKind
-from megascend.memory.adapters import adapter_bytes
-from megascend.memory.head import head_bytes
-from megascend.memory.parameters import StageParameters, elements, stages
-from megascend.memory.sizes import ModelSizes, layer_of
-from megascend.memory.workload import ELEMENT_BYTES, Items, Kernels, Workload
+from megascend.memory.activations import FP32, LayerBytes, LayerKind, head_bytes
+from megascend.memory.parameters import StageParameters, adapter_bytes, elements, stages
+from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload, layer_of
 from megascend.topology.topology import Topology
 
 ADAM_TEMPORARIES = 2
@@ -33,14 +30,7 @@ def items(
     kernels: Kernels,
 ) -> Items:
     """Bytes of each item of a rank."""
-    kind = LayerKind(
-        fused=kernels == "fused",
-        bytes=ELEMENT_BYTES[config.precision],
-        packed=workload.packed,
-        frozen=config.lora is not None,
-        rank=0 if config.lora is None else config.lora.rank,
-        longest=workload.tokens if workload.longest is None else workload.longest,
-    )
+    kind = LayerKind.of(config, workload, kernels)
     [held] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied)
     tokens = workload.tokens / topology.context
     layers = [
@@ -51,27 +41,29 @@ def items(
     head = head_bytes(sizes.hidden, held.vocabulary, tokens, kind, trained=not kind.frozen)
     backward = tokens * (again + _backward(sizes, kind))
     if config.engine == "single":
-        found, backward_parameters, later = _single(config, held, kind)
+        stage_items, backward_parameters, later = _single(config, held, kind)
     else:
-        found, backward_parameters, later = _fsdp(config, info, sizes, topology, workload, held, kind)
-    found["adapters"] = _adapters(config, info, held, topology, kind)
+        stage_items, backward_parameters, later = _fsdp(config, info, sizes, topology, workload, held, kind)
+    if (
+        config.lora is not None
+    ):  # whole on every rank; nothing is fused; peft's (engine single) compute with the factors
+        stacked = config.engine == "fsdp"
+        stage_items["adapters"] = adapter_bytes(
+            config.lora, info.tensors, held, topology, kind.bytes, fused=False, stacked=stacked
+        )
     backward += backward_parameters
     if later > activations + max(head, backward):
-        found["update"] = int(later)
+        stage_items["update"] = int(later)
     else:
-        found["activations"] = int(activations)
-        found["output head" if head >= backward else "backward pass"] = int(max(head, backward))
+        stage_items["activations"] = int(activations)
+        stage_items["output head" if head >= backward else "backward pass"] = int(max(head, backward))
     if kind.fused:
-        found["workspaces"] = WORKSPACES
-    return found
+        stage_items["workspaces"] = WORKSPACES
+    return stage_items
 
 
 def layer_bytes(sizes: ModelSizes, kind: LayerKind, *, with_experts: bool, single: bool) -> LayerBytes:
-    """What one layer keeps for each token, without recomputation.
-
-    Args:
-        single: by transformers' own code for experts, which keeps their outputs, too.
-    """
+    """Return what a layer keeps of each token, without recomputation; ``single``: transformers' own experts keep outputs too."""
     b = kind.bytes
     attention = _norm(sizes.hidden, kind)
     if sizes.qk_norm:
@@ -112,11 +104,11 @@ def _backward(sizes: ModelSizes, kind: LayerKind) -> float:
     return kind.bytes * (2 * rows * width + (1 + rows) * sizes.hidden)
 
 
-Found = tuple[Items, float, float]
+EngineItems = tuple[Items, float, float]
 """What stays from step to step, what the backward pass has of parameters, and the temporaries of the update."""
 
 
-def _single(config: TrainerConfig, held: StageParameters, kind: LayerKind) -> Found:
+def _single(config: TrainerConfig, held: StageParameters, kind: LayerKind) -> EngineItems:
     """Parameters, and their fp32 originals where they have 16 bits; sums of gradients are fp32 and always there."""
     items: Items = {"parameters": kind.bytes * held.total}
     if kind.frozen:
@@ -136,7 +128,7 @@ def _fsdp(
     workload: Workload,
     held: StageParameters,
     kind: LayerKind,
-) -> Found:
+) -> EngineItems:
     """fp32 shards of parameters, gradients and moments; what is gathered, in the run's precision."""
     shares = topology.world_size // config.fsdp.replicate
     sharded = elements(info.tensors) / shares  # of experts too: a rank has some of them, and a part of their rows
@@ -167,14 +159,3 @@ def _fsdp(
     update = 0 if kind.fused else ADAM_TEMPORARIES * FP32 * max(held.embedding, held.layer_matrix) / shares
     last = (kind.bytes + FP32) * outside  # embedding and output layer come last
     return items, backward, gradients + max(update, last)
-
-
-def _adapters(
-    config: TrainerConfig, info: ModelInfo, held: StageParameters, topology: Topology, kind: LayerKind
-) -> int:
-    """Whole on every rank. Nothing is fused; peft's adapters (engine single) compute with the factors themselves."""
-    if config.lora is None:
-        return 0
-    return adapter_bytes(
-        config.lora, info.tensors, held, topology, kind.bytes, fused=False, stacked=config.engine == "fsdp"
-    )

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
-from megascend.platforms.torch_npu import explain_torch_npu_failure
+from megascend.platforms.npu import explain_torch_npu_failure
 
 __all__ = ["PLATFORMS", "MemoryFigures", "Platform", "choose"]
 
@@ -19,11 +19,7 @@ PLATFORMS = {
 
 
 def choose(name: str = "auto") -> Platform:
-    """The platform called ``name``, or the first one that works here for ``auto``.
-
-    Raises:
-        PlatformError: the name is unknown, or the platform cannot be used here (the message says why).
-    """
+    """The platform called ``name``, or the first one that works here for ``auto``."""
     _require_torch()
     if name == "auto":
         for candidate in map(load, PLATFORMS):

@@ -17,7 +17,7 @@ THREADS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeCpus:
     """CPUs for a process: those of NUMA node ``node`` that it may use."""
 
     node: int
@@ -34,9 +34,7 @@ def cpus_of(text: str) -> frozenset[int]:
 
 
 def nodes_with_cpus(folder: Path = NODES) -> dict[int, frozenset[int]]:
-    """CPUs of every NUMA node that has some. Nodes of memory alone are none that a process can run on: each GPU of a GB200 adds
-    some, and so does CXL memory. Empty where the kernel shows no nodes.
-    """
+    """Return the CPUs of every NUMA node that has some (GB200 GPUs and CXL add nodes of memory alone); empty without nodes."""
     found = {}
     for path in folder.glob("node*/cpulist"):
         if (name := re.fullmatch(r"node(\d+)", path.parent.name)) and (
@@ -57,15 +55,11 @@ def node_of_device(address: str | None, folder: Path = PCI_DEVICES) -> int | Non
 
 def place(
     nodes: Mapping[int, Set[int]], allowed: Set[int], local_rank: int, local_size: int, device_node: int | None
-) -> Placement | str:
-    """Where one of a host's processes runs, or why it stays where it is. Pure.
+) -> NodeCpus | str:
+    """Return where one of a host's processes runs, or why it stays where it is. Pure.
 
-    Args:
-        nodes: CPUs of each node.
-        allowed: CPUs that the process may use now; a container or launcher may have bound it.
-        local_rank, local_size: of the processes on this host. Without a device's node they are dealt out over the nodes in
-            order, equally many to each.
-        device_node: the node of this process's device.
+    ``allowed``: CPUs that the process may use now. Without a device's node (``device_node``), local ranks are dealt out over the
+    nodes in order, equally many to each.
     """
     usable = {node: frozenset(cpus & allowed) for node, cpus in sorted(nodes.items()) if cpus & allowed}
     if len(usable) < 2:
@@ -73,12 +67,12 @@ def place(
     if not 0 <= local_rank < local_size:
         return f"local rank {local_rank} is none of {local_size} processes on this host"
     if device_node in usable:
-        return Placement(device_node, usable[device_node])
+        return NodeCpus(device_node, usable[device_node])
     node = list(usable)[local_rank * len(usable) // local_size]
-    return Placement(node, usable[node])
+    return NodeCpus(node, usable[node])
 
 
-def bind(placement: Placement) -> None:
+def bind(placement: NodeCpus) -> None:
     """Have all threads of this process run on these CPUs; those that it starts later do so by themselves."""
     for thread in THREADS.iterdir():
         try:
@@ -88,12 +82,7 @@ def bind(placement: Placement) -> None:
 
 
 def bind_to_node(local_rank: int, local_size: int, address: str | None, nodes: Path = NODES) -> str:
-    """Bind this process to one node; what was done, in a line.
-
-    Args:
-        address: of its device, see :func:`node_of_device`.
-        nodes: where the kernel shows NUMA nodes.
-    """
+    """Bind this process to the NUMA node of the device at PCI ``address``, if known; return what was done, in a line."""
     if not hasattr(os, "sched_setaffinity"):
         return "affinity: nothing is bound: this system binds no processes to CPUs"
     allowed = os.sched_getaffinity(0)

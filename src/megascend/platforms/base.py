@@ -63,11 +63,7 @@ class Platform(ABC):
         return []
 
     def configure_products(self, tf32: bool) -> list[str]:
-        """Choose what products of fp32 matrices are, before anything computes one; one line for every change.
-
-        Raises:
-            ConfigError: this platform has no TF32.
-        """
+        """Choose what products of fp32 matrices are, before anything computes one; one line for every change."""
         if tf32:
             raise ConfigError(
                 f"tf32=True, but platform {self.name!r} has no TF32: its fp32 products are fp32; leave it False"

@@ -40,17 +40,9 @@ for n in (33, 64, 257):
 
 
 def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUINFO) -> list[str]:
-    """Keep oneDNN from AMX where it does not work here. Call it before this process's first product of bf16 matrices.
+    """Keep oneDNN from AMX where it does not work, unless :data:`VARIABLE` is set; return a line for each change.
 
-    Args:
-        environment: the process's; nothing is done where :data:`VARIABLE` is set.
-        cpuinfo: where the kernel tells about the processor.
-
-    Returns:
-        A line for each change.
-
-    Raises:
-        PlatformError: bf16 products fail without AMX too, or do not end.
+    Call it before this process's first product of bf16 matrices.
     """
     if VARIABLE in environment or not shows_amx(cpuinfo):
         return []

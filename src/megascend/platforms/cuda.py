@@ -1,4 +1,9 @@
-"""NVIDIA GPUs, and NCCL."""
+"""NVIDIA GPUs and NCCL; and whether matrix products of fp32 tensors are fp32 or, on request, TensorFloat-32.
+
+Transformer Engine asks cuBLAS for TF32 whenever its inputs are fp32 (``cublaslt_gemm.cu``: ``CUBLAS_COMPUTE_32F_FAST_TF32``),
+whatever torch's own switch says; ten bits of mantissa put gradient norms of layouts 1e-4 apart. cuBLAS's variable
+``NVIDIA_TF32_OVERRIDE=0`` takes precedence over what a caller asks for, and is read when the library is loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import threading
 from collections.abc import MutableMapping
 from typing import ClassVar
 
-from megascend.errors import PlatformError
+from megascend.errors import ConfigError, PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
 
 # Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
@@ -37,15 +42,11 @@ class CudaPlatform(Platform):
         return None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
 
     def configure_products(self, tf32: bool) -> list[str]:
-        from megascend.platforms import cuda_products
-
-        return cuda_products.configure(tf32, os.environ)
+        return configure_tf32(tf32, os.environ)
 
     def check_products(self) -> None:
         if self.has_transformer_engine_kernels:
-            from megascend.platforms import cuda_products
-
-            cuda_products.check(cuda_products.relative_error())
+            check_fp32_products(relative_error())
 
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return shorten_dump(os.environ)
@@ -114,7 +115,7 @@ class CudaPlatform(Platform):
 
 
 def shorten_dump(environment: MutableMapping[str, str]) -> list[str]:
-    """How long torch leaves ranks hanging after a collective of NCCL's has timed out, to dump its flight recorder.
+    """Shorten the time that torch leaves ranks hanging, to dump its flight recorder, after a collective of NCCL's timed out.
 
     It is four times the variable, whose default is 15 s (``ProcessGroupNCCL.cpp``): on an H200 the process ended a minute
     after the timeout. A variable that is set is respected.
@@ -137,3 +138,49 @@ def first_products(local_rank: int) -> None:
             ones = torch.ones(16, 16, dtype=dtype, device=torch.device("cuda", local_rank))
             torch.mm(ones, ones)
         torch.cuda.synchronize(local_rank)
+
+
+TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
+TF32_ERROR = 3e-5
+"""Relative error of a product that lies between fp32's (about 3e-7) and TF32's (about 3e-4)."""
+
+
+def configure_tf32(tf32: bool, environment: MutableMapping[str, str]) -> list[str]:
+    """Choose the precision of fp32 products for this process; return one line for every change."""
+    value = environment.get(TF32_VARIABLE)
+    if value is not None:
+        if (value == "0") is tf32:
+            raise ConfigError(f"tf32={tf32} with {TF32_VARIABLE}={value} in the environment: change one of them")
+        return []
+    if tf32:
+        import torch
+
+        torch.set_float32_matmul_precision("high")
+        return ["torch.set_float32_matmul_precision('high'): TF32"]
+    environment[TF32_VARIABLE] = "0"
+    return [f"{TF32_VARIABLE}=0: products of fp32 matrices are fp32"]
+
+
+def relative_error() -> float:
+    """Of a product of fp32 matrices by Transformer Engine, against float64. Waits for the device."""
+    import torch
+    from transformer_engine.pytorch import Linear
+
+    size = 256
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randn(size, size, device="cuda", generator=generator)
+    layer = Linear(size, size, bias=False, params_dtype=torch.float32, device="cuda")
+    with torch.no_grad():
+        torch.nn.init.normal_(layer.weight, generator=generator)
+        exact = rows.double() @ layer.weight.double().t()
+        return float((layer(rows).double() - exact).norm() / exact.norm())
+
+
+def check_fp32_products(error: float) -> None:
+    """Raise PlatformError if a product with this relative error was not fp32."""
+    if error > TF32_ERROR:
+        raise PlatformError(
+            f"fp32 was asked for, but a matrix product of Transformer Engine has a relative error of {error:.1e}, as TF32 has "
+            f"(fp32: below {TF32_ERROR:.0e}). cuBLAS was in use before megascend.bootstrap() could set {TF32_VARIABLE}=0: call "
+            f"the bootstrap first, or set the variable before the program starts; tf32=True accepts TF32"
+        )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import zlib
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, ClassVar
 
 from megascend.errors import PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
 from megascend.platforms.cpu_products import avoid_broken_amx
-from megascend.platforms.torch_npu import torch_npu_problem
+from megascend.surroundings import is_installed
 
 HCCL_PORTS = 64
 """Ports that the ranks of one host may take, counted from the base port (16 devices, a few each)."""
@@ -102,7 +104,7 @@ def prepare_simulated(environment: Any) -> list[str]:
 
 
 def limit_hccl(environment: Any, timeout_s: float) -> list[str]:
-    """HCCL's own timeouts, which torch's do not reach: without them a rank waits half an hour for a dead one.
+    """Set HCCL's own timeouts, which torch's do not reach: without them a rank waits half an hour for a dead one.
 
     HCCL_CONNECT_TIMEOUT takes 120 to 7200 s; HCCL_EXEC_TIMEOUT counts in steps of 68 s (CANN's list of environment
     variables). Variables that are set are respected.
@@ -133,10 +135,7 @@ def choose_hccl_port(environment: Any) -> list[str]:
 
 
 def hccl_base_port(environment: Mapping[str, str]) -> int:
-    """A base port that follows from the job's rendezvous; from the process id where there is none.
-
-    Jobs with one master address and neighbouring master ports never share ports.
-    """
+    """Return a base port by the job's rendezvous, else by process id; jobs with neighbouring master ports share no ports."""
     slots = (LAST_PORT - FIRST_PORT) // HCCL_PORTS
     if "MASTER_PORT" not in environment:
         slot = os.getpid()
@@ -144,3 +143,44 @@ def hccl_base_port(environment: Mapping[str, str]) -> int:
         job = environment.get("MASTER_ADDR", "") + environment.get("TORCHELASTIC_RUN_ID", "")
         slot = zlib.crc32(job.encode()) + int(environment["MASTER_PORT"])
     return FIRST_PORT + slot % slots * HCCL_PORTS
+
+
+WITHOUT_CANN = (
+    "On an NPU host: source CANN's set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh). Elsewhere: pip uninstall "
+    "torch_npu, or run on the simulated device: megascend simnpu -- COMMAND. TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch "
+    "start without torch_npu"
+)
+ASCEND_LIBRARY = re.compile(r"lib(hccl|ascend|acl|ge_|graph|opapi|runtime)\S*\.so")
+
+
+def torch_npu_problem() -> str | None:
+    """Why torch_npu does not work here, or None. Imports torch and torch_npu."""
+    if not is_installed("torch_npu"):
+        return "torch_npu is not installed: pip install 'megascend[npu]' on a host with Ascend's driver and CANN"
+    try:
+        torch_npu = import_module("torch_npu")
+    except (ImportError, RuntimeError, OSError) as error:
+        return explain_torch_npu_failure(error)
+    torch = import_module("torch")
+    if not torch.npu.is_available():
+        return (
+            f"torch_npu {torch_npu.__version__} imports, but torch.npu.is_available() is False: no card is visible "
+            "(npu-smi info; ASCEND_RT_VISIBLE_DEVICES; in a container, /dev/davinci* must be passed in)"
+        )
+    return None
+
+
+def explain_torch_npu_failure(error: BaseException) -> str:
+    """What the failed import of torch_npu (or, through its auto-loading, of torch) means, and what to do."""
+    first = _root_cause(error)
+    if ASCEND_LIBRARY.search(first):
+        return f"torch_npu cannot load Ascend's libraries ({first}). {WITHOUT_CANN}"
+    return f"torch_npu is installed but cannot be imported: {first}"
+
+
+def _root_cause(error: BaseException) -> str:
+    """The first line of the error at the beginning of the chain: torch wraps torch_npu's in one of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

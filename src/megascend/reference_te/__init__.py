@@ -6,6 +6,6 @@ dispatch, checkpoint code and layer specs stay the real ones. What these layers 
 kernels) raises :class:`megascend.errors.PlatformError` and names the setting; nothing is ignored.
 """
 
-from megascend.reference_te.install import install, is_installed
+from megascend.reference_te.package import install, is_installed
 
 __all__ = ["install", "is_installed"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.errors import ConfigError, DataError
-from megascend.reference_te.attention_core import Rule, Window, attend, check_window, chunk_starts, unzigzag
+from megascend.reference_te.attention_core import MaskRule, Window, attend, check_window, chunk_starts, unzigzag
 from megascend.reference_te.base import ReferenceModule, TrackerGetter
 from megascend.reference_te.collectives import gather_from_ranks
 from megascend.reference_te.unsupported import refuse
@@ -180,7 +180,7 @@ class DotProductAttention(ReferenceModule):
         out = self._dense(query_layer, key_layer, value_layer, rule, keep, bias, padding)  # [s, b, h, e]
         return (out.transpose(0, 1) if layout == "bshd" else out).flatten(2)
 
-    def _rule(self, mask_type: str | None, window: Window | None, bottom_right: bool | None) -> tuple[Rule, str]:
+    def _rule(self, mask_type: str | None, window: Window | None, bottom_right: bool | None) -> tuple[MaskRule, str]:
         mask_type = (mask_type or self.attn_mask_type).replace(",", "_")
         mask_type = {"causal_padding": "padding_causal"}.get(mask_type, mask_type)
         if mask_type not in MASK_TYPES:
@@ -198,7 +198,7 @@ class DotProductAttention(ReferenceModule):
         else:
             chosen = self.bottom_right_diagonal if bottom_right is None else bottom_right
             bottom_right = True if chosen is None else chosen
-        return Rule(causal, (left, right), bottom_right), mask_type
+        return MaskRule(causal, (left, right), bottom_right), mask_type
 
     def _cp(self) -> tuple[int, int]:
         return (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
@@ -214,7 +214,7 @@ class DotProductAttention(ReferenceModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rule: Rule,
+        rule: MaskRule,
         keep: Tensor | None,
         bias: Tensor | None,
         padding: bool,
@@ -250,7 +250,7 @@ class DotProductAttention(ReferenceModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rule: Rule,
+        rule: MaskRule,
         start: int,
         keep: Tensor | None,
         bias: Tensor | None,
@@ -277,7 +277,7 @@ class DotProductAttention(ReferenceModule):
     def _packed(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
-        rule: Rule,
+        rule: MaskRule,
         mask_type: str,
         bias: Tensor | None,
         totals: tuple[list[int], list[int]],

@@ -28,7 +28,7 @@ def check_window(window: object) -> None:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """Which keys a query may see, by position in its sequence.
 
     Attributes:
@@ -48,12 +48,8 @@ class Rule:
         return (left, 0) if self.causal else (left, right)
 
 
-def visible(rule: Rule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
-    """Boolean ``[queries, keys]``, True where a query sees a key; None if it sees every key.
-
-    Args:
-        offset: position of the first query; the first key has position 0.
-    """
+def visible(rule: MaskRule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
+    """Return bool ``[queries, keys]``, True where a query sees a key, or None if all; ``offset``: position of the first query."""
     left, right = rule.reach
     last = offset + queries - 1
     if (left < 0 or last <= left) and (right < 0 or offset + right >= keys - 1):
@@ -71,7 +67,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: Rule,
+    rule: MaskRule,
     scale: float,
     dropout: float = 0.0,
     offset: int = 0,
@@ -116,10 +112,8 @@ def attend(
 
 
 def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """``(position of the first token, tokens)`` of the pieces of a sequence that a rank holds, in local order.
-
-    Args:
-        length: tokens of the whole sequence; divisible by ``2 * size`` if ``size > 1``.
+    """Return (first position, tokens) of a rank's pieces of a sequence, whose ``length`` divides by ``2 * size`` if ``size >
+    1``.
     """
     if size == 1:
         return [(0, length)]
@@ -128,15 +122,7 @@ def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def unzigzag(gathered: Tensor, start: int, local: int) -> Tensor:
-    """Whole sequence in order, from the local slices of all ranks.
-
-    Args:
-        gathered: ``[size, local_total, ...]``, dim 1 in local order.
-        start, local: where the sequence lies in dim 1.
-
-    Returns:
-        ``[size * local, ...]``.
-    """
+    """Return a whole sequence ``[size * local, ...]`` in order, from ``gathered`` ``[size, local_total, ...]`` in local order."""
     size, half = gathered.shape[0], local // 2
     if size == 1:
         return gathered[0, start : start + local]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ DUPLICATED_TRACKER = "data-parallel-rng"
 
 
 class _LinearBase(ReferenceModule):
-    """Weight ``[out, in]``, bias ``[out]`` and the collectives around the product.
+    """Weight ``[out, in]``, bias ``[out]`` and the collectives around the product; the constructor of :class:`Linear`.
 
     ``parallel_mode`` is read at every forward, not fixed at construction: megatron-core and mcore-bridge set it to
     None on layers whose collectives they drive themselves (overlapped shared experts).
@@ -39,21 +40,42 @@ class _LinearBase(ReferenceModule):
         self,
         in_features: int,
         out_features: int,
-        *,
-        sequence_parallel: bool,
-        tp_group: dist.ProcessGroup | None,
-        tp_size: int,
-        get_rng_state_tracker: TrackerGetter | None,
-        rng_tracker_name: str | None,
-        init_method: Initializer | None,
-        bias: bool,
-        return_bias: bool,
-        params_dtype: torch.dtype | None,
-        parallel_mode: str | None,
-        device: torch.device | str | int | None,
-        refused: dict[str, Any],
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: TrackerGetter | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Initializer | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: torch.device | str | int | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
     ) -> None:
         super().__init__()
+        refused = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "parameters_split": parameters_split,
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "symmetric_ar_type": symmetric_ar_type,
+        }
         refuse_settings(type(self).__name__, refused, MEGATRON_NAMES)
         if parallel_mode not in PARALLEL_MODES:
             raise ConfigError(f"parallel_mode must be one of {PARALLEL_MODES}, got {parallel_mode!r}")
@@ -69,8 +91,8 @@ class _LinearBase(ReferenceModule):
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
-        self.ub_name: str | None = None
-        self.save_original_input = False  # a memory hint of Transformer Engine's fp8 path; autograd always saves it
+        self.ub_name = ub_name
+        self.save_original_input = save_original_input  # a memory hint of the fp8 path; autograd always saves it
         dtype = params_dtype or torch.get_default_dtype()
         weight = self._add_parameter(
             "weight",
@@ -122,63 +144,6 @@ class Linear(_LinearBase):
     the sum along dim 0). Returns ``out``, or ``(out, bias)`` with the bias not added if ``return_bias``.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: TrackerGetter | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Initializer | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: Any = None,
-        device: torch.device | str | int | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-            refused={
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                "parameters_split": parameters_split,
-                "ub_overlap_ag": ub_overlap_ag,
-                "ub_overlap_rs": ub_overlap_rs,
-                "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-                "ub_bulk_dgrad": ub_bulk_dgrad,
-                "ub_bulk_wgrad": ub_bulk_wgrad,
-                "delay_wgrad_compute": delay_wgrad_compute,
-                "symmetric_ar_type": symmetric_ar_type,
-            },
-        )
-        self.ub_name = ub_name
-        self.save_original_input = save_original_input
-
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         out = self._product(inp)
         return (out, self.bias.to(inp.dtype)) if self.return_bias else out
@@ -196,60 +161,18 @@ class LayerNormLinear(_LinearBase):
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: TrackerGetter | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Initializer | None = None,
-        bias: bool = True,
+        *,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
-        parameters_split: Any = None,
         zero_centered_gamma: bool = False,
+        parallel_mode: str | None = None,
         device: torch.device | str | int | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-            refused={
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                "return_layernorm_output_gathered": return_layernorm_output_gathered,
-                "parameters_split": parameters_split,
-                "ub_overlap_ag": ub_overlap_ag,
-                "ub_overlap_rs": ub_overlap_rs,
-                "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-                "ub_bulk_dgrad": ub_bulk_dgrad,
-                "ub_bulk_wgrad": ub_bulk_wgrad,
-                "delay_wgrad_compute": delay_wgrad_compute,
-                "symmetric_ar_type": symmetric_ar_type,
-            },
-        )
+        super().__init__(in_features, out_features, parallel_mode=parallel_mode, device=device, **options)
+        refused = {"return_layernorm_output_gathered": return_layernorm_output_gathered}
+        refuse_settings(type(self).__name__, refused, MEGATRON_NAMES)
         if parallel_mode == "row":
             refuse("LayerNormLinear(parallel_mode='row')", "a norm needs the whole hidden dimension: use 'column'")
         if normalization not in ("LayerNorm", "RMSNorm"):
@@ -258,7 +181,6 @@ class LayerNormLinear(_LinearBase):
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
-        self.ub_name = ub_name
         first = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
         self.layer_norm_weight = self._norm_parameter("layer_norm_weight", first, device)
         self.layer_norm_bias = (
@@ -283,3 +205,107 @@ class LayerNormLinear(_LinearBase):
         if self.return_layernorm_output:
             results.append(normed)
         return results[0] if len(results) == 1 else tuple(results)
+
+
+class GroupedLinear(ReferenceModule):
+    """Weights ``weight0 .. weight{n-1}``, each ``[out, in]``; biases ``bias0 ..`` alike.
+
+    Never communicates: megatron-core's token dispatcher does, and passes sizes that are already split.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: TrackerGetter | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Initializer | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | int | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        refused = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_ag": ub_overlap_ag,
+            "delay_wgrad_compute": delay_wgrad_compute,
+        }
+        refuse_settings(type(self).__name__, refused, MEGATRON_NAMES)
+        self._set_tp(tp_group, tp_size)
+        if self.tp_size > 1 and parallel_mode is not None:
+            refuse(
+                f"GroupedLinear(parallel_mode={parallel_mode!r}, tp_size={self.tp_size})",
+                "leave the communication to the token dispatcher (parallel_mode=None)",
+            )
+        self.num_gemms = num_gemms
+        self.in_features = in_features
+        self.out_features = out_features
+        self.parallel_mode = parallel_mode
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.ub_name = ub_name
+        self.save_original_input = save_original_input
+        dtype = params_dtype or torch.get_default_dtype()
+        for index in range(num_gemms):
+            weight = self._add_parameter(
+                f"weight{index}",
+                (out_features, in_features),
+                init_method or default_init,
+                dtype,
+                device,
+                get_rng_state_tracker,
+                rng_tracker_name,
+            )
+            mark_tensor_parallel(weight, True, 1 if parallel_mode == "row" else 0)
+        for index in range(num_gemms):
+            if not bias:
+                setattr(self, f"bias{index}", torch.empty(0, dtype=dtype, device=device))
+                continue
+            parameter = self._add_parameter(f"bias{index}", (out_features,), torch.nn.init.zeros_, dtype, device)
+            if parallel_mode == "row":
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            elif parallel_mode == "column":
+                mark_tensor_parallel(parameter, True, 0)
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Any:
+        """Apply weight ``i`` to the ``i``-th run of rows.
+
+        Args:
+            inp: ``[tokens, in]``, the rows of expert 0 first.
+            m_splits: rows of each expert, ``num_gemms`` integers that sum to ``tokens``. Zero is fine: that expert's
+                weight gets a zero gradient, so that gradient hooks fire for it.
+
+        Returns:
+            ``[tokens, out]``, or ``(out, [bias0, ...])`` with the biases not added if ``return_bias``.
+        """
+        splits = [int(rows) for rows in m_splits]
+        rows = inp.numel() // inp.shape[-1]
+        if len(splits) != self.num_gemms or sum(splits) != rows:
+            raise ConfigError(f"m_splits={splits} must be {self.num_gemms} counts that sum to {rows} rows")
+        pieces = []
+        for index, piece in enumerate(inp.reshape(rows, inp.shape[-1]).split(splits)):
+            bias = getattr(self, f"bias{index}").to(inp.dtype) if self.apply_bias else None
+            pieces.append(F.linear(piece, getattr(self, f"weight{index}").to(inp.dtype), bias))
+        out = torch.cat(pieces).view(*inp.shape[:-1], self.out_features)
+        if self.return_bias:
+            return out, [getattr(self, f"bias{index}").to(inp.dtype) for index in range(self.num_gemms)]
+        return out
+
+    def extra_repr(self) -> str:
+        return f"num_gemms={self.num_gemms}, in={self.in_features}, out={self.out_features}, bias={self.use_bias}"

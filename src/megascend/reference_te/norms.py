@@ -15,12 +15,7 @@ Device = torch.device | str | int | None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
-
-    Args:
-        x: ``[..., hidden]``, any float dtype.
-        weight: ``[hidden]``; stored minus one if ``zero_centered_gamma``.
-    """
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; ``weight`` is stored minus one if zero-centered."""
     wide = x.float() if x.dtype != torch.float64 else x
     gamma = weight.to(wide.dtype) + 1.0 if zero_centered_gamma else weight.to(wide.dtype)
     scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)

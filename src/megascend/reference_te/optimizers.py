@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.kernels.norm import square_sum
+from megascend.kernels.reductions import square_sum
 from megascend.reference_te.unsupported import refuse_settings
 
 MEGATRON_NAMES = {

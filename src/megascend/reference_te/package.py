@@ -5,16 +5,56 @@ Every public name of the real one is there, or its module is in :data:`.names.LE
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from megascend.errors import ImportOrderError, PlatformError
 from megascend.reference_te import names
-from megascend.reference_te.unsupported import unavailable
+from megascend.reference_te.unsupported import refuse, unavailable
 
 VERSION = "2.8.0"  # passes megatron-core's gates; no distribution metadata goes with it
 ROOT = "transformer_engine"
+MUST_COME_LATER = ("megatron.core", "mcore_bridge", ROOT)
+MARK = "__megascend_reference__"
+
+
+def is_installed() -> bool:
+    """True if ``transformer_engine`` in this process is the reference implementation."""
+    return hasattr(sys.modules.get(ROOT), MARK)
+
+
+def install(force: bool = False) -> list[str]:
+    """Make the reference layers importable as ``transformer_engine``; a second call does nothing. Return a line for each change.
+
+    ``force``: replace a real Transformer Engine even where it could run.
+    """
+    if is_installed():
+        return []
+    early = [name for name in MUST_COME_LATER if name in sys.modules]
+    if early:
+        raise ImportOrderError(
+            f"already imported: {', '.join(early)}. The reference Transformer Engine must be in place before them: "
+            "call megascend.bootstrap() first, at the top of the program"
+        )
+    changes = []
+    if importlib.util.find_spec(ROOT) is not None:
+        import torch
+
+        if torch.cuda.is_available() and not force:
+            raise PlatformError(
+                "a real transformer_engine is installed and CUDA is available: use platform 'cuda', or ask for the "
+                "reference implementation with force=True"
+            )
+        changes.append(f"{ROOT}: the installed package is hidden")
+    modules = build_modules()
+    setattr(modules[ROOT], MARK, True)
+    sys.modules.update(modules)
+    changes.append(f"{ROOT} {VERSION}: megascend's reference layers in plain PyTorch ({len(modules)} modules)")
+    return changes
 
 
 def build_modules() -> dict[str, ModuleType]:
@@ -48,19 +88,7 @@ def _absent(module: str) -> Callable[[str], NoReturn]:
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Names of each module, parents before children."""
-    from megascend.reference_te import (
-        attention,
-        base,
-        fp8,
-        grouped_linear,
-        linear,
-        norms,
-        optimizers,
-        padding,
-        recipes,
-        rope,
-        small_parts,
-    )
+    from megascend.reference_te import attention, base, fp8, linear, norms, optimizers, rope
 
     quantized = names.classes(names.QUANTIZED, names.FP8)
     unsupported_layers = names.classes(names.LAYERS)
@@ -70,17 +98,17 @@ def _contents() -> dict[str, dict[str, Any]]:
         "Linear": linear.Linear,
         "LayerNormLinear": linear.LayerNormLinear,
         "LayerNormMLP": unsupported_layers["LayerNormMLP"],
-        "GroupedLinear": grouped_linear.GroupedLinear,
+        "GroupedLinear": linear.GroupedLinear,
         "RMSNorm": norms.RMSNorm,
         "LayerNorm": norms.LayerNorm,
-        "Fp8Padding": padding.Fp8Padding,
-        "Fp8Unpadding": padding.Fp8Unpadding,
+        "Fp8Padding": fp8.Fp8Padding,
+        "Fp8Unpadding": fp8.Fp8Unpadding,
     }
     recompute = {
-        "CudaRNGStatesTracker": small_parts.CudaRNGStatesTracker,
+        "CudaRNGStatesTracker": CudaRNGStatesTracker,
         "checkpoint": unavailable("te_checkpoint", names.FP8),
     }
-    recipe_classes = {each.__name__: each for each in recipes.CLASSES}
+    recipe_classes = {each.__name__: each for each in fp8.CLASSES}
     switches = {
         "fp8_autocast": fp8.fp8_autocast,
         "autocast": fp8.autocast,
@@ -135,7 +163,7 @@ def _contents() -> dict[str, dict[str, Any]]:
                 if name not in ("LayerNormMLP", "TransformerLayer")
             },
             "apply_rotary_pos_emb": rope.apply_rotary_pos_emb,
-            "_SplitAlongDim": small_parts.SplitAlongDim,
+            "_SplitAlongDim": SplitAlongDim,
         },
         # Without apply_fused_qkv_rotary_pos_emb: megatron-core's fused_single_qkv_rope is then refused by itself.
         f"{ROOT}.pytorch.attention.rope": {"apply_rotary_pos_emb": rope.apply_rotary_pos_emb},
@@ -159,3 +187,19 @@ def _contents() -> dict[str, dict[str, Any]]:
             **names.functions(names.MULTI_TENSOR),
         },
     }
+
+
+class CudaRNGStatesTracker:
+    """Constructed only when ``te_rng_tracker`` is asked for, which is refused."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse("te_rng_tracker", "use megatron-core's own tracker (te_rng_tracker=False)")
+
+
+class SplitAlongDim:
+    """Split a tensor along a dimension into views; called through ``apply`` like an autograd function."""
+
+    @staticmethod
+    def apply(tensor: Any, dim: int, sizes: Any, squeeze: bool = False) -> tuple[Any, ...]:
+        pieces = tensor.split(sizes, dim=dim)
+        return tuple(piece.squeeze(dim) for piece in pieces) if squeeze else tuple(pieces)

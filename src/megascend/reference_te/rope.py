@@ -33,10 +33,6 @@ def apply_rotary_pos_emb(
         fused: means nothing here.
         cu_seqlens: ``[sequences + 1]``, for thd: where each packed sequence begins, of all context parallel ranks together.
         cp_size, cp_rank: for thd: ``t`` has chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of each sequence.
-
-    Raises:
-        ConfigError: shapes that do not fit.
-        PlatformError: ``start_positions``, which no caller of megatron-core's passes.
     """
     if start_positions is not None:
         refuse("apply_rotary_pos_emb(start_positions=...)", "cut freqs instead")

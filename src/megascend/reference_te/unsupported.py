@@ -14,12 +14,7 @@ def refuse(what: str, remedy: str) -> NoReturn:
 
 
 def refuse_settings(layer: str, settings: dict[str, Any], megatron_names: dict[str, str] | None = None) -> None:
-    """Raise if any of ``settings`` (name -> value) is switched on (truthy).
-
-    Args:
-        layer: class the settings were passed to.
-        megatron_names: Transformer Engine's name -> megatron-core's, where a user knows it by the latter.
-    """
+    """Raise if any of ``settings`` of ``layer`` is truthy, by megatron-core's name for it where users know that."""
     for name, value in settings.items():
         if value:
             known_as = (megatron_names or {}).get(name, name)

@@ -49,12 +49,9 @@ def uniform(seed: int, sample: int, position: int) -> float:
 
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> Chosen:
-    """Choose a token for every row.
+    """Choose a token for every row of ``logits`` [rows, vocabulary]; NaN is never chosen unless nothing else is there.
 
     A token is drawn by inverting the cumulative distribution in fp64: the first token at which it exceeds the uniform number.
-
-    Args:
-        logits: [rows, vocabulary]; what is not a number is never chosen unless nothing else is there.
     """
     wide = logits.double()
     model = wide.log_softmax(-1)

@@ -1,18 +1,21 @@
-"""Log-probabilities of prompts, by the forward pass of the step."""
+"""Log-probabilities of prompts: of their own tokens, the likeliest, tokens that a request names, and tokens drawn."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from megascend.backend import Backend
+from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.sample import Sample
-from megascend.sampling.picks import fields_of, of_draws, of_targets, scores
+from megascend.engines.base import Output
 from megascend.sampling.request import SampleRequest, TopLogprobs
-from megascend.step.step import Step
+from megascend.step.step import ROWS, Step
 
 T = TypeVar("T")
 Asked = Sequence[tuple[int, SampleRequest]]
@@ -30,11 +33,7 @@ class PromptScores:
 
 
 def score_prompts(backend: Backend, step: Step, requests: Asked, seeds: Sequence[int]) -> dict[int, PromptScores]:
-    """What requests want to know of their prompts, by their numbers; the same on every rank. Collective.
-
-    Args:
-        seeds: of all numbers.
-    """
+    """Return scores of prompts by their requests' numbers, the same on every rank; ``seeds``: of all numbers. Collective."""
     logprobs: dict[int, tuple[float | None, ...]] = {}
     asked = [(of, request) for of, request in requests if request.prompt_logprobs]
     for of, values in _scored(
@@ -93,11 +92,7 @@ def _scored(
     score: Callable[[list[Sample]], Sequence[T]],
     fields: Mapping[int, dict[str, Tensor]] | None = None,
 ) -> list[tuple[int, T | None]]:
-    """``score`` of the prompts, divided over data parallel ranks, by their requests' numbers; None for a single token.
-
-    Args:
-        fields: further ones of each prompt's sample.
-    """
+    """Return ``score`` of the prompts, divided over data parallel ranks, by number; None for a prompt of one token."""
     samples = {of: Sample.causal(request.prompt) for of, request in requests if len(request.prompt) > 1}
     for of, request in requests:
         if of in samples:
@@ -111,3 +106,92 @@ def _scored(
         for part in backend.gather_by_data_rank(own):
             found.update(part)
     return [(of, found.get(of)) for of, _ in requests]
+
+
+AT_ONCE = 64
+"""Rows of logits that are taken in fp64 at a time."""
+
+
+def fields_of(request: SampleRequest, targets: int, draws: int, seed: int) -> dict[str, Tensor]:
+    """Return a request's extra fields for a call of ``targets`` and ``draws``, float32 [prompt - 1]; ids are exact up to 2^24."""
+    length = len(request.prompt) - 1
+    found: dict[str, Tensor] = {"temperature": torch.full((length,), request.params.temperature)}
+    columns = list(zip(*request.target_tokens, strict=True)) if request.target_tokens else []
+    for number in range(targets):
+        column = columns[number] if number < len(columns) else (0,) * length
+        found[f"target {number}"] = torch.tensor(column, dtype=torch.float32).clamp_(min=0)
+    content = hashlib.blake2b(f"{seed} prompt".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(content, "little"))
+    mine = torch.rand(request.prompt_draws, length, generator=generator)
+    for number in range(draws):
+        found[f"draw {number}"] = mine[number] if number < len(mine) else torch.zeros(length)
+    return found
+
+
+def scores(targets: int, draws: int) -> Any:
+    """What makes of a micro batch's logits the tensors ``targets``, ``ids`` and ``values``, [places, targets or draws]."""
+
+    def found(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
+        def field(name: str, rows: Tensor) -> Tensor:
+            whole = batch.fields.get(name)  # of samples that other ranks have, there is none
+            return torch.zeros(len(rows)) if whole is None else whole.cpu()[rows]
+
+        parts = []
+        for rows in torch.arange(len(batch.targets)).split(ROWS):
+            named = [field(f"target {number}", rows) for number in range(targets)]
+            uniforms = [field(f"draw {number}", rows) for number in range(draws)]
+            logits = output.logits(rows)
+            parts.append(
+                picked(logits, _columns(named, rows).long(), _columns(uniforms, rows), field("temperature", rows))
+            )
+        names = ("targets", "ids", "values")
+        return {name: torch.cat([part[number] for part in parts]) for number, name in enumerate(names)}
+
+    return found
+
+
+def _columns(found: Sequence[Tensor], rows: Tensor) -> Tensor:
+    return torch.stack(list(found), dim=1) if found else torch.zeros(len(rows), 0)
+
+
+def picked(logits: Tensor, named: Tensor, uniforms: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of named tokens, and drawn tokens with theirs: those of the model's own distribution, at temperature 1.
+
+    Args:
+        logits: [rows, vocabulary], on the CPU like all others.
+        named: int64 [rows, n].
+        uniforms: [rows, k], in [0, 1): what each draw is decided by.
+        temperatures: [rows], of the draws; 0: the likeliest token.
+
+    Returns:
+        float32 [rows, n], int64 [rows, k], float32 [rows, k].
+    """
+    parts = []
+    for part in torch.arange(len(logits)).split(AT_ONCE):
+        mine = logits[part].double()
+        model = mine.log_softmax(-1)
+        heat, drawn = temperatures[part, None].double(), uniforms[part].double()
+        cumulative = (mine / torch.where(heat == 0, 1.0, heat)).softmax(-1).cumsum(-1)
+        ids = torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True).clamp(max=mine.shape[-1] - 1)
+        ids = torch.where(heat == 0, mine.argmax(-1, keepdim=True), ids)
+        found = (model.gather(1, named[part]), ids, model.gather(1, ids))
+        parts.append(found)
+    of_named, ids, of_drawn = (torch.cat([part[number] for part in parts]) for number in range(3))
+    return of_named.float(), ids, of_drawn.float()
+
+
+def of_targets(request: SampleRequest, values: Tensor) -> tuple[tuple[float, ...], ...]:
+    """Log-probabilities as the request names its tokens, 0 where it names none."""
+    assert request.target_tokens is not None
+    rows = zip(request.target_tokens, values.tolist(), strict=True)
+    return tuple(
+        tuple(value if token >= 0 else 0.0 for token, value in zip(tokens, found, strict=False))
+        for tokens, found in rows
+    )
+
+
+def of_draws(request: SampleRequest, ids: Tensor, values: Tensor) -> tuple[TopLogprobs, ...]:
+    """(token id, log-probability) of a request's draws at every place."""
+    count = request.prompt_draws
+    both = zip(ids[:, :count].tolist(), values[:, :count].tolist(), strict=True)
+    return tuple(tuple(zip(tokens, found, strict=True)) for tokens, found in both)

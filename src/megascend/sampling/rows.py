@@ -1,16 +1,16 @@
-"""Responses on their way, and in which batches they are sampled. Pure."""
+"""Responses in progress: when each ends, and in which batches they are sampled. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megascend.sampling.choice import Draw, uniform
-from megascend.sampling.request import SampledSequence, SampleRequest, StopReason, TopLogprobs
+from megascend.sampling.request import SampledSequence, SampleRequest, Stop, StopReason, TopLogprobs
 
 
 @dataclass
-class Row:
+class ResponseRow:
     """One response on its way; equal on all ranks.
 
     Attributes:
@@ -76,19 +76,19 @@ class Row:
         return SampledSequence(tuple(self.tokens), tuple(self.logprobs), self.reason, top)
 
 
-def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int]) -> list[Row]:
+def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int]) -> list[ResponseRow]:
     """A row for each response to ``requests``, (number, request) pairs; ``seeds`` are those of all numbers."""
     pairs = [(of, request, sample) for of, request in requests for sample in range(request.num_samples)]
-    return [Row(number, of, request, sample, seeds[of]) for number, (of, request, sample) in enumerate(pairs)]
+    return [ResponseRow(number, of, request, sample, seeds[of]) for number, (of, request, sample) in enumerate(pairs)]
 
 
-def batches(rows: Sequence[Row], budget: int, most: int, *, apart: bool = False) -> list[list[Row]]:
+def batches(rows: Sequence[ResponseRow], budget: int, most: int, *, apart: bool = False) -> list[list[ResponseRow]]:
     """Rows that are sampled at a time, in their order, or, with ``apart``, those of one adapter after those of another.
 
     At most ``most``, and no more than ``budget`` tokens when all are as long as the longest of them may become, unless a row
     alone has more.
     """
-    found: list[list[Row]] = []
+    found: list[list[ResponseRow]] = []
     longest = 0
     ordered = sorted(rows, key=lambda row: row.request.adapter or "") if apart else rows
     for row in ordered:
@@ -102,6 +102,31 @@ def batches(rows: Sequence[Row], budget: int, most: int, *, apart: bool = False)
     return found
 
 
-def shares(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+def shares(rows: Sequence[ResponseRow], parts: int) -> list[list[ResponseRow]]:
     """Which data parallel rank samples which rows of a batch: dealt one by one, so that responses to one prompt are spread."""
     return [list(rows[part::parts]) for part in range(parts)]
+
+
+Decode = Callable[[Sequence[int]], str]
+
+MARGIN = 8
+"""Tokens before those that a text can take, so that a character which is cut at the first of them is none of its own."""
+
+
+def ends(tokens: Sequence[int], stops: Sequence[Stop], decode: Decode | None) -> bool:
+    """Check, after every token of a response, whether the newest completes one of ``stops``; ``decode`` is needed for texts."""
+    if any(_ends(tokens, stop) for stop in stops if not isinstance(stop, str)):
+        return True
+    texts = [stop for stop in stops if isinstance(stop, str)]
+    if not texts:
+        return False
+    assert decode is not None, "requests with texts are refused where there is no tokenizer"
+    # No text takes more tokens than it has bytes; what came before was looked at after earlier tokens.
+    window = decode(list(tokens[-(max(len(text.encode(errors="surrogatepass")) for text in texts) + MARGIN) :]))
+    return any(text in window for text in texts)
+
+
+def _ends(tokens: Sequence[int], stop: int | tuple[int, ...]) -> bool:
+    if isinstance(stop, int):
+        return bool(tokens) and tokens[-1] == stop
+    return len(tokens) >= len(stop) and tuple(tokens[-len(stop) :]) == stop

@@ -17,14 +17,11 @@ from megascend.backend import Backend
 from megascend.distributed.objects import gather_objects
 from megascend.engines.base import CachingEngine
 from megascend.errors import EngineError
-from megascend.sampling.cached import Cached
 from megascend.sampling.choice import choose, top_logprobs
-from megascend.sampling.decoder import Decoder
+from megascend.sampling.decoders import Cached, Decoder, Recomputed
 from megascend.sampling.prompts import PromptScores, score_prompts
-from megascend.sampling.recomputed import Recomputed
 from megascend.sampling.request import SampleRequest, SampleResult, Stop, TopLogprobs
-from megascend.sampling.rows import Row, batches, rows_of, shares
-from megascend.sampling.stops import Decode, ends
+from megascend.sampling.rows import Decode, ResponseRow, batches, ends, rows_of, shares
 from megascend.step.step import Step
 
 Cancelled = Callable[[], Collection[int]]
@@ -129,7 +126,7 @@ class Sampler:
             accepted = [(of, request) for of, request in enumerate(requests) if errors[of] is None]
             prompts = score_prompts(self._backend, self._step, accepted, seeds)
         rows = rows_of(accepted, seeds)
-        answers: dict[int, list[Row]] = {of: [] for of, _ in accepted}
+        answers: dict[int, list[ResponseRow]] = {of: [] for of, _ in accepted}
         for row in rows:
             answers[row.of].append(row)
         yield {of: SampleResult(error=error) for of, error in enumerate(errors) if error is not None}
@@ -177,11 +174,11 @@ class Sampler:
 
     # --- one batch ---
 
-    def _sample(self, batch: Sequence[Row], cancelled: Cancelled, gone: set[int], tokens: int | None) -> Iterator[None]:
-        """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time.
-
-        Args:
-            gone: requests that have been cancelled so far, to which it adds.
+    def _sample(
+        self, batch: Sequence[ResponseRow], cancelled: Cancelled, gone: set[int], tokens: int | None
+    ) -> Iterator[None]:
+        """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time; ``gone``: cancelled requests,
+        updated.
         """
         mine = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
         by_number = {row.number: row for row in batch}
@@ -197,7 +194,12 @@ class Sampler:
             yield
 
     def _add_token(
-        self, mine: Sequence[Row], by_number: Mapping[int, Row], decoder: Decoder, cancelled: Cancelled, gone: set[int]
+        self,
+        mine: Sequence[ResponseRow],
+        by_number: Mapping[int, ResponseRow],
+        decoder: Decoder,
+        cancelled: Cancelled,
+        gone: set[int],
     ) -> None:
         """The next token of all rows of a batch that have not ended."""
         open_rows = [row for row in mine if row.reason is None]
@@ -211,7 +213,7 @@ class Sampler:
                 by_number[number].fail("the model's logits are not finite")
             gone |= found.gone
 
-    def _tell(self, rows: Sequence[Row], logits: Tensor | None, cancelled: Cancelled) -> _Told:
+    def _tell(self, rows: Sequence[ResponseRow], logits: Tensor | None, cancelled: Cancelled) -> _Told:
         """What this rank tells all others after a pass. Never raises: the others wait for it."""
         try:
             gone = frozenset(cancelled()) if self._groups.rank == 0 else frozenset()
@@ -224,12 +226,12 @@ class Sampler:
             logging.getLogger(__name__).exception("sampling failed on rank %d", self._groups.rank)
             return _Told({}, (), frozenset(), f"rank {self._groups.rank}: {type(error).__name__}: {error}")
 
-    def _decoder(self, batch: Sequence[Row]) -> Decoder:
+    def _decoder(self, batch: Sequence[ResponseRow]) -> Decoder:
         if self.why_no_cache is not None:
             return Recomputed(self._step)
         return Cached(self._step, cast(CachingEngine, self._engine), batch)
 
-    def _choose(self, rows: Sequence[Row], logits: Tensor, finite: Sequence[bool]) -> dict[int, _Token]:
+    def _choose(self, rows: Sequence[ResponseRow], logits: Tensor, finite: Sequence[bool]) -> dict[int, _Token]:
         """The next token of every row whose logits are finite, by its number."""
         if self._engine.device.type == "cuda":  # where fp64 is fast; they come by way of the host
             logits = logits.to(self._engine.device)
@@ -248,14 +250,14 @@ class Sampler:
         return chosen
 
 
-def _give_up(batch: Sequence[Row], gone: Collection[int]) -> None:
+def _give_up(batch: Sequence[ResponseRow], gone: Collection[int]) -> None:
     """End rows of requests that are cancelled."""
     for row in batch:
         if row.reason is None and row.of in gone:
             row.reason = "cancelled"
 
 
-def _result(rows: Sequence[Row], scores: PromptScores | None) -> SampleResult:
+def _result(rows: Sequence[ResponseRow], scores: PromptScores | None) -> SampleResult:
     problem = next((row.problem for row in rows if row.problem is not None), None)
     if problem is not None:
         return SampleResult(error=problem)

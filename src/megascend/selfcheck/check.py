@@ -17,8 +17,7 @@ from megascend.errors import MegascendError, PlatformError, SelfCheckError
 from megascend.huggingface.architectures import registered
 from megascend.io import paths, shared
 from megascend.selfcheck import in_process, process, suspects
-from megascend.selfcheck.places import cache_folder, versions
-from megascend.selfcheck.process import Trial, TrialResult, Worker
+from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder, versions
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.trial_inputs import described
 from megascend.selfcheck.verdict import Convicted, Verdict, gaps, objection, warnings_about
@@ -42,26 +41,16 @@ def require_agreement(
     groups: ProcessGroups,
     worker: Worker | None = None,
 ) -> Verdict:
-    """Check the model on rank 0, or find that it was checked earlier, and tell all ranks. Collective.
+    """Return the verdict on the model, found on rank 0 now or earlier, on all ranks; SelfCheckError if it differs. Collective.
 
-    Args:
-        model_dir: its Hugging Face checkpoint.
-        full: its configuration with all defaults.
-        longest: tokens of the longest sample that is allowed.
-        window_in_force: Megatron attends within the model's sliding window.
-        worker: on rank 0, a process that stands by for it.
-
-    Returns:
-        The verdict, the same on every rank. Warnings go out on rank 0.
-
-    Raises:
-        SelfCheckError: on every rank: transformers and Megatron disagree.
+    ``full``: the configuration with all defaults; ``longest``: tokens of the longest sample allowed; ``window_in_force``:
+    Megatron attends within the model's sliding window; ``worker``: on rank 0, a process started before.
     """
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
         verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force, worker), groups)
     if verdict.status == "differs":
-        raise objection(verdict, full, sides())
+        raise objection(verdict, full, versions())
     tell(verdict, full, groups.rank)
     return verdict
 
@@ -75,20 +64,10 @@ def tell(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
 def require_agreement_here(
     model_dir: Path, config: Any, longest: int, groups: ProcessGroups, subject: Subject, *, wanted: bool
 ) -> Verdict:
-    """Compare a slice of the model with transformers in this process, on rank 0, and tell all ranks. Collective.
+    """Compare a slice of the model with transformers in this process, on rank 0; return the verdict on all ranks. Collective.
 
-    Args:
-        config: the model's, in transformers' class.
-        longest: tokens of the longest sample that is allowed.
-        subject: the engine's way to compute it.
-        wanted: else nothing is compared.
-
-    Returns:
-        The verdict, the same on every rank. A warning goes out on rank 0 of what could not be compared.
-
-    Raises:
-        SelfCheckError: on every rank: transformers and the engine disagree.
-        ConfigError: on every rank: the engine cannot compute the model.
+    SelfCheckError, or ConfigError where the engine cannot compute the model, is raised on every rank. Without ``wanted`` nothing
+    is compared. ``config``: in transformers' class; ``subject``: the engine's way to compute it.
     """
     if not wanted:
         return Verdict("off")
@@ -116,11 +95,7 @@ def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Su
 
 
 def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
-    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out.
-
-    Raises:
-        MegascendError: on every rank: the one of rank 0, or PlatformError for whatever else it has raised.
-    """
+    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out."""
     if len(groups.ranks("world")) == 1:
         return _in_one_sentence(make)
     box: list[tuple[Verdict | None, MegascendError | None]] = []
@@ -179,11 +154,7 @@ def examine(
 def _kept_or_made(
     path: Path, make: Callable[[], tuple[Verdict, bool]], again: Callable[[], tuple[Verdict, bool]] | None = None
 ) -> Verdict:
-    """Return the verdict at ``path``, or make it, and keep it there if it would be the same another time.
-
-    Args:
-        again: in place of ``make`` where it cannot be kept.
-    """
+    """Return the verdict at ``path``, or make and keep it if final; ``again``: used for ``make`` where it cannot be kept."""
     try:
         paths.make_directory(path.parent)
         with shared.locked(path):
@@ -214,36 +185,22 @@ def _kept(path: Path) -> Verdict | None:
 
 
 def find_out(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
-    """Compare the two sides on a slice; also whether the answer would be the same another time."""
+    """Compare the two sides on a slice; also return whether the verdict is final."""
+    layers = part.config["num_hidden_layers"]
     try:
         report = process.run([Trial(part.config, part.lengths)], worker)
     except PlatformError as error:
-        return replace(of_slice(part), reason=str(error)), False
-    found = report.findings[0]
-    verdict = replace(judged(part, found), seconds=report.seconds, peak_bytes=report.peak_bytes)
+        blank = Verdict("not checked", str(error), layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
+        return blank, False
+    result = report.findings[0]
+    verdict = replace(result.verdict(part, layers), seconds=report.seconds, peak_bytes=report.peak_bytes)
     if verdict.status != "differs":
         return verdict, True
     try:
-        convicted, short_ones_agree = name_the_setting(part, found)
+        convicted, short_ones_agree = name_the_setting(part, result)
     except PlatformError:  # the difference stands without its name, and is asked for again next time
         return verdict, False
     return replace(verdict, convicted=convicted, short_ones_agree=short_ones_agree), True
-
-
-def of_slice(part: Slice) -> Verdict:
-    """A verdict that knows no more than what was to be built."""
-    layers = part.config["num_hidden_layers"]
-    return Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
-
-
-def judged(part: Slice, found: TrialResult) -> Verdict:
-    """What a finding means, without the names of settings."""
-    verdict = of_slice(part)
-    if found.problem:
-        return replace(verdict, reason=f"its slice cannot be built by {found.problem}")
-    mixed_only = max(found.alone) <= process.BOUND
-    status = "agrees" if found.agrees else "differs"
-    return replace(verdict, status=status, largest=found.largest, mixed_only=mixed_only and not found.agrees)
 
 
 def name_the_setting(part: Slice, found: TrialResult) -> tuple[list[Convicted], bool]:
@@ -270,12 +227,7 @@ def place(part: Slice) -> Path:
 
 
 def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> str:
-    """Of everything that a verdict depends on: the slice, the packages' versions, our code and its architecture's.
-
-    Args:
-        packages: that compute it; by default Megatron's among them.
-        settings: of the engine.
-    """
+    """Digest what a verdict depends on: slice, packages' versions, our code, architecture, and the engine's settings."""
     content: dict[str, Any] = {
         "config": part.config,
         "lengths": part.lengths,
@@ -298,10 +250,3 @@ def own_code() -> str:
         if name.parts[0] not in UNCONCERNED:
             digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def sides() -> str:
-    """The two sides, with their versions."""
-    of = versions()
-    megatron = f"Megatron-Core {of['megatron-core']} (through mcore-bridge {of['mcore-bridge']})"
-    return f"transformers {of['transformers']} and {megatron}"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megascend.errors import ConfigError, MegascendError
 from megascend.huggingface.scalar_head import ScalarHead
-from megascend.selfcheck.process import BOUND, Trial, TrialResult
+from megascend.selfcheck.process import Trial, TrialResult
 from megascend.selfcheck.slicing import WINDOWS, Slice, slice_model
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise
 from megascend.selfcheck.verdict import Verdict
@@ -64,15 +64,7 @@ class Subject(ABC):
 
 
 def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
-    """Return the slice of a model, also where its configuration is nested, or has names of its own for sizes.
-
-    Args:
-        raw: the model's ``config.json``.
-        config: the same in transformers' class.
-
-    Raises:
-        CannotSliceError: the configuration lacks what every decoder has.
-    """
+    """Return the slice of a model (``raw``: its ``config.json``), also where it is nested or names its sizes differently."""
     text = config.get_text_config()
     if text is not config:
         name = next((each for each in config.sub_configs if getattr(config, each, None) is text), None)
@@ -93,36 +85,16 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
 
 
 def find_out(part: Slice, subject: Subject) -> Verdict:
-    """Compare the engine with transformers on a slice.
-
-    Raises:
-        ConfigError: the engine cannot compute the model; transformers can.
-    """
+    """Compare the engine with transformers on a slice."""
     began = time.perf_counter()
     layers = next((part.config[name] for name in LAYER_COUNTS if name in part.config), 0)
-    blank = Verdict("not checked", layers=layers, lengths=list(part.lengths))
-    found = run(Trial(part.config, part.lengths), subject)
-    if found.problem:
-        return replace(blank, reason=f"its slice cannot be built by {found.problem}")
-    status = "agrees" if found.agrees else "differs"
-    mixed_only = max(found.alone) <= BOUND and not found.agrees
-    return replace(
-        blank,
-        status=status,
-        largest=found.largest,
-        mixed_only=mixed_only,
-        not_shown=part.not_shown,
-        seconds=time.perf_counter() - began,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    verdict = run(Trial(part.config, part.lengths), subject).verdict(part, layers)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(verdict, seconds=time.perf_counter() - began, peak_bytes=peak_bytes)
 
 
 def run(trial: Trial, subject: Subject) -> TrialResult:
-    """Build the model of a trial twice and compare; the process's random numbers stay as they are.
-
-    Raises:
-        ConfigError: the engine cannot compute the model; transformers can.
-    """
+    """Build the model of a trial twice and compare; the process's random numbers stay as they are."""
     from transformers import AutoConfig
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():

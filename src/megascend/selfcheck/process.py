@@ -1,4 +1,4 @@
-"""The process that checks, and what it found."""
+"""The process that checks a slice, its results, and where verdicts are kept."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megascend.distributed.launch import plain_environment
 from megascend.errors import PlatformError
 from megascend.huggingface.architectures import registered
+from megascend.io import paths
 from megascend.platforms import cpu_products
+from megascend.selfcheck.slicing import Slice
+from megascend.selfcheck.verdict import Verdict
 
 BOUND = 2e-5
 """Largest difference, over the largest logit, that counts as agreement.
@@ -82,9 +86,19 @@ class TrialResult:
         """Both sides have computed the same."""
         return not self.problem and self.largest <= BOUND
 
+    def verdict(self, part: Slice, layers: int) -> Verdict:
+        """Return the verdict on a slice of so many layers, without the names of settings."""
+        verdict = Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
+        if self.problem:
+            return replace(verdict, reason=f"its slice cannot be built by {self.problem}")
+        mixed_only = max(self.alone) <= BOUND and not self.agrees
+        return replace(
+            verdict, status="agrees" if self.agrees else "differs", largest=self.largest, mixed_only=mixed_only
+        )
+
 
 @dataclass(frozen=True)
-class Report:
+class TrialReport:
     """Findings in the order of the trials, and what the worker cost."""
 
     findings: list[TrialResult]
@@ -133,12 +147,8 @@ class Worker:
             self._process.stdin.close()
         self._folder.cleanup()
 
-    def work(self, trials: Sequence[Trial], deadline_s: float) -> Report:
-        """Build and compare the models of ``trials``; once.
-
-        Raises:
-            PlatformError: the process ended without a report, or took longer than ``deadline_s``.
-        """
+    def work(self, trials: Sequence[Trial], deadline_s: float) -> TrialReport:
+        """Build and compare the models of ``trials``; once."""
         job, result = self._path / "job.json", self._path / "result.json"
         found_outside = {kind: registered(kind) for kind in (trial.config.get("model_type") for trial in trials)}
         job.write_text(
@@ -161,15 +171,11 @@ class Worker:
             raise PlatformError(f"its process has ended with exit code {self._process.returncode}: {end}")
         found = json.loads(result.read_text(encoding="utf-8"))
         findings = [TrialResult(**each) for each in found["findings"]]
-        return Report(findings, found["seconds"], found["peak_bytes"])
+        return TrialReport(findings, found["seconds"], found["peak_bytes"])
 
 
-def run(trials: Sequence[Trial], worker: Worker | None = None, deadline_s: float = DEADLINE_S) -> Report:
-    """What ``worker``, or a new one, finds out about ``trials``, on the CPU; it is ended then.
-
-    Raises:
-        PlatformError: as :meth:`Worker.work`.
-    """
+def run(trials: Sequence[Trial], worker: Worker | None = None, deadline_s: float = DEADLINE_S) -> TrialReport:
+    """What ``worker``, or a new one, finds out about ``trials``, on the CPU; it is ended then."""
     with worker or Worker() as at_work:
         return at_work.work(trials, deadline_s)
 
@@ -179,3 +185,16 @@ def faster_start() -> dict[str, str]:
     if cpu_products.VARIABLE in os.environ or not cpu_products.shows_amx():
         return {}
     return {cpu_products.VARIABLE: cpu_products.WITHOUT_AMX}
+
+
+PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
+
+
+def cache_folder() -> Path:
+    """``self-check`` in the folder of :func:`megascend.io.paths.cache_folder`."""
+    return paths.cache_folder() / "self-check"
+
+
+def versions(packages: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the versions of ``packages``, by default of :data:`PACKAGES`."""
+    return {name: metadata.version(name) for name in (PACKAGES if packages is None else packages)}

@@ -59,16 +59,10 @@ class Slice:
 
 
 def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool) -> Slice:
-    """The slice of a model.
+    """Return the slice of a model, or raise CannotSliceError.
 
-    Args:
-        raw: the model's ``config.json`` as it is.
-        full: the same with every default of its architecture (transformers' ``config.to_dict()``).
-        longest: tokens of the longest sample that a run allows.
-        window_in_force: Megatron attends within the model's sliding window; else no sample is longer than the window.
-
-    Raises:
-        CannotSliceError: the configuration lacks what every decoder has.
+    ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
+    Without ``window_in_force`` no sample is longer than the model's sliding window.
     """
     missing = [
         name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not full.get(name)
@@ -154,11 +148,7 @@ def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) -> tuple[dict[str, Any], int]:
-    """The settings about positions, and the longest sample, on the slice's scale.
-
-    Where RoPE changes at ``original_max_position_embeddings``, all lengths are scaled so that it does so within the
-    samples of a slice.
-    """
+    """Return the position settings and the longest sample on the slice's scale: RoPE's switch lies within its samples."""
     most: int | None = full.get("max_position_embeddings")
     if most is None:
         return {}, longest

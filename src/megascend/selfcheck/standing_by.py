@@ -12,8 +12,7 @@ import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-from megascend.selfcheck.places import cache_folder, versions
-from megascend.selfcheck.process import Worker
+from megascend.selfcheck.process import Worker, cache_folder, versions
 
 
 def worker_for(model_dir: Path, max_length: int | None) -> Worker | None:

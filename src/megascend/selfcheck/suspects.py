@@ -65,12 +65,7 @@ SIZES = (
 
 
 def known_suspects(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[Suspect]:
-    """Settings of :data:`PLAIN` that are not plain, RoPE's parameters, the sliding window and groups of experts.
-
-    Args:
-        config: the slice's configuration.
-        full: the same with its architecture's defaults.
-    """
+    """Return settings of :data:`PLAIN` that are not plain, RoPE's parameters, sliding window and groups of experts."""
     values = {**config, **full}  # transformers moves some settings elsewhere
     found = [
         Suspect(name, values[name], plain, {name: plain})
@@ -157,12 +152,7 @@ def culprits(of: Plan, agrees: Sequence[bool]) -> list[Suspect]:
 
 
 def advice(names: Sequence[str], original_positions: int | None, short_ones_agree: bool) -> str:
-    """What to do about the settings ``names``.
-
-    Args:
-        original_positions: the model's ``original_max_position_embeddings``.
-        short_ones_agree: samples of up to that length, among themselves, do agree.
-    """
+    """Return what to do about the settings ``names``; ``short_ones_agree``: samples of up to ``original_positions`` do."""
     if original_positions and short_ones_agree and any(name.startswith(ROPE_SECTIONS) for name in names):
         return (
             f"Samples of up to {original_positions} tokens (original_max_position_embeddings) are right as long as no longer "

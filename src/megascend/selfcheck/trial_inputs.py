@@ -72,11 +72,7 @@ class Choices(TorchFunctionMode):
 
 
 def choose_samples(model: torch.nn.Module, vocabulary: int, lengths: list[int], seed: int) -> dict[str, Any]:
-    """Random token ids (one more than a sample's length) on which no choice of experts is close, and the model's logits.
-
-    Raises:
-        RuntimeError: none of the attempts was free of near ties.
-    """
+    """Random token ids (one more than a sample's length) on which no choice of experts is close, and the model's logits."""
     generator = torch.Generator().manual_seed(seed)
     samples, logits, margins = [], [], []
     for length in lengths:

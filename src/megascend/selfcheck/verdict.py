@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from megascend.errors import SelfCheckError
+from megascend.selfcheck.slicing import rope_settings
 from megascend.selfcheck.suspects import advice
 
 PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -73,13 +74,8 @@ class Verdict:
         return f"self-check: {self.layers} layers against transformers: {found} ({cost})"
 
 
-def objection(verdict: Verdict, config: Mapping[str, Any], packages: str) -> SelfCheckError:
-    """The error for a model on which the sides differ.
-
-    Args:
-        config: the model's configuration with all defaults.
-        packages: names and versions of the two sides.
-    """
+def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str, str]) -> SelfCheckError:
+    """Return the error for a model on which the sides, differ, by ``versions`` of packages; ``config``: with all defaults."""
     when = (
         "when short and long samples share a micro batch (each by itself is right)"
         if verdict.mixed_only
@@ -91,9 +87,14 @@ def objection(verdict: Verdict, config: Mapping[str, Any], packages: str) -> Sel
         cause = f"They disagree about {about}"
     else:
         cause = "No setting of config.json was found that explains it"
-    original = config.get("original_max_position_embeddings") or _inner_original(config)
+    inner = [each.get("original_max_position_embeddings") for each in rope_settings(config)]
+    original = config.get("original_max_position_embeddings") or next(filter(None, inner), None)
+    sides = (
+        f"transformers {versions['transformers']} and Megatron-Core {versions['megatron-core']} (through mcore-bridge "
+        f"{versions['mcore-bridge']})"
+    )
     return SelfCheckError(
-        f"self-check: {packages} compute different numbers for this {config.get('model_type')} model: logits of a "
+        f"self-check: {sides} compute different numbers for this {config.get('model_type')} model: logits of a "
         f"{verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit {when}. {cause}. "
         f"{advice(names, original, verdict.short_ones_agree)}; self_check: off skips this check and trains what "
         "Megatron-Core computes"
@@ -129,10 +130,3 @@ def _named(each: Convicted, config: Mapping[str, Any]) -> str:
     value = config.get(each.name)
     shown = repr(value) if isinstance(value, str | int | float) else each.value
     return f"{each.name}={shown} (they agree with {each.plain})"
-
-
-def _inner_original(config: Mapping[str, Any]) -> int | None:
-    from megascend.selfcheck.slicing import rope_settings
-
-    found = [each.get("original_max_position_embeddings") for each in rope_settings(config)]
-    return next((value for value in found if value), None)

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.batch import agreement
-from megascend.batch.loss_call import raise_together, weighted
+from megascend.batch.loss_call import LossNormalizer, raise_together, weighted
 from megascend.batch.losses import Loss, LossInputs, cross_entropy
 from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
-from megascend.batch.normalizer import LossNormalizer
 from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
@@ -287,7 +286,7 @@ class Step:
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
             mine = agreement.report(samples, len(plan), names, loss)
         except DataError as error:
-            mine = agreement.Report(problem=str(error))
+            mine = agreement.RankReport(problem=str(error))
         agreed = agreement.exchange(mine, self._topology, self._groups, call)
         return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
 

@@ -45,7 +45,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
             return
         report = process.run([Trial(part.config, part.lengths) for part in missing.values()])
         for (path, part), found in zip(missing.items(), report.findings, strict=True):
-            verdict = check.judged(part, found)
+            verdict = found.verdict(part, part.config["num_hidden_layers"])
             if verdict.status != "agrees":
                 raise DistributedTestError(f"the self-check of {part.config}: {verdict}")
             check.keep(path, verdict)

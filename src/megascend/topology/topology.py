@@ -5,18 +5,20 @@ Megatron-Core lays the ranks out twice (``parallel_state.initialize_model_parall
 - the **attention grid** (all that is not an expert): tensor, context, data, pipeline; tensor varies fastest;
 - the **expert grid**: expert tensor, expert, expert data, pipeline; expert tensor varies fastest.
 
-Both cover the same ranks and agree on the pipeline axis. Nothing here imports torch.
+Both cover the same ranks and agree on the pipeline axis. What Megatron-Core requires of a layout (``parallel_state``,
+``ModelParallelConfig``, ``TransformerConfig``, ``Attention`` and ``MoELayer`` of megatron-core 0.15.3 and 0.16.1; where the two
+differ, the narrower one counts) is checked here, with the setting to change in the message. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megascend.config import ContextAlgorithm, Parallel
-from megascend.errors import TopologyError
-from megascend.huggingface.model_shape import ModelShape
-from megascend.topology.constraints import check_grid, check_model, resolve_sequence_parallel
+from megascend.errors import ProcessGroupError, TopologyError
+from megascend.huggingface.info import ModelShape
 
 ATTENTION_AXES = ("tensor", "context", "data", "pipeline")
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -77,21 +79,13 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     def size(self, axis: str) -> int:
-        """Number of ranks along one axis.
-
-        Raises:
-            TopologyError: there is no such axis.
-        """
+        """Number of ranks along one axis."""
         if axis not in (*ATTENTION_AXES, *EXPERT_AXES):
             raise TopologyError(f"no axis {axis!r}; there are {', '.join(dict.fromkeys(ATTENTION_AXES + EXPERT_AXES))}")
         return getattr(self, axis)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of global rank ``rank``.
-
-        Raises:
-            TopologyError: the rank is outside the world.
-        """
+        """The place of global rank ``rank``."""
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is outside the world of {self.world_size} ranks")
         places: dict[str, int] = {}
@@ -102,16 +96,9 @@ class Topology:
         return Coordinates(rank=rank, **places)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The ranks that communicate along ``axes``: those that differ there and agree on the grid's other axes.
+        """Return the groups of ranks that differ along ``axes`` of one grid and agree on its others; without axes, one per rank.
 
-        Args:
-            axes: axes of one grid, in any order. None at all gives one group per rank.
-
-        Returns:
-            Every group of the world, ordered by first rank; ranks ascend, which is Megatron's order.
-
-        Raises:
-            TopologyError: an axis is not known, or the axes are of different grids.
+        Groups are ordered by first rank; ranks ascend, which is Megatron's order.
         """
         for axis in axes:
             self.size(axis)
@@ -134,11 +121,7 @@ class Topology:
         return next(group for group in self.groups(*axes) if rank in group)
 
     def padded_vocab(self, divisor: int = 1) -> int:
-        """Vocabulary size rounded up so that every tensor rank holds the same multiple of ``divisor`` rows.
-
-        Raises:
-            TopologyError: the layout was planned without a model.
-        """
+        """Vocabulary size rounded up so that every tensor rank holds the same multiple of ``divisor`` rows."""
         if self.vocab_size is None:
             raise TopologyError("padded_vocab needs the model: plan(parallel, world_size, model)")
         return _round_up(self.vocab_size, divisor * self.tensor)
@@ -165,10 +148,6 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
 
     Without ``model`` only what does not depend on the model is checked, and the model counts as a mixture of experts
     if ``parallel`` sets an expert axis.
-
-    Raises:
-        TopologyError: the layout cannot work, or Megatron would compute wrong gradients with it. The message names the
-            value, the limit and the setting to change.
     """
     is_moe = model.is_moe if model else parallel.expert > 1 or parallel.expert_tensor is not None
     expert_tensor = parallel.expert_tensor or parallel.tensor
@@ -205,11 +184,7 @@ def length_multiple(topology: Topology) -> int:
 
 
 def check_sequence_length(length: int, topology: Topology) -> None:
-    """Refuse a padded sequence length (tokens) that the ranks cannot divide.
-
-    Raises:
-        TopologyError: with the multiple, the settings it comes from, and the next length that fits.
-    """
+    """Refuse a padded sequence length (tokens) that the ranks cannot divide."""
     multiple = length_multiple(topology)
     if length < 1 or length % multiple:
         parts = []
@@ -226,3 +201,143 @@ def check_sequence_length(length: int, topology: Topology) -> None:
 
 def _round_up(value: int, multiple: int) -> int:
     return math.ceil(value / multiple) * multiple
+
+
+def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
+    """Requirements that do not depend on the model."""
+    p = parallel
+    if world_size < 1:
+        raise TopologyError(f"the world has {world_size} ranks; there must be at least one")
+    attention = p.tensor * p.pipeline * p.context
+    if world_size % attention:
+        raise TopologyError(
+            f"world size {world_size} is not a multiple of parallel.tensor={p.tensor} x "
+            f"parallel.pipeline={p.pipeline} x parallel.context={p.context} = {attention}; "
+            f"start {_nearby(world_size, attention)} processes (--nproc), or lower one of them"
+        )
+    experts = expert_tensor * p.expert * p.pipeline
+    if world_size % experts:
+        raise TopologyError(
+            f"world size {world_size} is not a multiple of parallel.expert_tensor={expert_tensor} x "
+            f"parallel.expert={p.expert} x parallel.pipeline={p.pipeline} = {experts}; "
+            f"start {_nearby(world_size, experts)} processes (--nproc), or lower one of them"
+            + (" (expert_tensor defaults to tensor)" if p.expert_tensor is None and expert_tensor > 1 else "")
+        )
+    if p.virtual_pipeline > 1 and p.pipeline == 1:
+        raise TopologyError(
+            f"parallel.virtual_pipeline={p.virtual_pipeline} interleaves the chunks of pipeline ranks, but "
+            "parallel.pipeline=1; set pipeline to 2 or more, or virtual_pipeline to 1"
+        )
+    if p.expert == 1 and expert_tensor != p.tensor:
+        # Megatron marks expert weights for the expert data parallel group only if EP > 1; else their gradients are
+        # reduced with those of all other weights, over DP x CP, whose ranks hold the same expert shards only if
+        # ETP == TP. Smaller ETP: replicas within the TP group are never summed. Larger: different shards are.
+        raise TopologyError(
+            f"parallel.expert_tensor={expert_tensor} differs from parallel.tensor={p.tensor} while parallel.expert=1: "
+            "Megatron-Core would reduce the experts' gradients over the wrong ranks and diverge without an error; "
+            f"set expert_tensor to {p.tensor} (or leave it out), or expert to 2 or more"
+        )
+
+
+def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> None:
+    """Requirements that the model's sizes put on the layout."""
+    p = parallel
+    _divides("parallel.tensor", p.tensor, model.num_heads, "attention heads")
+    _divides(
+        "parallel.tensor",
+        p.tensor,
+        model.num_query_groups,
+        "query groups (key/value heads)",
+        common=(model.num_heads,),
+    )
+    _divides("parallel.tensor", p.tensor, model.ffn_hidden_size, "columns of the MLP (intermediate_size)")
+    _divides("parallel.tensor", p.tensor, model.shared_expert_ffn_hidden_size, "columns of the shared experts")
+    stages = p.pipeline * p.virtual_pipeline
+    if model.num_layers % stages:
+        raise TopologyError(
+            f"{model.num_layers} layers cannot be divided evenly over parallel.pipeline={p.pipeline}"
+            + (f" x parallel.virtual_pipeline={p.virtual_pipeline} = {stages}" if p.virtual_pipeline > 1 else "")
+            + f" stages; the product must be one of {_listed(_divisors(model.num_layers))}"
+        )
+    if not model.is_moe:
+        for name, value, default in (("expert", p.expert, 1), ("expert_tensor", p.expert_tensor, None)):
+            if value is not default and value != default:
+                raise TopologyError(
+                    f"parallel.{name}={value}, but the model has no experts; leave {name} at its default"
+                )
+        return
+    _divides("parallel.expert", p.expert, model.num_experts, "experts")
+    _divides("parallel.expert_tensor", expert_tensor, model.moe_ffn_hidden_size, "columns of an expert's MLP")
+
+
+def resolve_sequence_parallel(parallel: Parallel, is_moe: bool) -> tuple[bool, list[str]]:
+    """Whether sequence parallelism is on, and a note where that was not what the setting said."""
+    if parallel.tensor == 1:
+        if parallel.sequence:
+            return False, ["parallel.sequence has nothing to divide at parallel.tensor=1: sequence parallelism is off"]
+        return False, []
+    if is_moe and parallel.sequence is False:
+        raise TopologyError(
+            f"parallel.sequence=false with experts and parallel.tensor={parallel.tensor}: Megatron-Core trains MoE "
+            "layers under tensor parallelism only with sequence parallelism; remove the setting, or set tensor to 1"
+        )
+    if is_moe and parallel.sequence is None:
+        return True, [f"sequence parallelism is on: a model with experts needs it at parallel.tensor={parallel.tensor}"]
+    return bool(parallel.sequence), []
+
+
+def _divides(setting: str, value: int, count: int | None, what: str, common: tuple[int, ...] = ()) -> None:
+    if count is not None and count % value:
+        usable = [size for size in _divisors(count) if all(other % size == 0 for other in common)]
+        raise TopologyError(f"{setting}={value} does not divide the {count} {what}; use {_listed(usable)}")
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def _listed(sizes: list[int], most: int = 8) -> str:
+    shown = [str(size) for size in sizes[:most]]
+    if len(sizes) > most:
+        return ", ".join(shown) + ", ..."
+    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _nearby(world_size: int, multiple: int) -> str:
+    below = world_size // multiple * multiple
+    return f"{below} or {below + multiple}" if below else str(multiple)
+
+
+GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "world": ATTENTION_AXES,
+    "tp": ("tensor",),
+    "pp": ("pipeline",),
+    "cp": ("context",),
+    "dp": ("data",),
+    "dp_cp": ("data", "context"),
+    "tp_cp": ("tensor", "context"),
+    "tp_dp_cp": ("tensor", "data", "context"),
+    "mp": ("tensor", "pipeline"),
+    "ep": ("expert",),
+    "etp": ("expert_tensor",),
+    "etp_ep": ("expert_tensor", "expert"),
+    "edp": ("expert_data",),
+}
+"""Name of every group, and the axes of the topology it spans (``edp``: expert data parallel)."""
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes of group ``name``."""
+    if name not in GROUP_AXES:
+        raise ProcessGroupError(f"no process group {name!r}; there are {', '.join(GROUP_AXES)}")
+    return GROUP_AXES[name]
+
+
+def rank_lists(topology: Topology, names: Iterable[str] = tuple(GROUP_AXES)) -> dict[tuple[int, ...], str]:
+    """Return every group of two or more ranks, once, with the first of its names; in the order of creation on all ranks."""
+    found: dict[tuple[int, ...], str] = {}
+    for name in names:
+        for ranks in topology.groups(*axes_of(name)):
+            if len(ranks) > 1:
+                found.setdefault(tuple(ranks), name)
+    return found

@@ -36,11 +36,7 @@ class Route:
 
 
 def ranks_of(receivers: Receivers, topology: Topology) -> frozenset[int]:
-    """The global ranks that ``receivers`` means: all of them, the main rank (0), or those listed.
-
-    Raises:
-        TopologyError: a rank outside the world, or none at all.
-    """
+    """The global ranks that ``receivers`` means: all of them, the main rank (0), or those listed."""
     if receivers == "all":
         return frozenset(range(topology.world_size))
     if receivers == "main":
@@ -70,7 +66,7 @@ def route(topology: Topology, rank: int, receivers: Collection[int], *, expert: 
 
 
 def participants(topology: Topology, receivers: Collection[int]) -> frozenset[int]:
-    """The ranks without which ``receivers`` cannot have every parameter; replicas of these are not among them.
+    """Return the ranks without which ``receivers`` cannot have every parameter, without their replicas.
 
     A rank takes part in all collectives of its pipeline (and experts') or in none, so whoever shares one is included.
     """

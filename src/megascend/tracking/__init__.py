@@ -1,6 +1,5 @@
 """Trackers: TensorBoard, W&B and the like, by their names in a run file."""
 
-from megascend.tracking.base import TrackedRun, Tracker
-from megascend.tracking.registry import register_tracker
+from megascend.tracking.registry import TrackedRun, Tracker, register_tracker
 
 __all__ = ["TrackedRun", "Tracker", "register_tracker"]

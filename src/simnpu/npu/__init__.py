@@ -112,7 +112,7 @@ def is_current_stream_capturing() -> bool:
 
 
 def __getattr__(name: str) -> object:
-    from simnpu.missing import missing
+    from simnpu.errors import missing
 
     raise missing(name, "torch.npu")
 

@@ -32,12 +32,7 @@ def is_available() -> bool:
 
 
 def device_index(device: torch.device | str | int | None) -> int:
-    """The index that ``device`` stands for; None and a device without index are the current one.
-
-    Raises:
-        ValueError: not an NPU.
-        RuntimeError: no such device.
-    """
+    """The index that ``device`` stands for; None and a device without index are the current one."""
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):

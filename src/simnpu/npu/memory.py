@@ -160,11 +160,7 @@ def get_per_process_memory_fraction(device: Device = None) -> float:
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
-    """Kept and without effect: there is no device memory to divide.
-
-    Raises:
-        ValueError: not a fraction.
-    """
+    """Kept and without effect: there is no device memory to divide."""
     device_index(device)
     if not 0 <= fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")

@@ -45,11 +45,7 @@ conv = Switches(allow_hf32=True)
 
 
 def set_option(option: dict[str, Any]) -> None:
-    """Options of the Ascend compiler, e.g. ``{"ACL_PRECISION_MODE": "must_keep_origin_dtype"}``.
-
-    Raises:
-        TypeError: not a dict.
-    """
+    """Options of the Ascend compiler, e.g. ``{"ACL_PRECISION_MODE": "must_keep_origin_dtype"}``."""
     if not isinstance(option, dict):
         raise TypeError(f"npu option must be a dict, got {type(option).__name__}")
     SETTINGS.options.update(option)
@@ -82,11 +78,7 @@ SYNC_DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Kept. Nothing is reported, as every operator has finished when its call returns.
-
-    Raises:
-        RuntimeError: no such mode.
-    """
+    """Kept. Nothing is reported, as every operator has finished when its call returns."""
     mode = SYNC_DEBUG_MODES.get(debug_mode, -1) if isinstance(debug_mode, str) else debug_mode
     if mode not in SYNC_DEBUG_MODES.values():
         raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
@@ -166,11 +158,7 @@ def reset_stream_limit(stream: Stream) -> None:
 
 
 def get_npu_overflow_flag() -> bool:
-    """Of chips before the 910B generation.
-
-    Raises:
-        RuntimeError: always, as on a 910B.
-    """
+    """Of chips before the 910B generation."""
     raise RuntimeError("Unsupported api when soc_version >= Ascend910B1, please use npu_check_overflow")
 
 

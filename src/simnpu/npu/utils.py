@@ -43,6 +43,6 @@ def npu_check_overflow(grad: torch.Tensor | float) -> bool:
 
 
 def __getattr__(name: str) -> object:
-    from simnpu.missing import missing
+    from simnpu.errors import missing
 
     raise missing(name, "torch_npu.npu.utils")

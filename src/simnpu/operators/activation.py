@@ -1,6 +1,10 @@
-"""Activations: ``npu_swiglu``, ``npu_geglu``, ``npu_gelu``, ``fast_gelu``, ``npu_silu``, ``npu_scaled_masked_softmax``."""
+"""Activations (``npu_swiglu``, ``npu_geglu``, ``npu_gelu``, ``fast_gelu``, ``npu_silu``, ``npu_scaled_masked_softmax``), and
+casts and formats, which have no meaning of their own on the simulated device.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,11 +15,7 @@ from simnpu.operators.refusal import Refusal
 
 
 def check_halves(name: str, x: Tensor, dim: int) -> None:
-    """The dimension that is split must exist and be even.
-
-    Raises:
-        RuntimeError: as torch_npu does.
-    """
+    """The dimension that is split must exist and be even."""
     refuse = Refusal(name, "aclnnSwiGlu" if name == "npu_swiglu" else "aclnnGeGluV3")
     if not -x.dim() <= dim < x.dim():
         refuse(
@@ -104,3 +104,32 @@ def npu_scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0, fixed
         return (x.float() * scale).masked_fill(hidden, -10000.0).softmax(-1).to(x.dtype)
 
     return differentiable(softmax)(x, mask)
+
+
+ND = 2  # ACL_FORMAT_ND: the plain row-major format
+
+
+@operator
+def npu_dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
+    """``self`` in another type."""
+    return self.to(dtype)
+
+
+@operator
+def npu_format_cast(self: Tensor, acl_format: int) -> Tensor:
+    """``self``: private memory formats hold the same values."""
+    return self
+
+
+@operator
+def get_npu_format(self: Tensor) -> int:
+    """Always ACL_FORMAT_ND."""
+    return ND
+
+
+@operator
+def npu_confusion_transpose(self: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool) -> Tensor:
+    """permute then reshape, or the other way round, as a contiguous tensor."""
+    if transpose_first:
+        return self.permute(*perm).reshape(*shape).contiguous()
+    return self.reshape(*shape).permute(*perm).contiguous()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators.attention_call import PSE_AFTER_SCALE, Lengths, Options, backward, draw_seed, forward
-from simnpu.operators.dispatch import operator, to_device, to_host
+from simnpu.operators.attention_call import PSE_AFTER_SCALE, AttentionOptions, Lengths, backward, draw_seed, forward
+from simnpu.operators.dispatch import on_host, operator, to_device, to_host
 from simnpu.operators.refusal import Refusal
 
 UNLIMITED = 2147483647
@@ -23,7 +23,7 @@ class FusionAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: AttentionOptions
     ) -> tuple[Any, ...]:
         host = options.on_host()
         output, maximum, total, numels = forward(to_host(query), to_host(key), to_host(value), to_host(pse), host)
@@ -78,7 +78,7 @@ def npu_fusion_attention(
         tensor; seed, offset and length of the dropout mask.
     """
     refuse_unsimulated(padding_mask=padding_mask, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, draw_seed(keep_prob),
     )  # fmt: skip
@@ -117,7 +117,7 @@ def npu_fusion_attention_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """As :func:`npu_fusion_attention`, with a choice of where the bias is added (``pse_type`` 0: before scaling)."""
     refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, draw_seed(keep_prob),
     )  # fmt: skip
@@ -126,7 +126,7 @@ def npu_fusion_attention_v2(
 
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, dy: Tensor, pse: Tensor | None, softmax_max: Tensor | None,
-    softmax_sum: Tensor | None, attention_in: Tensor | None, options: Options,
+    softmax_sum: Tensor | None, attention_in: Tensor | None, options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The gradient operators' common part, on tensors of any device."""
     statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": attention_in}
@@ -172,7 +172,7 @@ def npu_fusion_attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and pse, for the softmax whose maximum and sum are given."""
     refuse_unsimulated(padding_mask=padding_mask, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, seed, offset,
     )  # fmt: skip
@@ -219,8 +219,45 @@ def npu_fusion_attention_grad_v2(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As :func:`npu_fusion_attention_grad`, for :func:`npu_fusion_attention_v2`."""
     refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
-    options = Options(
+    options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, seed, offset,
     )  # fmt: skip
     return gradients(query, key, value, dy, pse, softmax_max, softmax_sum, attention_in, options)
+
+
+@operator
+def npu_ring_attention_update(
+    prev_attn_out: Tensor,
+    prev_softmax_max: Tensor,
+    prev_softmax_sum: Tensor,
+    cur_attn_out: Tensor,
+    cur_softmax_max: Tensor,
+    cur_softmax_sum: Tensor,
+    actual_seq_qlen: Tensor | None = None,
+    input_layout: str = "SBH",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [S, B, H], softmax_max and softmax_sum [B, N, S, 8] of attention over both parts' keys.
+
+    Formula: Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889.
+    """
+    if input_layout != "SBH":
+        raise NotSimulatedError(f"npu_ring_attention_update with input_layout {input_layout}")
+
+    def merge(*parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out, maximum, total, new_out, new_maximum, new_total = parts
+        largest = torch.maximum(maximum, new_maximum)
+        weight, new_weight = total * torch.exp(maximum - largest), new_total * torch.exp(new_maximum - largest)
+        merged = weight + new_weight
+
+        def per_element(share: Tensor) -> Tensor:  # [B, N, S, 8] -> [S, B, N, 1]
+            return share[..., :1].permute(2, 0, 1, 3)
+
+        heads = maximum.shape[1]
+        old = out.float().unflatten(-1, (heads, -1)) * per_element(weight / merged)
+        new = new_out.float().unflatten(-1, (heads, -1)) * per_element(new_weight / merged)
+        return (old + new).flatten(-2).to(out.dtype), largest, merged
+
+    return on_host(merge)(
+        prev_attn_out, prev_softmax_max, prev_softmax_sum, cur_attn_out, cur_softmax_max, cur_softmax_sum
+    )

@@ -10,11 +10,85 @@ import torch
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators.attention_core import Block, attend, attend_backward
 from simnpu.operators.attention_layout import Layout, read_layout
 from simnpu.operators.attention_mask import hidden_keys
 from simnpu.operators.dispatch import random_generator, to_host
 from simnpu.operators.refusal import Refusal
+
+NOTHING_SEEN = torch.finfo(torch.float32).min  # row maximum of a query that sees no key
+
+
+@dataclass(frozen=True)
+class Block:
+    """One attention problem. ``kept`` is the dropout mask divided by the probability of keeping."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    hidden: Tensor | None
+    bias: Tensor | None
+    kept: Tensor | None
+    scale: float
+    bias_before_scale: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def scores(self) -> Tensor:
+        """Scaled products with bias and mask, [batch, heads, Sq, Skv]."""
+        scores = self.query @ shared(self.key, self.group).transpose(-1, -2)
+        if self.bias is not None and self.bias_before_scale:
+            scores = scores + self.bias
+        scores = scores * self.scale
+        if self.bias is not None and not self.bias_before_scale:
+            scores = scores + self.bias
+        return scores if self.hidden is None else scores.masked_fill(self.hidden, float("-inf"))
+
+    def dropped(self, values: Tensor) -> Tensor:
+        return values if self.kept is None else values * self.kept
+
+
+def shared(tensor: Tensor, group: int) -> Tensor:
+    """Key or value heads repeated for the query heads that share them."""
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+
+
+def summed(gradient: Tensor, group: int) -> Tensor:
+    """Gradients of repeated heads added up; the inverse direction of :func:`shared`."""
+    return gradient if group == 1 else gradient.unflatten(1, (-1, group)).sum(2)
+
+
+def attend(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [batch, heads, Sq, value dim], and the row maximum and row sum of the softmax [batch, heads, Sq, 1].
+
+    A query that sees no key gets zeros, the lowest maximum and the sum 0: it weighs nothing when parts are merged.
+    """
+    scores = block.scores()
+    if scores.numel() == 0:  # MindSpeed's cumulative lengths begin with 0: an empty first sample
+        maximum = scores.new_full((*scores.shape[:-1], 1), NOTHING_SEEN)
+    else:
+        maximum = scores.amax(-1, keepdim=True).clamp_min(NOTHING_SEEN)
+    weights = torch.exp(scores - maximum)
+    total = weights.sum(-1, keepdim=True)
+    output = block.dropped(weights) @ shared(block.value, block.group)
+    return output / total.masked_fill(total == 0, 1.0), maximum, total
+
+
+def attend_backward(
+    block: Block, output: Tensor, gradient: Tensor, maximum: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, and of the bias before it is reduced to its shape."""
+    weights = torch.exp(block.scores() - maximum) / total.masked_fill(total == 0, 1.0)
+    d_value = summed(block.dropped(weights).transpose(-1, -2) @ gradient, block.group)
+    d_weights = block.dropped(gradient @ shared(block.value, block.group).transpose(-1, -2))
+    d_bias = weights * (d_weights - (gradient * output).sum(-1, keepdim=True))
+    d_scores = d_bias * block.scale
+    d_query = d_scores @ shared(block.key, block.group)
+    d_key = summed(d_scores.transpose(-1, -2) @ block.query, block.group)
+    return d_query, d_key, d_value, d_scores if block.bias_before_scale else d_bias
+
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PSE_BEFORE_SCALE, PSE_AFTER_SCALE = 0, 1
@@ -22,7 +96,7 @@ Lengths = Sequence[int] | None
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """Everything of a call that is not a differentiable tensor. ``seed`` and ``offset`` fix the dropout."""
 
     head_num: int
@@ -41,7 +115,7 @@ class Options:
     seed: int = 0
     offset: int = 0
 
-    def on_host(self) -> Options:
+    def on_host(self) -> AttentionOptions:
         """The same options with the mask on the CPU."""
         return replace(self, atten_mask=to_host(self.atten_mask))
 
@@ -54,7 +128,7 @@ class Problem(NamedTuple):
     numels: int  # elements of the dropout mask
 
 
-def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options) -> Problem:
+def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: AttentionOptions) -> Problem:
     """Check a call as the operator and the kernel do, and take it apart."""
     packed = options.input_layout.upper() == "TND"
     kernel = "aclnnFlashAttentionVarLenScore" if packed else "aclnnFlashAttentionScore"
@@ -98,7 +172,7 @@ def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, opt
     return Problem(layout, blocks, sum(b * n * s * t for b, n, s, t in sizes))
 
 
-def check_pse(layout: Layout, pse: Tensor | None, options: Options, refuse: Refusal) -> None:
+def check_pse(layout: Layout, pse: Tensor | None, options: AttentionOptions, refuse: Refusal) -> None:
     """Which position biases are simulated: full ones, of a call that is not packed."""
     if pse is None:
         return
@@ -117,7 +191,7 @@ def check_pse(layout: Layout, pse: Tensor | None, options: Options, refuse: Refu
         refuse.kernel(f"get unsupported pse shape, the shape is {list(pse.shape)}")
 
 
-def dropout(sizes: list[tuple[int, int, int, int]], options: Options) -> list[Tensor | None]:
+def dropout(sizes: list[tuple[int, int, int, int]], options: AttentionOptions) -> list[Tensor | None]:
     """For each block, 1 / keep_prob where a weight is kept and 0 elsewhere; the same for the same seed and offset."""
     if options.keep_prob == 1:
         return [None] * len(sizes)
@@ -131,7 +205,7 @@ def draw_seed(keep_prob: float) -> int:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: Options
+    query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Output, softmax_max, softmax_sum, and the length of the dropout mask; CPU tensors."""
     layout, blocks, numels = read_call(query, key, value, pse, options)
@@ -153,7 +227,7 @@ def backward(
     output: Tensor,
     softmax_max: Tensor,
     softmax_sum: Tensor,
-    options: Options,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and pse; CPU tensors."""
     layout, blocks, _ = read_call(query, key, value, pse, options)

@@ -187,11 +187,7 @@ def read_packed(
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int, refuse: Refusal) -> None:
-    """Head counts and head dimension that the kernel takes.
-
-    Raises:
-        RuntimeError: as the kernel does; the message names the limit.
-    """
+    """Head counts and head dimension that the kernel takes."""
     if kv_heads == 0:
         refuse.kernel("n2Size is zero.")
     if heads > MAX_HEADS:
@@ -203,11 +199,7 @@ def check_heads(heads: int, kv_heads: int, head_dim: int, refuse: Refusal) -> No
 
 
 def check_sizes(batch: int, q_length: int, kv_length: int, refuse: Refusal) -> None:
-    """Batch size and sequence lengths (packed: of all sequences together) that the kernel takes.
-
-    Raises:
-        RuntimeError: one is beyond its limit.
-    """
+    """Batch size and sequence lengths (packed: of all sequences together) that the kernel takes."""
     if batch > MAX_BATCH:
         refuse.kernel(f"batch size must be at most {MAX_BATCH}, but got {batch}")
     if max(q_length, kv_length) > MAX_LENGTH:

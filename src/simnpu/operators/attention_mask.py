@@ -45,11 +45,7 @@ def hidden_keys(
     prefix: Sequence[int] | None,
     refuse: Refusal,
 ) -> list[Tensor | None]:
-    """For each block, what is hidden: bool, broadcastable to [batch, heads, Sq, Skv]; None hides nothing.
-
-    Raises:
-        RuntimeError: the kernel refuses the combination, or it would read the mask as another one.
-    """
+    """For each block, what is hidden: bool, broadcastable to [batch, heads, Sq, Skv]; None hides nothing."""
     check_mode(layout, sparse_mode, refuse)
     if atten_mask is None:
         return [None] * len(layout.q_lengths)

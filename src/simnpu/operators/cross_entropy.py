@@ -35,9 +35,6 @@ def npu_cross_entropy_loss(
 
     Returns:
         the loss ([1], or [N] without reduction), log-probabilities [N, C], and two empty tensors.
-
-    Raises:
-        RuntimeError: what the documentation excludes.
     """
     refuse = Refusal("npu_cross_entropy_loss", "aclnnCrossEntropyLoss")
     if lse_square_scale_for_zloss or return_zloss:
@@ -72,11 +69,7 @@ def npu_cross_entropy_loss(
 
 
 def check_tensors(input: Tensor, target: Tensor, weight: Tensor | None, refuse: Refusal) -> None:
-    """Types and shapes.
-
-    Raises:
-        RuntimeError: they are not the documented ones.
-    """
+    """Types and shapes."""
     if input.dtype not in FLOATS or target.dtype != torch.int64:
         refuse.kernel(
             f"input must be float16, bfloat16 or float32 and target int64, but got {input.dtype} and {target.dtype}"
@@ -92,11 +85,7 @@ def check_tensors(input: Tensor, target: Tensor, weight: Tensor | None, refuse: 
 def check_options(
     input: Tensor, weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float, refuse: Refusal
 ) -> None:
-    """Ranges of the options, and which of them a call with a gradient may set.
-
-    Raises:
-        RuntimeError: an option is out of its range, or may not be set.
-    """
+    """Ranges of the options, and which of them a call with a gradient may set."""
     if reduction not in ("mean", "sum", "none"):
         refuse.kernel(f"reduction must be mean, sum or none, but got {reduction}")
     if not 0.0 <= label_smoothing < 1.0:

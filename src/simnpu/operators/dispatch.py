@@ -73,12 +73,7 @@ def kinds_of(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def check_kinds(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Tensors where tensors belong, and lists of numbers where those do.
-
-    Raises:
-        TypeError: as PyTorch's argument parser does. The kernel reads lengths on the host, so that a tensor of them
-            must be turned into a list by the caller.
-    """
+    """Tensors where tensors belong, and lists of numbers where those do."""
     for parameter, kind in kinds_of(function).items():
         value = arguments.get(parameter)
         if value is None:
@@ -96,11 +91,7 @@ def is_list_of_ints(value: Any) -> bool:
 
 
 def check_devices(name: str, values: Any) -> None:
-    """Refuse tensors of several devices, and CPU tensors while the simulated device is active.
-
-    Raises:
-        RuntimeError: as PyTorch and torch_npu do on hardware.
-    """
+    """Refuse tensors of several devices, and CPU tensors while the simulated device is active."""
     devices = sorted({str(tensor.device) for tensor in tensors_in(values)})
     if len(devices) > 1:
         raise RuntimeError(

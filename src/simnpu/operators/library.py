@@ -62,9 +62,6 @@ def schema(name: str, function: Callable[..., Any], lists: bool = False) -> str:
     """The schema of a function whose annotations are types of ``TYPES``, optional ones, or sequences of them.
 
     ``lists``: where the annotation is a tensor or a list of numbers, the list.
-
-    Raises:
-        TypeError: an annotation that PyTorch's schemas do not know.
     """
     original, hints = inspect.unwrap(function), hints_of(function)
     parts, keyword_only = [], False

@@ -23,11 +23,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_grouped_types(x: Sequence[Tensor], refuse: Refusal) -> None:
-    """Type of the left factors.
-
-    Raises:
-        RuntimeError: the kernel does not take it.
-    """
+    """Type of the left factors."""
     for number, tensor in enumerate(x):
         if tensor.dtype not in FLOATS:
             refuse.kernel(f"x[{number}] must be float16, bfloat16 or float32, but got {tensor.dtype}")

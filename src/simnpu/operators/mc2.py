@@ -27,12 +27,7 @@ def check_product(
     refuse: Refusal, x1: Tensor, x2: Tensor, hcom: str, world_size: int, reduce_op: str, bias: Tensor | None,
     comm_turn: int, quantised: bool,
 ) -> None:  # fmt: skip
-    """What both operators ask of their matrices and of the group.
-
-    Raises:
-        RuntimeError: it is not so.
-        NotSimulatedError: quantised inputs.
-    """
+    """What both operators ask of their matrices and of the group."""
     if quantised:
         raise NotSimulatedError(f"{refuse.operator} with quantised inputs is not simulated by simnpu")
     if world_size not in WORLD_SIZES:

@@ -27,9 +27,6 @@ def npu_moe_init_routing(
     """Rows of ``x`` in the order of their experts, where each went, and the sorted experts. Not differentiable.
 
     ``row_idx`` numbers the copies column by column: entry (row, k) is k * rows + row.
-
-    Raises:
-        RuntimeError: ``row_idx`` is not such a numbering, of which the kernel makes an output that is not initialised.
     """
     refuse = Refusal("npu_moe_init_routing", "aclnnMoeInitRouting")
     if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0] or row_idx.shape != expert_idx.shape:
@@ -80,10 +77,6 @@ def npu_moe_init_routing_v2(
     Returns:
         the rows: [rows * k or active_num, H], or [experts, capacity, H] with ``drop_pad_mode``; where each copy went
         (gather) or which copy a row is (scatter), int32 [rows * k]; tokens of each expert, int64; scales of the rows.
-
-    Raises:
-        RuntimeError: arguments that the documentation excludes.
-        NotSimulatedError: a quantisation to float8, hifloat8, float4 or int4.
     """
     refuse = Refusal("npu_moe_init_routing_v2", "aclnnMoeInitRoutingV3")
     check_v2(refuse, x, expert_idx, expert_num, drop_pad_mode, expert_capacity, expert_tokens_num_type, row_idx_type)
@@ -139,11 +132,7 @@ def npu_moe_init_routing_v2(
 def check_v2(
     refuse: Refusal, x: Tensor, expert_idx: Tensor, experts: int, drop: int, capacity: int, tokens_type: int, rows: int
 ) -> None:
-    """The documentation's limits on shapes, types and modes.
-
-    Raises:
-        RuntimeError: one is exceeded.
-    """
+    """The documentation's limits on shapes, types and modes."""
     if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
         refuse.kernel(
             f"x must be [rows, H] and expert_idx [rows, k], but got {list(x.shape)} and {list(expert_idx.shape)}"

@@ -23,11 +23,7 @@ HAS_SCALE = 1 << 46
 
 
 def check_input(refuse: Refusal, x: Tensor, dimensions: range) -> None:
-    """Type and number of dimensions.
-
-    Raises:
-        RuntimeError: they are not the documented ones.
-    """
+    """Type and number of dimensions."""
     if x.dtype not in HALVES:
         refuse.kernel(f"x must be float16 or bfloat16, but got {x.dtype}")
     if x.dim() not in dimensions:
@@ -52,9 +48,6 @@ def npu_dynamic_quant(
     """Each row (the last dimension) over its largest magnitude: round(x / scale), and scale = max|x| / 127 in float32.
 
     ``smooth_scales`` multiplies the columns first: [H], or with ``group_index`` (int32, row ends of each group) [groups, H].
-
-    Raises:
-        RuntimeError: types, shapes or groups are not the documented ones.
     """
     refuse = Refusal("npu_dynamic_quant", "aclnnDynamicQuantV2")
     check_input(refuse, x, range(2, 9))
@@ -98,11 +91,7 @@ def npu_dynamic_block_quant(
     col_block_size: int = 128,
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of the last two dimensions over their largest magnitudes: round(x / scale), and the scales in float32.
-
-    Raises:
-        RuntimeError: types, shapes or modes are not the documented ones.
-    """
+    """Blocks of the last two dimensions over their largest magnitudes: round(x / scale), and the scales in float32."""
     refuse = Refusal("npu_dynamic_block_quant", "aclnnDynamicBlockQuant")
     check_input(refuse, x, range(2, 4))
     if round_mode != "rint" or min_scale < 0:
@@ -156,10 +145,6 @@ def npu_dynamic_mx_quant(
 
     e = floor(log2(max|block|)) - the largest exponent of the type. Exponents come as uint8 codes e + 127 (E8M0), in pairs:
     [..., ceil(blocks / 2), ..., 2]; a block of zeros and the one that fills the last pair have code 0.
-
-    Raises:
-        RuntimeError: types, axis or block size are not those that torch_npu takes.
-        NotSimulatedError: a target that is not a float8 type; by default it is float4_e2m1.
     """
     refuse = Refusal("npu_dynamic_mx_quant", "aclnnDynamicMxQuant")
     check_input(refuse, x, range(1, 8))
@@ -198,11 +183,7 @@ def npu_quantize(
     self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype | int, axis: int = 1,
     div_mode: bool = True,
 ) -> Tensor:  # fmt: skip
-    """round(self / scales) + zero_points (without ``div_mode`` times the scales), with one scale or one along ``axis``.
-
-    Raises:
-        RuntimeError: the scales do not fit.
-    """
+    """round(self / scales) + zero_points (without ``div_mode`` times the scales), with one scale or one along ``axis``."""
     refuse = Refusal("npu_quantize", "aclnnAscendQuantV3")
     quantised = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
     kind = dtype_of(dtype, torch.int8)

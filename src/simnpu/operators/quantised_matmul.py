@@ -53,10 +53,6 @@ def npu_quant_matmul(
 
     int8: ``scale`` [1] or [n] (float32, bfloat16, or int64 of ``npu_trans_quant_param``), ``pertoken_scale`` [m]. float8:
     those, or scales of blocks: with ``group_sizes`` (m, n, k) in float32, or E8M0 codes [m, k / 64, 2] and [k / 64, n, 2].
-
-    Raises:
-        RuntimeError: shapes or types do not go together.
-        NotSimulatedError: int4, or a scale of the result.
     """
     refuse = Refusal("npu_quant_matmul", "aclnnQuantMatmulV4")
     if x1.dtype == torch.int32 or x2.dtype == torch.int32 or y_scale is not None:
@@ -105,11 +101,7 @@ def check_int8(
     refuse: Refusal, scale: Tensor, offset: Tensor | None, bias: Tensor | None, pertoken: Tensor | None,
     output: torch.dtype, m: int, n: int,
 ) -> None:  # fmt: skip
-    """Shapes of the scales, and that the types are a row of the table.
-
-    Raises:
-        RuntimeError: they are not.
-    """
+    """Shapes of the scales, and that the types are a row of the table."""
     for name, tensor, sizes in (
         ("scale", scale, (1, n)),
         ("offset", offset, (1, n)),

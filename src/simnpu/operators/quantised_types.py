@@ -62,11 +62,7 @@ PUBLIC = {
 
 
 def dtype_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> torch.dtype:
-    """The type that ``kind`` stands for.
-
-    Raises:
-        NotSimulatedError: a type that is not simulated, by its name where it has one.
-    """
+    """The type that ``kind`` stands for."""
     if kind is None:
         return otherwise
     if isinstance(kind, torch.dtype):
@@ -78,11 +74,7 @@ def dtype_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> torch.dt
 
 
 def target_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> Target:
-    """What to quantise to.
-
-    Raises:
-        NotSimulatedError: no type of :data:`TARGETS`.
-    """
+    """What to quantise to."""
     dtype = dtype_of(kind, otherwise)
     if dtype not in TARGETS:
         raise NotSimulatedError(

@@ -35,11 +35,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def apply_rotary(name: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
-    """Check as the kernel does, then rotate.
-
-    Raises:
-        RuntimeError: shapes or the mode are not accepted.
-    """
+    """Check as the kernel does, then rotate."""
     refuse = Refusal(name, "aclnnRotaryPositionEmbedding")
     if mode not in MODES:
         refuse(f"The rotary_mode should be half or interleave, but got {mode}")
@@ -59,11 +55,7 @@ def apply_rotary(name: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> T
 
 
 def check_counts(x: Tensor, cos: Tensor, mode: str, gradients: bool, refuse: Refusal) -> None:
-    """Batch size B and number of heads N, which follow from what ``cos`` is broadcast over, and their limits.
-
-    Raises:
-        RuntimeError: no documented layout fits, or B, N or B * N is beyond its limit.
-    """
+    """Batch size B and number of heads N, which follow from what ``cos`` is broadcast over, and their limits."""
     layouts = layouts_of(tuple(x.shape), tuple(cos.shape), mode)
     if not layouts:
         refuse.kernel(
@@ -130,9 +122,6 @@ def npu_apply_rotary_pos_emb(
     """Rotate ``query`` and ``key`` in place, and return them.
 
     Shapes are [B, S, N, D], cos and sin [B, S, 1, D]; with layout ``TND`` the first two are one.
-
-    Raises:
-        RuntimeError: what the documentation excludes on the 910B generation.
     """
     refuse = Refusal("npu_apply_rotary_pos_emb", "aclnnApplyRotaryPosEmbV2")
     tensors = (query, key, cos, sin)

@@ -47,6 +47,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    from simnpu.missing import missing
+    from simnpu.errors import missing
 
     raise missing(name, "torch_npu.profiler")

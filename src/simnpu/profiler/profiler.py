@@ -92,11 +92,7 @@ class _KinetoProfile:
         self.metadata[key] = value
 
     def add_metadata_json(self, key: str, value: str) -> None:
-        """Note the value of a JSON text.
-
-        Raises:
-            json.JSONDecodeError: it is none.
-        """
+        """Note the value of a JSON text."""
         self.metadata[key] = json.loads(value)
 
     def export_chrome_trace(self, output_path: str) -> None:
@@ -105,23 +101,15 @@ class _KinetoProfile:
             self.host.export_chrome_trace(str(output_path))
 
     def export_stacks(self, output_path: str, metric: str = "self_cpu_time_total") -> None:
-        """Write stacks with their CPU time, of a session ``with_stack``.
-
-        Raises:
-            ValueError: the metric is the device's.
-        """
+        """Write stacks with their CPU time, of a session ``with_stack``."""
         if metric != "self_cpu_time_total":
             raise ValueError(f"export_stacks: metric {metric!r} is not recorded on the simulated device")
         if self.host is not None:
             self.host.export_stacks(str(output_path), metric)
 
     def export_memory_timeline(self, output_path: str, device: str | None = None) -> None:
-        """Not simulated: the device's memory is the host's.
-
-        Raises:
-            NotSimulatedError: always.
-        """
-        from simnpu.missing import missing
+        """Not simulated: the device's memory is the host's."""
+        from simnpu.errors import missing
 
         raise missing("export_memory_timeline", "torch_npu.profiler.profile")
 
@@ -217,11 +205,7 @@ def tensorboard_trace_handler(
 def analyse(
     profiler_path: str, max_process_number: int = 1, export_type: str | list[str] | None = None, **options: Any
 ) -> None:
-    """Nothing is left to analyse: what the simulated device records is written at once.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    """Nothing is left to analyse: what the simulated device records is written at once."""
     if not os.path.isdir(profiler_path):
         raise FileNotFoundError(f"torch_npu.profiler.profiler.analyse: no folder {profiler_path}")
     print(f"torch_npu.profiler: nothing to analyse in {profiler_path}: {NOTE}", file=sys.stderr)

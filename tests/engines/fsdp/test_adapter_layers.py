@@ -124,12 +124,12 @@ def test_experts_compute_what_transformers_does_with_merged_weights(kind, counts
     stacked = StackedAdapters(adapters, registry.shape_groups, torch.float32, CPU)
     stacked.fill()
     mine = inputs()
-    with layers.applying(stacked):
-        layers.enter(segments_of(counts))
-        compute, along = getattr(module, COMPUTED_BY)
-        found = compute(module, mine[0], index, mine[1], along())
-        layers.require_called()
-        found.backward(upstream)
+    layers.stacked = stacked
+    layers.segments = segments_of(counts)
+    compute, along = getattr(module, COMPUTED_BY)
+    found = compute(module, mine[0], index, mine[1], along())
+    layers.require_called()
+    found.backward(upstream)
     stacked.collect()
     torch.testing.assert_close(found, expected)
     for one, other in zip(mine, theirs, strict=True):
@@ -152,22 +152,23 @@ def linear_layers() -> tuple[Model, AdapterLayers, StackedAdapters]:
 def test_a_layer_that_is_not_called_is_refused():
     model, layers, stacked = linear_layers()
     (layer,) = model.model.layers
-    with layers.applying(stacked):
-        layers.enter(segments_of([3]))
-        layer.q_proj(torch.randn(1, 3, HIDDEN))
-        with pytest.raises(ConfigError, match=r"does not call its layer model\.layers\.0\.k_proj"):
-            layers.require_called()
-        layer.k_proj(torch.randn(1, 3, HIDDEN))
+    layers.stacked = stacked
+    layers.segments = segments_of([3])
+    layer.q_proj(torch.randn(1, 3, HIDDEN))
+    with pytest.raises(ConfigError, match=r"does not call its layer model\.layers\.0\.k_proj"):
         layers.require_called()
+    layer.k_proj(torch.randn(1, 3, HIDDEN))
+    layers.require_called()
 
 
 def test_a_layer_that_sees_other_rows_than_the_tokens_is_refused():
     model, layers, stacked = linear_layers()
     (layer,) = model.model.layers
-    with layers.applying(stacked):
-        layers.enter(segments_of([3]))
-        with pytest.raises(ConfigError, match=r"q_proj computes 6 rows in a micro batch of 3 tokens"):
-            layer.q_proj(torch.randn(3, 2, HIDDEN))
+    layers.stacked = stacked
+    layers.segments = segments_of([3])
+    with pytest.raises(ConfigError, match=r"q_proj computes 6 rows in a micro batch of 3 tokens"):
+        layer.q_proj(torch.randn(3, 2, HIDDEN))
+    layers.stacked = layers.segments = None
     assert layer.q_proj(torch.randn(3, 2, HIDDEN)).shape == (3, 2, HIDDEN), "without adapters nothing is asked"
 
 

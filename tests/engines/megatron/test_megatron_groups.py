@@ -14,8 +14,7 @@ from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import CARRIERS, ProcessGroups, initialize
 from megascend.errors import ProcessGroupError
 from megascend.testing import run_distributed
-from megascend.topology.groups import GROUP_AXES
-from megascend.topology.topology import plan
+from megascend.topology.topology import GROUP_AXES, plan
 
 
 def open_groups(runtime: Runtime, world: int, **parallel: Any) -> ProcessGroups:

@@ -124,7 +124,7 @@ def trained_adapter(checkpoint: Path, parallel: Parallel) -> Any:
 
 @pytest.mark.parametrize(("arch", "parallel"), [("qwen3", Parallel(tensor=2)), ("qwen2", Parallel(pipeline=2))])
 def test_a_merged_adapter_is_what_peft_merges(parity_folder, tmp_path, arch, parallel):
-    from megascend.lora.merge import merged
+    from megascend.lora.factors import merged
 
     checkpoint = case_checkpoint(parity_folder, arch)
 

@@ -24,13 +24,9 @@ CAPABILITY = "torch.cuda.get_device_capability"
 
 
 def install(stack: str, rotary: Callable[..., Any] | None = None) -> Any:
-    """Append the feature to MindSpeed's list; idempotent. Call before the adaptor is imported.
+    """Append the feature to MindSpeed's list and return it; idempotent. Call before the adaptor is imported.
 
-    Args:
-        stack: name of the version table's row.
-
-    Returns:
-        The feature; set its ``rotary`` attribute to mcore-bridge's function once that is known.
+    Set its ``rotary`` attribute to mcore-bridge's function once that is known. ``stack``: name of the version table's row.
     """
     manager = import_module("mindspeed.features_manager.features_manager").MindSpeedFeaturesManager
     for feature in manager.FEATURES_LIST:

@@ -22,7 +22,7 @@ from megascend.bootstrap.mindspeed import tree
 from megascend.bootstrap.providers import Finding
 from megascend.bootstrap.versions import Stack, installed_versions
 from megascend.errors import PlatformError, VersionError
-from megascend.platforms.torch_npu import torch_npu_problem
+from megascend.platforms.npu import torch_npu_problem
 
 HOW_MINDSPEED = (
     "git clone -b {branch} MindSpeed from its repository (it is not on PyPI), pip install --no-deps -e it, or put the "
@@ -53,12 +53,7 @@ class Prerequisite:
 
 
 def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a process in which MindSpeed would fail half-way, or patch the wrong thing.
-
-    Raises:
-        PlatformError: something is missing, or CUDA's Transformer Engine is in the way.
-        VersionError: MindSpeed, torch_npu or the Megatron tree is not that of the stack.
-    """
+    """Refuse a process in which MindSpeed would fail half-way, or patch the wrong thing."""
     for prerequisite in PREREQUISITES:
         prerequisite.look(stack, environment)
 
@@ -66,10 +61,9 @@ def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
 def findings(
     stack: Stack, environment: Mapping[str, str] = os.environ, before_each: Callable[[str], object] = lambda name: None
 ) -> list[Finding]:
-    """Every prerequisite held against this process, whether the ones before it hold or not. For ``megascend doctor``.
+    """Check every prerequisite, whether those before it hold or not; for ``megascend doctor``.
 
-    Args:
-        before_each: called with the name of what is looked at next: should that end the process, it is known what did.
+    ``before_each`` gets the name of each first: should the check end the process, it is known which one did.
     """
     result = []
     for prerequisite in PREREQUISITES:
@@ -185,11 +179,7 @@ def _look_at_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
 
 
 def check_megatron_tree(stack: Stack) -> None:
-    """Is the ``megatron.core`` on the path the one that the version table saw? PYTHONPATH may put another first.
-
-    Raises:
-        VersionError: it is another version than the installed distribution.
-    """
+    """Is the ``megatron.core`` on the path the one that the version table saw? PYTHONPATH may put another first."""
     megatron = find_spec("megatron")
     places = list(megatron.submodule_search_locations or []) if megatron else []
     spec = PathFinder.find_spec("core", places)

@@ -98,11 +98,7 @@ def version_of(stack: Stack) -> Version:
 
 
 def find() -> Tree | None:
-    """The MindSpeed that ``import mindspeed`` would find, or None if there is none.
-
-    Raises:
-        VersionError: its ``__init__.py`` is no Python that can be read.
-    """
+    """The MindSpeed that ``import mindspeed`` would find, or None if there is none."""
     spec = find_spec(PACKAGE)  # of a top-level name: finds, and imports nothing
     if spec is None or spec.origin is None:  # without origin: some folder of that name on sys.path, and no package
         return None
@@ -110,11 +106,7 @@ def find() -> Tree | None:
 
 
 def read(init: Path) -> Tree:
-    """The tree whose package begins with the file ``init``.
-
-    Raises:
-        VersionError: the file is no Python that can be read.
-    """
+    """The tree whose package begins with the file ``init``."""
     module = _parse(init)
     stated = _stated(module)
     setup = init.parent.parent / "setup.py"

@@ -13,16 +13,7 @@ RING = "MindSpeedCPDotProductAttention"
 
 
 def verify(config: Any, arguments: dict[str, Any], rotary: Any) -> None:
-    """Check the patched process.
-
-    Args:
-        config: the ModelConfig that the model will be built from.
-        arguments: what MindSpeed was told.
-        rotary: mcore-bridge's ``apply_rotary_pos_emb``.
-
-    Raises:
-        PlatformError: a check failed. Training would run on the wrong implementation, or fail later.
-    """
+    """Raise PlatformError unless the process is patched for ``config``; ``rotary``: mcore-bridge's ``apply_rotary_pos_emb``."""
     failed = problems(config, arguments, rotary)
     if failed:
         raise PlatformError(

@@ -1,8 +1,42 @@
 """Megatron-Core without accelerators: the reference Transformer Engine, and what else has to be put right for a CPU.
 
-On CUDA it is there by request (``provider="reference"`` or ``MEGASCEND_REFERENCE_TE=1``), with torch.cuda left as it is.
+On CUDA it is used by request (``provider="reference"`` or ``MEGASCEND_REFERENCE_TE=1``), with torch.cuda left as it is.
 """
 
-from megascend.bootstrap.reference.provider import Reference
+from __future__ import annotations
 
-__all__ = ["Reference"]
+import functools
+import os
+from collections.abc import Callable
+from typing import ClassVar
+
+from megascend import reference_te
+from megascend.bootstrap.providers import PatchProvider, one_connection
+
+
+class Reference(PatchProvider):
+    name: ClassVar[str] = "reference"
+
+    def before_megatron(self) -> list[str]:
+        if self.setup.platform.device_type == "cuda":
+            return one_connection(os.environ) + reference_te.install(force=True)
+        changes = []
+        # Spares megatron-core's functions a compilation for the CPU.
+        if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":
+            changes.append("TORCHDYNAMO_DISABLE=1")
+        from megascend.bootstrap.reference import cuda_redirect, gloo
+
+        return changes + reference_te.install() + cuda_redirect.install() + gloo.install()
+
+    def when_imported(self) -> dict[str, Callable[[], list[str]]]:
+        if self.setup.platform.device_type == "cuda":
+            return {}
+        from megascend.bootstrap.reference import cuda_redirect, gloo, training_device
+
+        patches: dict[str, Callable[[], list[str]]] = {gloo.MAPPINGS: gloo.add_uneven_splits}
+        for module in cuda_redirect.MOE_MODULES:
+            patches[module] = functools.partial(cuda_redirect.patch_moe_device_check, module)
+        for module in training_device.MODULES:
+            patches[module] = functools.partial(training_device.install, module)
+        patches[training_device.FUSED_KERNELS] = training_device.without_fused_kernels
+        return patches

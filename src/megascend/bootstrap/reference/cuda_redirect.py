@@ -83,11 +83,7 @@ class _Generators:
 
 
 def install() -> list[str]:
-    """Redirect; a second call does nothing. Returns one line for each group of changes.
-
-    Raises:
-        PlatformError: CUDA is available here.
-    """
+    """Redirect; a second call does nothing. Returns one line for each group of changes."""
     if _undo:
         return []
     if torch.cuda.is_available():
@@ -121,11 +117,7 @@ def uninstall() -> None:
 
 
 def patch_moe_device_checks() -> list[str]:
-    """:func:`patch_moe_device_check` of both modules. Call after megatron.core is imported; idempotent.
-
-    Raises:
-        ImportOrderError: the MoE modules are not imported yet.
-    """
+    """:func:`patch_moe_device_check` of both modules. Call after megatron.core is imported; idempotent."""
     return [line for name in MOE_MODULES for line in patch_moe_device_check(name)]
 
 
@@ -134,9 +126,6 @@ def patch_moe_device_check(name: str) -> list[str]:
 
     Its ``maybe_move_tensor_to_cpu(tensor, as_numpy=True)`` converts only tensors that are on CUDA, and the all-to-all
     is then given a tensor where it wants integers.
-
-    Raises:
-        ImportOrderError: module ``name`` is not imported yet.
     """
     if name not in sys.modules:
         raise ImportOrderError(f"import megatron.core first; not imported: {name}")

@@ -52,11 +52,7 @@ class _Torch:
 
 
 def install(name: str) -> list[str]:
-    """Show a device to module ``name``, which is one of ``MODULES``. Idempotent; call after its import.
-
-    Raises:
-        ImportOrderError: the module is not imported yet.
-    """
+    """Show a device to module ``name``, which is one of ``MODULES``. Idempotent; call after its import."""
     if name not in sys.modules:
         raise ImportOrderError(f"import {name} first")
     module: Any = sys.modules[name]

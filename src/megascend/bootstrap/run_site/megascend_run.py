@@ -63,10 +63,7 @@ def _is_import(frame: object) -> bool:
 
 
 def end(error: Exception) -> NoReturn:
-    """Say what failed, and end the process at once.
-
-    Programs take an exception here for "Megatron is not installed", and would go on without what they asked for.
-    """
+    """Report the error and end the process: programs take an exception here for "Megatron is not installed", and continue."""
     rank = os.environ.get("RANK")
     if not type(error).__module__.startswith("megascend.") or os.environ.get("MEGASCEND_DEBUG") == "1":
         traceback.print_exc()

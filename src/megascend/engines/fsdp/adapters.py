@@ -13,7 +13,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.fsdp.adapter_layers import AdapterLayers
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.errors import ConfigError
-from megascend.lora.mixed_adapters import MixedAdapters
+from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.registry import AdapterRegistry
 from megascend.lora.target_modules import EMBEDDING, TargetModule, check_untied, matches
 from megascend.lora.transformers_targets import (

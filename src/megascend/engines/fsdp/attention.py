@@ -18,7 +18,7 @@ from megascend.engines.fsdp import varlen
 from megascend.engines.fsdp.sequence import HeadExchange
 from megascend.engines.key_values import Filling, Growing
 from megascend.errors import ConfigError
-from megascend.kernels import npu_attention
+from megascend.kernels import npu
 from megascend.kernels.host_copy import to_device
 
 KEYWORD = "sample_lengths"
@@ -179,9 +179,7 @@ def _of_samples(
 ) -> Tensor:
     """Whole samples: [batch, heads, tokens, head dim]."""
     if query.device.type == "npu":
-        return npu_attention.causal_attention(
-            query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window
-        )
+        return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
     if lengths.starts is None or lengths.longest is None:
         return _causal(query, key, value, scaling, dropout, window)
     if lengths.one_kernel and varlen.fits(query, value, dropout):

@@ -42,7 +42,7 @@ from megascend.engines.scalar_head import fresh_weights, output_layer, plain_sli
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import ScalarHead
-from megascend.lora.merge import merged
+from megascend.lora.factors import merged
 from megascend.selfcheck.check import require_agreement_here
 from megascend.selfcheck.in_process import Subject
 from megascend.topology.topology import Topology
@@ -198,7 +198,7 @@ class FsdpEngine:
                 if not self._fsdp.reshard_after_forward:
                     self.model.set_reshard_after_backward(number == len(batches))
                 if self.adapters is not None:
-                    self.adapters.layers.enter(batch.segments)
+                    self.adapters.layers.segments = batch.segments
                 self._rotary.enter(batch)
                 packed = None if batch.packed is None else batch.packed.lengths
                 lengths = attention.sample_lengths(

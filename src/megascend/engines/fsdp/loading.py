@@ -14,8 +14,7 @@ from megascend.engines.fsdp.shards import LocalShard
 from megascend.engines.fsdp.sources import Piece
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
-from megascend.kernels.fp16_range import out_of_range
-from megascend.kernels.nan import names_with_nan
+from megascend.kernels.reductions import names_with_nan, out_of_range
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.exported import differences
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.safetensors_writer import DTYPES
-from megascend.kernels.fp16_range import to_dtype
+from megascend.kernels.reductions import to_dtype
 from megascend.topology.weight_routes import Receivers, ranks_of
 
 

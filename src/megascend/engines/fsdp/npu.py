@@ -10,7 +10,7 @@ from torch import Tensor
 from megascend.changes import patch
 from megascend.config import Fsdp
 from megascend.errors import ConfigError, VersionError
-from megascend.kernels.npu_grouped import GroupedProduct
+from megascend.kernels.npu import GroupedProduct
 
 MODULE, FUNCTION = "transformers.integrations.moe", "_grouped_mm"
 

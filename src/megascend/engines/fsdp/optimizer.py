@@ -13,7 +13,7 @@ from megascend.config import Adam, Precision, Schedule
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.adamw import MainAdamW
 from megascend.engines.fsdp.shards import LocalShard
-from megascend.kernels.norm import square_sum
+from megascend.kernels.reductions import square_sum
 
 
 class Optimizer(MainAdamW):

@@ -50,7 +50,7 @@ from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.engines.scalar_head import fresh_weights, refuse_adapters
 from megascend.errors import CheckpointError
 from megascend.huggingface.info import ModelInfo
-from megascend.lora.merge import merged
+from megascend.lora.factors import merged
 from megascend.selfcheck.check import require_agreement, tell
 from megascend.selfcheck.verdict import Verdict
 from megascend.topology.topology import Topology
@@ -58,7 +58,7 @@ from megascend.topology.weight_routes import Receivers
 
 if TYPE_CHECKING:
     from megascend.engines.megatron.graphed_steps import GraphedSteps
-    from megascend.lora.manager import AdapterManager
+    from megascend.lora.layers import AdapterManager
     from megascend.selfcheck.process import Worker
 
 LARGE_LAYER = 2**29
@@ -196,7 +196,7 @@ class MegatronEngine:
         return require_agreement(model_dir, full, self.max_length, window_in_force, self.groups, checker)
 
     def _adapter_manager(self, adapters: Adapters, schedule: Schedule, seed: int) -> AdapterManager:
-        from megascend.lora.manager import AdapterManager
+        from megascend.lora.layers import AdapterManager
 
         return AdapterManager(
             self.bare_chunks,
@@ -328,7 +328,7 @@ class MegatronEngine:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""
         options = {} if self.precision == "fp32" else {"fp32_output": False}
         if self.adapters is not None:
-            self.adapters.layers.enter(batch.segments)
+            self.adapters.layers.segments = batch.segments
         if self._cached is not None:
             self._cached.batch = batch
         number = self.chunks.index(chunk)

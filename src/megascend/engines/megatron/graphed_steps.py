@@ -28,7 +28,7 @@ from megascend.engines.megatron.captured_step import CapturedStep, Counts, Work
 from megascend.engines.megatron.output_head import OutputHead
 from megascend.engines.megatron.static_batch import write
 from megascend.lora.grouped import kernel_of
-from megascend.lora.manager import AdapterManager
+from megascend.lora.layers import AdapterManager
 from megascend.lora.stacked_adapters import StackedAdapters
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.exported import FusedPart, differences, fused_part
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.safetensors_writer import DTYPES
-from megascend.kernels.fp16_range import out_of_range
+from megascend.kernels.reductions import out_of_range
 from megascend.topology.weight_routes import Receivers, Route, participants, ranks_of, route
 
 Merge = Callable[[str, Tensor], Tensor]

@@ -15,7 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megascend.batch.results import StepResult
 from megascend.bootstrap import current_runtime
 from megascend.config import Adam, Precision, Schedule
-from megascend.config.learning_rate import learning_rate
+from megascend.config.training import learning_rate
 from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron.build import DTYPES

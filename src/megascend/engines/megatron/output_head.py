@@ -19,7 +19,7 @@ class OutputHead:
 
     The model's own output layer stays a module of the model, so that hooks of Megatron's DDP and checkpoints see it, but
     its forward only brings the hidden states together over sequence parallel ranks. Adapters of it append ``A x`` to them
-    there (:mod:`megascend.lora.embedding_and_head`); the ``lora_delta`` that multiplies those columns by B comes with every call.
+    there (:mod:`megascend.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B comes with every call.
     """
 
     def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:

@@ -19,8 +19,7 @@ from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import some
 from megascend.huggingface.files import TensorHeader
-from megascend.kernels.fp16_range import out_of_range
-from megascend.kernels.nan import names_with_nan
+from megascend.kernels.reductions import names_with_nan, out_of_range
 
 
 class _Tracked:

@@ -47,8 +47,8 @@ from megascend.huggingface.exported import some
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.huggingface.scalar_head import BIAS
-from megascend.kernels.fp16_range import out_of_range
-from megascend.lora.merge import merged
+from megascend.kernels.reductions import out_of_range
+from megascend.lora.factors import merged
 from megascend.selfcheck.check import require_agreement_here
 from megascend.selfcheck.in_process import Subject
 from megascend.topology.topology import Topology

@@ -25,7 +25,7 @@ def asked_for() -> bool:
 def install() -> None:
     """Prepare the process, and register what verl looks up by name. Once."""
     import megascend
-    from megascend.bootstrap.after_import import after_import
+    from megascend.bootstrap.import_hooks import after_import
 
     on_cpu = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
     if on_cpu:

@@ -7,6 +7,6 @@ __all__ = ["FlopsCounter", "get_cann_version"]
 
 
 def __getattr__(name: str) -> object:
-    from simnpu.missing import missing
+    from simnpu.errors import missing
 
     raise missing(name, __name__)

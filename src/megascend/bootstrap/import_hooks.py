@@ -1,14 +1,36 @@
-"""Do something before and after another's module is imported, whoever imports it, and not earlier."""
+"""Hooks around and after the import of another's module, whoever imports it, and not earlier."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from megascend.changes import changed
+
+
+def after_import(name: str, call: Callable[[], object]) -> None:
+    """Call ``call`` when module ``name`` has been imported; at once, if it has been.
+
+    It is called before the importer gets the module, so that ``from name import function`` finds what ``call`` has put there.
+    What it raises fails the import. Several calls for one module come in the order in which they were registered.
+    """
+    if name in sys.modules:
+        call()
+        return
+
+    @contextlib.contextmanager
+    def block(module: ModuleType) -> Iterator[None]:
+        yield
+        call()
+
+    around_import(name, block)
+    changed("sys.meta_path", f"waits for {name} to be imported")
 
 
 def around_import(name: str, block: Callable[[ModuleType], AbstractContextManager[object]]) -> Callable[[], None]:

@@ -1,0 +1,83 @@
+"""Facts about data for a person to read before training: counts and lengths, and a sample as text, by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from megascend.batch.sample import Sample
+from megascend.data.store import Part
+
+
+@dataclass(frozen=True)
+class SampleStatistics:
+    """Figures of some samples; lengths are in tokens.
+
+    Attributes:
+        supervised: tokens that have a weight in the loss.
+        p95: length that 95 % of the samples do not exceed.
+    """
+
+    samples: int
+    tokens: int
+    supervised: int
+    shortest: int
+    median: int
+    mean: float
+    p95: int
+    longest: int
+
+    @classmethod
+    def of(cls, part: Part) -> SampleStatistics:
+        """Figures of at least one sample. Reads the weights of all."""
+        lengths = part.lengths
+        median, p95 = np.percentile(lengths, [50, 95], method="higher")
+        return cls(
+            samples=len(lengths),
+            tokens=int(lengths.sum()),
+            supervised=int(part.supervised.sum()),
+            shortest=int(lengths.min()),
+            median=int(median),
+            mean=float(lengths.mean()),
+            p95=int(p95),
+            longest=int(lengths.max()),
+        )
+
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+
+
+@dataclass(frozen=True)
+class SamplePiece:
+    """Neighbouring tokens of one weight.
+
+    Attributes:
+        weight: of each of them in the loss; 0: not learned.
+        tokens: how many there are.
+    """
+
+    text: str
+    weight: float
+    tokens: int
+
+
+def pieces(sample: Sample, decode: Decode) -> list[SamplePiece]:
+    """Return the tokens read and predicted, in order, by weight; the first, which nothing predicts, has weight 0.
+
+    A character whose tokens differ in weight shows as the replacement character in each piece.
+    """
+    ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
+    weights = [0.0, *sample.weights.tolist()]
+    found, start, before = [], 0, ""
+    for weight, members in groupby(weights):
+        count = len(list(members))
+        # Decoded with all that is before them: alone, some tokenizers drop the space that a word begins with.
+        upto = decode(ids[: start + count])
+        text = upto[len(before) :] if upto.startswith(before) else decode(ids[start : start + count])
+        found.append(SamplePiece(text, weight, count))
+        start, before = start + count, upto
+    return found

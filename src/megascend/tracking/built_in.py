@@ -1,0 +1,181 @@
+"""Trackers that megascend brings: each the adapter of one package, which it imports when a run is opened.
+
+- TensorBoard: event files in OUTPUT/tensorboard. A resumed run drops the steps after its checkpoint.
+- Weights & Biases: ``WANDB_MODE=offline`` keeps the run in OUTPUT/trackers/wandb, for ``wandb sync``.
+- SwanLab: ``SWANLAB_MODE=offline`` keeps the run in OUTPUT/trackers/swanlab, for ``swanlab sync``.
+- Trackio: without a Space or a server it keeps runs in a database on this machine (TRACKIO_DIR), for ``trackio show``.
+- MLflow: by its client, which changes nothing of the process. MLFLOW_TRACKING_URI says where runs go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megascend.tracking.registry import Outcome, TrackedRun
+
+PROJECT = "megascend"
+"""Default project of a run, where a tracker sorts runs by projects."""
+SWANLAB_STATES = {"finished": "success", "stopped": "aborted", "failed": "crashed"}
+MLFLOW_STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+MLFLOW_BATCH = 100
+"""Most parameters of one call of MLflow's."""
+
+
+class TensorBoard:
+    run_id = None  # the files are the run
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        settings: dict[str, Any] = {"log_dir": str(run.folder.parent / "tensorboard")}
+        if run.resumed_after:
+            settings["purge_step"] = run.resumed_after + 1
+        self._writer = SummaryWriter(**settings | dict(run.options))
+        if not run.resumed_after:
+            self._writer.add_text("config", code_block(json.dumps(run.config, indent=2)))
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for number, (prompt, answer) in enumerate(texts.items()):
+            self._writer.add_text(f"generation/{number}", f"{code_block(prompt)}\n\n{code_block(answer)}", step)
+        self._writer.flush()
+
+    def close(self, outcome: Outcome) -> None:
+        self._writer.close()
+
+
+def code_block(text: str) -> str:
+    """Indent ``text`` as a code block of Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+class Wandb:
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb  # type: ignore[reportMissingImports]
+
+        settings: dict[str, Any] = {"name": run.name, "dir": str(run.folder), "config": dict(run.config)}
+        if "WANDB_PROJECT" not in os.environ:
+            settings["project"] = PROJECT
+        if run.run_id is not None:
+            settings |= {"id": run.run_id, "resume": "allow"}
+        # The terminal stays ours: W&B would put itself between the progress bar and it.
+        settings["settings"] = wandb.Settings(console="off")
+        self._run = wandb.init(**settings | dict(run.options))
+        self._table = wandb.Table
+
+    @property
+    def run_id(self) -> str | None:
+        return self._run.id
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        rows = [[step, prompt, answer] for prompt, answer in texts.items()]
+        self._run.log({"generation": self._table(columns=["step", "prompt", "answer"], data=rows)}, step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+
+class SwanLab:
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab  # type: ignore[reportMissingImports]
+
+        settings: dict[str, Any] = {
+            "name": run.name,
+            "log_dir": str(run.folder / "swanlab"),
+            "config": dict(run.config),
+        }
+        if "SWANLAB_PROJECT" not in os.environ and "SWANLAB_PROJ_NAME" not in os.environ:
+            settings["project"] = PROJECT
+        if run.run_id is not None:
+            settings |= {"id": run.run_id, "resume": "allow"}
+        # The terminal stays ours: SwanLab would put itself between the progress bar and it, and ask for a key there.
+        settings["settings"] = swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False)
+        self._run = swanlab.init(**settings | dict(run.options))
+        self._text = swanlab.Text
+
+    @property
+    def run_id(self) -> str | None:
+        return self._run.id
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        shown = [self._text(answer, caption=prompt) for prompt, answer in texts.items()]
+        self._run.log({"generation": shown}, step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(state=SWANLAB_STATES[outcome])
+
+
+class Trackio:
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio  # type: ignore[reportMissingImports]
+
+        settings: dict[str, Any] = {"project": PROJECT, "name": run.run_id or run.name, "config": dict(run.config)}
+        settings["resume"] = "allow" if run.run_id is not None else "never"
+        self._run = trackio.init(**settings | {"embed": False} | dict(run.options))
+        self._markdown = trackio.Markdown
+
+    @property
+    def run_id(self) -> str | None:
+        return self._run.name  # by which Trackio resumes a run
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        shown = "\n\n".join(f"**{prompt}**\n\n{answer}" for prompt, answer in texts.items())
+        self._run.log({"generation": self._markdown(shown)}, step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient  # type: ignore[reportMissingImports]
+        from mlflow.entities import Metric, Param  # type: ignore[reportMissingImports]
+
+        options: dict[str, Any] = {"experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)} | dict(run.options)
+        name = options.pop("experiment")
+        self._client, self._metric = MlflowClient(**options), Metric
+        if run.run_id is not None:
+            self.run_id: str | None = run.run_id
+            self._client.update_run(run.run_id, status="RUNNING")
+            return
+        experiment = self._client.get_experiment_by_name(name)
+        number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self.run_id = self._client.create_run(number, run_name=run.name).info.run_id
+        parameters = [Param(key, str(value)) for key, value in flattened(run.config).items()]
+        for start in range(0, len(parameters), MLFLOW_BATCH):
+            self._client.log_batch(self.run_id, params=parameters[start : start + MLFLOW_BATCH])
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.run_id, [self._metric(key, value, now, step) for key, value in figures.items()])
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        shown = "\n\n".join(f"> {prompt}\n{answer}" for prompt, answer in texts.items())
+        self._client.log_text(self.run_id, shown, f"generation/step-{step}.txt")
+
+    def close(self, outcome: Outcome) -> None:
+        self._client.set_terminated(self.run_id, MLFLOW_STATES[outcome])
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
