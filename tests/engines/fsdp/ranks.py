@@ -22,7 +22,7 @@ from legs import run_leg, weights_of
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
-from megascend.engines.fsdp import routing, transformers_api
+from megascend.engines.fsdp import recomputation, transformers_api
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
@@ -162,7 +162,7 @@ def drifting(checkpoint: str) -> dict[str, float]:
             if granularity == "full":
                 qwen.Qwen3MoeTopKRouter.forward = drift  # type: ignore[method-assign]
             if not saves_routing:
-                routing.recomputation_contexts = torch.utils.checkpoint.noop_context_fn
+                recomputation.contexts = lambda granularity: torch.utils.checkpoint.noop_context_fn
             recompute = megascend.Recompute(granularity=granularity)  # type: ignore[arg-type]
             with make(checkpoint, recompute=recompute) as backend:
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))

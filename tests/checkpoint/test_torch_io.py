@@ -13,19 +13,18 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from megascend.checkpoint import manifest, sent_file
-from megascend.checkpoint.saver import Writer
-from megascend.checkpoint.sent_file import SentFile
+from megascend.checkpoint import manifest, torch_io
+from megascend.checkpoint.torch_io import ChunkWriter, HashingWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.mark.parametrize("piece", [64, 16 * 2**20])
 def test_content_size_and_digest_are_of_all_that_was_written(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(sent_file, "PIECE", piece)
+    monkeypatch.setattr(torch_io, "PIECE", piece)
     draw = random.Random(piece)
     parts = [draw.randbytes(draw.choice((0, 1, 63, 64, 65, 500, 9000, 70_000))) for _ in range(60)]
-    with SentFile(tmp_path / "file") as file:
+    with HashingWriter(tmp_path / "file") as file:
         for number, part in enumerate(parts, 1):
             assert file.write(part) == len(part)
             assert file.tell() == file.size == sum(map(len, parts[:number]))
@@ -40,22 +39,22 @@ def test_the_disk_hears_of_every_byte_once_in_order_when_it_is_in_the_file(tmp_p
         assert os.fstat(descriptor).st_size == offset + count
         sent.append((offset, count))
 
-    monkeypatch.setattr(sent_file, "PIECE", 100)
-    monkeypatch.setattr(sent_file, "begin_writing_back", begin)
-    with SentFile(tmp_path / "file") as file:
+    monkeypatch.setattr(torch_io, "PIECE", 100)
+    monkeypatch.setattr(torch_io, "begin_writing_back", begin)
+    with HashingWriter(tmp_path / "file") as file:
         for size in (30, 30, 30, 30, 5, 250, 1):
             file.write(bytes(size))
     assert sent == [(0, 120), (120, 105), (225, 100)]  # the rest, 51 bytes, when the file is synchronised
 
 
 def test_elements_wider_than_a_byte_are_counted_in_bytes(tmp_path):
-    with SentFile(tmp_path / "file") as file:
+    with HashingWriter(tmp_path / "file") as file:
         assert file.write(torch.arange(5, dtype=torch.int64).numpy()) == 40
         assert file.size == 40
 
 
 def test_it_is_not_gone_back_in(tmp_path):
-    with SentFile(tmp_path / "file") as file:
+    with HashingWriter(tmp_path / "file") as file:
         file.write(b"abc")
         with pytest.raises(io.UnsupportedOperation, match="cannot be gone back in"):
             file.seek(0)
@@ -65,16 +64,16 @@ def test_it_is_not_gone_back_in(tmp_path):
 
 
 def test_a_full_disk_is_told():
-    with SentFile(Path("/dev/full")) as file, pytest.raises(OSError, match="No space left"):
+    with HashingWriter(Path("/dev/full")) as file, pytest.raises(OSError, match="No space left"):
         file.write(bytes(2**20))
-    file = SentFile(Path("/dev/full"))
+    file = HashingWriter(Path("/dev/full"))
     file.write(b"less than a buffer")
     with pytest.raises(OSError, match="No space left"):
         file.close()
 
 
 def written(directory, state):
-    writer = Writer(directory)
+    writer = ChunkWriter(directory)
     dcp.save(state, storage_writer=writer, no_dist=True)
     return writer.digests
 
