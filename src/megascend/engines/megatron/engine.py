@@ -78,28 +78,22 @@ class MegatronEngine(Engine):
     def __init__(self, spec: EngineSpec, context: EngineContext, checker: Worker | None = None) -> None:
         super().__init__(spec, context)
         self.runtime, self.adam = context.runtime, spec.optimizer
-        topology, platform, info = self.topology, self.runtime.platform, self.info
-        frozen, graphs = spec.adapters is not None, spec.batching.cuda_graphs
+        platform, info, graphs = self.runtime.platform, self.info, spec.batching.cuda_graphs
+        self.adapters: AdapterManager | None = None
+        self.graphs: GraphedSteps | None = None
+        self.optimizer: MegatronOptimizer | None = None
+        self._hf_slices: HfSlices | None = None
+        self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
+        self._overlaps = self.adam.overlap_grad_reduce and spec.adapters is None
         self.layout = SequenceLayout(
             packing=spec.batching.packing,
-            context_size=topology.context,
+            context_size=self.topology.context,
             context_rank=self.groups.coordinates.context,
-            token_multiple=topology.tensor if topology.sequence_parallel else 1,
+            token_multiple=self.topology.tensor if self.topology.sequence_parallel else 1,
             lengths_on_host=platform.packed_lengths_on_host,
         )
         seed_everything(spec.seed)
-        scalar, tied = info.scalar_head, info.shape.tied
-        self.config = build_config(
-            self.model_dir, topology, spec.precision, spec.recompute, platform, scalar, tied=tied
-        )
-        routers.check(self.config, spec.moe, topology.pipeline, frozen=frozen)
-        self._overlaps = self.adam.overlap_grad_reduce and not frozen
-        groups_experts = grouped_experts.wanted(
-            spec.moe, self.config, spec.precision, self.device, overlapped=self._overlaps
-        )
-        if graphs is not None:
-            self._check_graphs(spec, groups_experts=groups_experts)
-        check_window(self.config, self.max_length)
+        groups_experts = self._configure(spec)
         self.groups.limit_timeouts()  # mcore-bridge has made a group of its own
         began = time.monotonic()
         self.self_check = self._check_slice(checker, enabled=spec.self_check)
@@ -109,7 +103,7 @@ class MegatronEngine(Engine):
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
-        if last.post_process and scalar is None:
+        if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=self._overlaps)
         if platform.has_transformer_engine_kernels:
             self._use_kernels()
@@ -117,37 +111,61 @@ class MegatronEngine(Engine):
         if groups_experts:
             required = spec.moe.experts == "grouped" or graphs is not None  # which need it
             expert_weights = grouped_experts.install(self.bare_chunks, self.device, required=required)
-        self.adapters: AdapterManager | None = None
-        self.graphs: GraphedSteps | None = None
-        self.optimizer: MegatronOptimizer | None = None
-        self._hf_slices: HfSlices | None = None
-        self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
-        capture = None if graphs is None else CudaCapture(own_stream=not frozen)
-        if frozen:
-            self.trainable = self.adapters = self._adapter_manager(spec)
-            # Copies of a dense model, whose adapters communicate in their step.
-            self.independent_ranks = topology.data == topology.world_size and not topology.is_moe
-            self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
-            grouped_experts.settle(expert_weights, self.chunks)
-            if capture is not None:
-                graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry))
+        capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
+        if spec.adapters is not None:
+            self._train_adapters(spec, expert_weights)
         else:
             with contextlib.nullcontext() if capture is None else capture.stream():
                 self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
-            grouped_experts.settle(expert_weights, self.chunks)
-            if platform.has_transformer_engine_kernels:
-                fuse_weight_gradients(self.bare_chunks)
-                if topology.tensor == 1 and not self._overlaps:
-                    embedding_gradient.install(self.bare_chunks)
-            self.optimizer = MegatronOptimizer(
-                self.chunks, self.adam, spec.schedule, spec.precision, self.groups, self.routers
-            )
-            self._connect_schedule(self.optimizer)
-            self.trainable = FullModel(self.optimizer, reduces_while_running=self.adam.overlap_grad_reduce)
+            self._train_model(spec, expert_weights)
         if graphs is not None and capture is not None:
             self.graph_steps(graphs, capture)
 
     # --- construction ---
+
+    def _configure(self, spec: EngineSpec) -> bool:
+        """Set mcore-bridge's configuration, refuse what would be wrong with it; return whether experts are to be grouped."""
+        info, platform = self.info, self.runtime.platform
+        self.config = build_config(
+            self.model_dir,
+            self.topology,
+            spec.precision,
+            spec.recompute,
+            platform,
+            info.scalar_head,
+            tied=info.shape.tied,
+        )
+        routers.check(self.config, spec.moe, self.topology.pipeline, frozen=spec.adapters is not None)
+        groups_experts = grouped_experts.wanted(
+            spec.moe, self.config, spec.precision, self.device, overlapped=self._overlaps
+        )
+        if spec.batching.cuda_graphs is not None:
+            self._check_graphs(spec, groups_experts=groups_experts)
+        check_window(self.config, self.max_length)
+        return groups_experts
+
+    def _train_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
+        """Freeze the model, and train adapters on it."""
+        self.trainable = self.adapters = self._adapter_manager(spec)
+        # Copies of a dense model, whose adapters communicate in their step.
+        self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
+        self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
+        grouped_experts.settle(expert_weights, self.chunks)
+        if spec.batching.cuda_graphs is not None:
+            graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry))
+
+    def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
+        """Train the chunks, which Megatron's DDP has wrapped."""
+        grouped_experts.settle(expert_weights, self.chunks)
+        if self.runtime.platform.has_transformer_engine_kernels:
+            fuse_weight_gradients(self.bare_chunks)
+            if self.topology.tensor == 1 and not self._overlaps:
+                embedding_gradient.install(self.bare_chunks)
+        self.optimizer = MegatronOptimizer(
+            self.chunks, self.adam, spec.schedule, spec.precision, self.groups, self.routers
+        )
+        self._connect_schedule(self.optimizer)
+        self.trainable = FullModel(self.optimizer, reduces_while_running=self.adam.overlap_grad_reduce)
 
     def _check_graphs(self, spec: EngineSpec, *, groups_experts: bool) -> None:
         """Raise ConfigError if no micro batch of this model can be captured."""
