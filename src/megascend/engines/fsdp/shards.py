@@ -211,7 +211,7 @@ class ShardAdamW(MainAdamW):
 
 
 def state(
-    shards: Sequence[LocalShard], optimizer: ShardAdamW, *, everything: bool, first_copy: bool, first_rank: bool
+    shards: Sequence[LocalShard], optimizer: MainAdamW, *, everything: bool, first_copy: bool, first_rank: bool
 ) -> dict[str, TensorSlices]:
     """Return what this rank writes to a checkpoint, live tensors, under the names of transformers' parameters.
 

@@ -175,14 +175,12 @@ class FusedQkv:
         if isinstance(angles, tuple) and len(angles) == 2 and angles[0] is angles[1]:
             angles = angles[0]
         known = (
-            isinstance(angles, Tensor)
-            and len(args) <= 1  # the mask
+            len(args) <= 1  # the mask
             and all(kwargs.get(name) is None for name in UNKNOWN_ARGUMENTS)
             and config.apply_rope_fusion
             and not any(_has_other_hooks(norm) for norm in self._norms)
-            and self._fits(angles)
         )
-        if not known:
+        if not (known and isinstance(angles, Tensor) and self._fits(angles)):
             return None
         if packed is not None:
             return _packed_rotation(angles, packed)
